@@ -1,0 +1,111 @@
+"""fedstrata: federated learning that holds up when clients' data are non-IID and clients drop out.
+
+>>> import fedstrata as fs
+>>> spec = fs.Experiment(method=fs.SCAFFOLD(), partition=fs.Dirichlet(alpha=0.1, clients=20),
+...                      training=fs.Training(rounds=2))
+>>> len(fs.run(spec))
+2
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedstrata.aggregation.base import Aggregator as Aggregator
+    from fedstrata.compare import compare as compare
+    from fedstrata.data import IID as IID
+    from fedstrata.data import Assignment as Assignment
+    from fedstrata.data import Classes as Classes
+    from fedstrata.data import Data as Data
+    from fedstrata.data import Dataset as Dataset
+    from fedstrata.data import Dirichlet as Dirichlet
+    from fedstrata.data import Domains as Domains
+    from fedstrata.data import Given as Given
+    from fedstrata.data import Groups as Groups
+    from fedstrata.data import Partition as Partition
+    from fedstrata.data import PowerLaw as PowerLaw
+    from fedstrata.data import Shards as Shards
+    from fedstrata.data import from_arrays as from_arrays
+    from fedstrata.experiment import prepare as prepare
+    from fedstrata.experiment import run as run
+    from fedstrata.federation.availability import Always as Always
+    from fedstrata.federation.availability import Bernoulli as Bernoulli
+    from fedstrata.federation.availability import Grouped as Grouped
+    from fedstrata.federation.availability import Persistent as Persistent
+    from fedstrata.federation.availability import Trace as Trace
+    from fedstrata.history import History as History
+    from fedstrata.methods.base import Method as Method
+    from fedstrata.methods.base import Recipe as Recipe
+    from fedstrata.methods.fedavg import FedAvg as FedAvg
+    from fedstrata.methods.fedstas import FedSTaS as FedSTaS
+    from fedstrata.methods.fedstas import FedSTS as FedSTS
+    from fedstrata.methods.scaffold import SCAFFOLD as SCAFFOLD
+    from fedstrata.methods.stratify import Stratify as Stratify
+    from fedstrata.nn import Model as Model
+    from fedstrata.objectives.base import Objective as Objective
+    from fedstrata.sampling.base import ClientSampler as ClientSampler
+    from fedstrata.sampling.base import DataSampler as DataSampler
+    from fedstrata.settings import Evaluation as Evaluation
+    from fedstrata.settings import Training as Training
+    from fedstrata.spec import Experiment as Experiment
+
+__version__ = "0.1.0"
+
+# Where each public name lives: importing fedstrata alone must not wait for PyTorch.
+_HOMES = {
+    "compare": "compare",
+    "run": "experiment",
+    "prepare": "experiment",
+    "Experiment": "spec",
+    "History": "history",
+    "Training": "settings",
+    "Evaluation": "settings",
+    "Data": "data",
+    "Dataset": "data",
+    "from_arrays": "data",
+    "Partition": "data",
+    "Assignment": "data",
+    "IID": "data",
+    "Dirichlet": "data",
+    "Classes": "data",
+    "Shards": "data",
+    "Groups": "data",
+    "Domains": "data",
+    "PowerLaw": "data",
+    "Given": "data",
+    "Always": "federation.availability",
+    "Bernoulli": "federation.availability",
+    "Persistent": "federation.availability",
+    "Grouped": "federation.availability",
+    "Trace": "federation.availability",
+    "Method": "methods.base",
+    "Recipe": "methods.base",
+    "FedAvg": "methods.fedavg",
+    "SCAFFOLD": "methods.scaffold",
+    "FedSTS": "methods.fedstas",
+    "FedSTaS": "methods.fedstas",
+    "Stratify": "methods.stratify",
+    "Model": "nn",
+    "Objective": "objectives.base",
+    "ClientSampler": "sampling.base",
+    "DataSampler": "sampling.base",
+    "Aggregator": "aggregation.base",
+}
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'fedstrata' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"fedstrata.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

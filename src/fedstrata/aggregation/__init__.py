@@ -1,0 +1,1 @@
+"""How the server combines what came back."""

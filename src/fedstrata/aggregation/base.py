@@ -1,0 +1,190 @@
+"""How the server combines what came back.
+
+Every aggregation here is linear in the clients' updates: w ← w_t + Σ_k a_k (w_k − w_t). An ``Aggregator`` says what
+the a_k are; a ``ServerOptimizer`` may then treat the combined update as a gradient.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import field_validator
+
+from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.config import Registry, Setting
+from fedstrata.federation.messages import FitReply, Params, Weights
+from fedstrata.federation.seam import Job
+from fedstrata.records import Tree
+from fedstrata.sampling.base import ClientSampler, Selection
+
+
+class Aggregator(Setting):
+    """A weight a_k for every reply.
+
+    Args:
+        server: How the combined update is applied; as it is by default.
+    """
+
+    server: ServerOptimizer = ServerOptimizer()
+
+    @field_validator("server", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        return {"optimizer": value} if isinstance(value, str) else value
+
+    def check(self, job: Job, sampler: ClientSampler) -> None:
+        """Raise ``SpecError`` where the aggregation does not fit the sampler."""
+
+    @abstractmethod
+    def coefficients(
+        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """a_k of those who returned.
+
+        Args:
+            selection: Who was invited, and how they were drawn.
+            returned: Places in ``selection.clients`` of those who returned, ascending, shape (r,).
+            samples: How many samples each of them used, shape (r,).
+
+        Returns:
+            Shape (r,).
+        """
+
+    def combine(
+        self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
+    ) -> tuple[Weights, Tree]:
+        """The new global model, and the server optimiser's state."""
+        if not replies:
+            return weights, state
+        answers = list(replies.values())
+        returned = np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
+        a = self.coefficients(selection, returned, np.array([reply.samples for reply in answers]))
+        if not a.any():
+            return weights, state
+        update = weighted_update(weights.params, [reply.weights.params for reply in answers], a)
+        params, state = self.server.apply(weights.params, update, state)
+        return Weights(params, mean_buffers(weights.buffers, [reply.weights.buffers for reply in answers], a)), state
+
+
+def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.float64]) -> Params:
+    """Σ_k a_k (w_k − w_t), by parameter, added up in client order."""
+    update = {name: torch.zeros_like(w) for name, w in params.items()}
+    for model, factor in zip(models, a.tolist(), strict=True):
+        for name, w in params.items():
+            update[name].add_(model[name] - w, alpha=factor)
+    return update
+
+
+def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float64]) -> Params:
+    """Buffers after aggregation: floats averaged with the weights a_k / Σ a, integers (counters) at their largest."""
+    total = float(a.sum())
+    if total == 0:
+        return buffers
+    result: Params = {}
+    for name, buffer in buffers.items():
+        values = [other[name] for other in others]
+        if buffer.is_floating_point():
+            mean = torch.zeros_like(buffer)
+            for value, factor in zip(values, (a / total).tolist(), strict=True):
+                mean.add_(value, alpha=factor)
+            result[name] = mean
+        else:
+            result[name] = torch.stack(values).amax(dim=0)
+    return result
+
+
+class MeanBySize(Aggregator):
+    """a_k = n_k / Σ n over those who returned (FedAvg)."""
+
+    def coefficients(
+        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """In proportion to the samples used.
+
+        >>> who = Selection.plain(np.array([0, 4, 7]), 10)
+        >>> MeanBySize().coefficients(who, np.array([0, 2]), np.array([30, 10])).tolist()
+        [0.75, 0.25]
+        """
+        sizes = samples * selection.draws[returned]
+        result: NDArray[np.float64] = sizes / max(int(sizes.sum()), 1)
+        return result
+
+
+class Mean(Aggregator):
+    """a_k = 1 / r over the r replies; a client drawn twice counts twice."""
+
+    def coefficients(
+        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """In proportion to the draws."""
+        draws = selection.draws[returned]
+        result: NDArray[np.float64] = draws / draws.sum()
+        return result
+
+
+class StratumMean(Aggregator):
+    """w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k (FedSTS and FedSTaS, the papers' Eq.).
+
+    With importance sampling inside the strata this is biased, although the papers say otherwise: clients with large
+    gradients are drawn more often and not weighted down. ``HorvitzThompson`` is unbiased. m_h counts those who
+    returned; strata of which nobody did are left out and the others weighted up.
+    """
+
+    def coefficients(
+        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """N_h / m_h, normalised.
+
+        >>> who = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), np.array([0, 1, 1]), np.array([2, 6]))
+        >>> StratumMean().coefficients(who, np.array([0, 1, 2]), np.ones(3, int)).tolist()
+        [0.25, 0.375, 0.375]
+        """
+        stratum, draws = selection.stratum[returned], selection.draws[returned]
+        per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
+        present = selection.stratum_sizes[per_stratum > 0].sum()
+        share = selection.stratum_sizes[stratum] / max(int(present), 1)
+        result: NDArray[np.float64] = share * draws / per_stratum[stratum]
+        return result
+
+
+class HorvitzThompson(Aggregator):
+    """a_k = draws_k / (N m_h p_k): the unbiased weights for draws with replacement (Hansen and Hurwitz 1943).
+
+    On the updates, not on the parameters, since the a_k add up to one in the mean only.
+    """
+
+    def check(self, job: Job, sampler: ClientSampler) -> None:
+        """The weights hold for draws with replacement."""
+        from fedstrata.errors import SpecError
+
+        if getattr(sampler, "replacement", None) is False:
+            raise SpecError(
+                "method.replacement", "horvitz-thompson needs draws with replacement; set it to true", False
+            )
+
+    def coefficients(
+        self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """1 / (N m_h p_k) a draw; under dropout m_h counts the draws that returned."""
+        stratum, draws = selection.stratum[returned], selection.draws[returned]
+        per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
+        present = selection.stratum_sizes[per_stratum > 0].sum()
+        p = selection.probability[returned]
+        result: NDArray[np.float64] = draws / (max(int(present), 1) * per_stratum[stratum] * p)
+        return result
+
+
+AGGREGATORS: Registry[Aggregator] = Registry(
+    "aggregator",
+    Aggregator,  # type: ignore[type-abstract]
+    {
+        "size": "fedstrata.aggregation.base:MeanBySize",
+        "mean": "fedstrata.aggregation.base:Mean",
+        "stratum": "fedstrata.aggregation.base:StratumMean",
+        "horvitz-thompson": "fedstrata.aggregation.base:HorvitzThompson",
+    },
+)

@@ -1,0 +1,161 @@
+"""Checkpoints that survive a kill at any moment and know when they are damaged.
+
+``checkpoint/round-R/`` holds the server's state and a manifest with the checksum of every file that belongs to it.
+Clients' states are files of their own, written only when they changed, so that a checkpoint of ten thousand clients
+costs what the participants of the last rounds cost. Everything is written under a temporary name, synced and renamed;
+the two newest checkpoints are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedstrata import records
+from fedstrata.clients.store import StateStore
+from fedstrata.errors import CheckpointError, WireError
+from fedstrata.records import Tree
+
+KEEP = 2
+STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What was read.
+
+    Args:
+        round: The last round that it contains.
+        state: The server's state.
+        clients: The file of every client that has a state.
+    """
+
+    round: int
+    state: Tree
+    clients: dict[int, Path]
+
+    def restore(self, store: StateStore) -> None:
+        """Put the clients' states into a store."""
+        for client, path in self.clients.items():
+            store.put(client, records.decode(path.read_bytes()))
+        store.changed.clear()
+
+
+def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
+    """Write the checkpoint of a round.
+
+    Args:
+        folder: The run's ``checkpoint/``.
+        round: The round that is complete.
+        state: The server's state.
+        store: The clients' states; those that changed since the last checkpoint are written.
+    """
+    clients = folder / CLIENTS
+    clients.mkdir(parents=True, exist_ok=True)
+    previous = _manifest(_complete(folder)[0]) if _complete(folder) else {"clients": {}}
+    listed: dict[str, list[str]] = dict(previous["clients"])
+    for client in sorted(store.changed):
+        name = f"{client}-{round}.bin"
+        listed[str(client)] = [name, _write(clients / name, records.encode(dict(store.get(client))))]
+    _sync(clients)
+    part = folder / f"round-{round:08d}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    digest = _write(part / STATE, records.encode(state))
+    manifest = {"round": round, "state": digest, "clients": listed}
+    text = json.dumps(manifest, separators=(",", ":"))
+    _write(part / MANIFEST, json.dumps({"manifest": text, "sha256": _digest(text.encode())}).encode())
+    _sync(part)
+    final = folder / f"round-{round:08d}"
+    shutil.rmtree(final, ignore_errors=True)
+    part.rename(final)
+    _sync(folder)
+    store.changed.clear()
+    _prune(folder)
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The newest checkpoint that is whole; None where none was ever completed.
+
+    Raises:
+        CheckpointError: There are checkpoints, and all of them are damaged.
+    """
+    problems = []
+    for path in _complete(folder):
+        try:
+            return _read(path)
+        except (OSError, ValueError, KeyError, WireError) as error:
+            problems.append(f"{path.name}: {error}")
+    if problems:
+        raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
+    return None
+
+
+def _read(path: Path) -> Checkpoint:
+    manifest = _manifest(path)
+    data = (path / STATE).read_bytes()
+    if _digest(data) != manifest["state"]:
+        raise ValueError(f"{STATE} is damaged (its checksum differs)")
+    files: dict[int, Path] = {}
+    for client, (name, digest) in manifest["clients"].items():
+        files[int(client)] = path.parent / CLIENTS / name
+        if _digest(files[int(client)].read_bytes()) != digest:
+            raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
+    return Checkpoint(int(manifest["round"]), records.decode(data), files)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    outer = json.loads((path / MANIFEST).read_bytes())
+    if _digest(outer["manifest"].encode()) != outer["sha256"]:
+        raise ValueError(f"{MANIFEST} is damaged (its checksum differs)")
+    manifest: dict[str, Any] = json.loads(outer["manifest"])
+    return manifest
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    found = [path for path in folder.glob("round-*") if path.suffix != ".part"] if folder.is_dir() else []
+    return sorted(found, reverse=True)
+
+
+def _prune(folder: Path) -> None:
+    whole = _complete(folder)
+    for old in whole[KEEP:]:
+        shutil.rmtree(old)
+    wanted: set[str] = set()
+    for kept in whole[:KEEP]:
+        try:
+            wanted |= {name for name, _ in _manifest(kept)["clients"].values()}
+        except (OSError, ValueError, KeyError):
+            return  # A damaged one may still need files that it can no longer name.
+    for path in (folder / CLIENTS).iterdir():
+        if path.name not in wanted:
+            path.unlink()
+
+
+def _write(path: Path, data: bytes) -> str:
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    part.rename(path)
+    return _digest(data)
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

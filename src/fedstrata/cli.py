@@ -1,0 +1,274 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstrata import __version__
+
+if TYPE_CHECKING:
+    from fedstrata.history import History
+
+BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, or 2 for bad input and 1 for any other failure we know of."""
+    from fedstrata.errors import DataError, FedstrataError, SpecError
+
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.work(options)
+        return code
+    except (SpecError, DataError) as error:
+        print(f"fedstrata: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except FedstrataError as error:
+        print(f"fedstrata: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fedstrata: interrupted; what was checkpointed can be resumed", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fedstrata",
+        description="Federated learning that holds up when data are non-IID and clients drop out.",
+    )
+    parser.add_argument("--version", action="version", version=f"fedstrata {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run one experiment")
+    run.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
+    _common(run)
+    run.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
+    run.add_argument("--engine", default="local", help="where clients live (default: local)")
+    run.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
+    run.add_argument("--quiet", action="store_true", help="no progress bar")
+    run.set_defaults(work=_run)
+
+    compare = commands.add_parser("compare", help="several methods, several seeds, one table and one plot")
+    compare.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
+    _common(compare)
+    compare.add_argument(
+        "--methods", help="comma-separated methods or labels of [compare.LABEL]; all labels unless given"
+    )
+    compare.add_argument("--seeds", default="0", help="comma-separated seeds (default: 0)")
+    compare.add_argument("--out", type=Path, help="the folder; runs/compare-DATA-TIME unless given")
+    compare.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
+    compare.add_argument("--quiet", action="store_true", help="no progress bar")
+    compare.set_defaults(work=_compare)
+
+    commands.add_parser("methods", help="what methods there are").set_defaults(work=_methods)
+    commands.add_parser("datasets", help="what data sets there are").set_defaults(work=_datasets)
+
+    partition = commands.add_parser("partition", help="who gets which labels: a table and a picture")
+    partition.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
+    _common(partition)
+    partition.add_argument(
+        "--out", type=Path, default=Path("partition.png"), help="the picture (default: partition.png)"
+    )
+    partition.set_defaults(work=_partition)
+
+    report = commands.add_parser("report", help="one self-contained HTML page for runs and comparisons")
+    report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
+    report.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
+    report.set_defaults(work=_report)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="override a setting",
+    )
+
+
+def _table(options: argparse.Namespace) -> dict[str, Any]:
+    from fedstrata.spec import apply_override, read_table
+
+    if options.spec is not None:
+        return read_table(options.spec, options.overrides)
+    table: dict[str, Any] = {}
+    for override in options.overrides:
+        apply_override(table, override)
+    return table
+
+
+def _located(options: argparse.Namespace, work: Any) -> Any:
+    """``work()``, whose errors name the line of the spec file."""
+    from fedstrata.errors import SpecError
+    from fedstrata.spec import placed
+
+    try:
+        return work()
+    except SpecError as error:
+        raise (placed(error, options.spec) if options.spec and Path(options.spec).is_file() else error) from None
+
+
+def _run(options: argparse.Namespace) -> int:
+    from fedstrata import checkpoint
+    from fedstrata.compare import stamp
+    from fedstrata.errors import SpecError
+    from fedstrata.experiment import SPEC, run
+    from fedstrata.report.console import RunProgress
+    from fedstrata.report.plots import plot_run
+    from fedstrata.spec import Experiment
+
+    if options.resume is not None:
+        if options.spec is not None or options.overrides or options.out is not None:
+            raise SpecError("--resume", "goes with the run's own spec: no SPEC, --set or --out", str(options.resume))
+        if not (options.resume / SPEC).is_file():
+            raise SpecError("--resume", "no run folder: it has no spec.toml", str(options.resume))
+        spec = Experiment.from_toml(options.resume / SPEC)
+        out = options.resume
+        found = checkpoint.load(out / "checkpoint")
+        done = found.round if found else 0
+    else:
+        spec = _located(options, lambda: Experiment.from_table(_table(options)))
+        out = options.out or Path("runs") / f"{spec.method.name}-{Path(spec.data.name).stem}-{stamp()}".replace(
+            ":", "-"
+        )
+        done = 0
+    with RunProgress(spec.training.rounds, spec.method.name, options.quiet, done=done) as progress:
+        history = _located(
+            options,
+            lambda: run(
+                spec,
+                out=out,
+                engine=options.engine,
+                resume=options.resume is not None,
+                callbacks=[progress.update],
+            ),
+        )
+    plot_run(history, out)
+    _show(history)
+    return 0
+
+
+def _show(history: History) -> None:
+    from collections import Counter
+
+    from rich.console import Console
+
+    from fedstrata.jsonl import read_jsonl
+    from fedstrata.report.console import summary_panel
+
+    console = Console()
+    console.print(summary_panel(history))
+    assert history.path is not None
+    events = history.path / "events.jsonl"
+    found = read_jsonl(events) if events.exists() else []
+    wrong = [event for event in found if event["kind"] in ("failed", "refused", "label skipped")]
+    if wrong:
+        counts = ", ".join(f"{count} × {kind}" for kind, count in Counter(event["kind"] for event in wrong).items())
+        console.print(
+            f"[yellow]{counts}[/]; the first: {wrong[0].get('reason', '')} (all in {events})", highlight=False
+        )
+    console.print(f"written to {history.path}", highlight=False)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from fedstrata.compare import compare, stamp
+    from fedstrata.errors import SpecError
+    from fedstrata.report.console import CompareProgress
+    from fedstrata.report.tables import compare_table, to_rich
+    from fedstrata.spec import variants
+
+    try:
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+    except ValueError:
+        raise SpecError("--seeds", "expected comma-separated whole numbers", options.seeds) from None
+    if options.jobs is not None and options.jobs < 1:
+        raise SpecError("--jobs", "expected a whole number of at least 1", options.jobs)
+    labels = [label.strip() for label in options.methods.split(",")] if options.methods else None
+    experiments = _located(options, lambda: variants(_table(options), labels))
+    first = next(iter(experiments.values()))
+    out = options.out or Path("runs") / f"compare-{Path(first.data.name).stem}-{stamp()}"
+    totals = {(label, seed): spec.training.rounds for label, spec in experiments.items() for seed in seeds}
+    with CompareProgress(totals, options.quiet) as progress:
+        runs = _located(
+            options,
+            lambda: compare(experiments, seeds=seeds, out=out, jobs=options.jobs, watch=progress.update),
+        )
+    console = Console()
+    console.print(to_rich(compare_table(runs)))
+    console.print(f"written to {out}: table.md, accuracy.png, report.html", highlight=False)
+    return 0
+
+
+def _methods(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedstrata.methods.base import METHODS
+
+    table = Table("method", "what it does", "paper", box=None, pad_edge=False)
+    for name in METHODS:
+        method = METHODS.find(name)
+        table.add_row(name, (method.__doc__ or "").strip().splitlines()[0], method.paper)
+    Console().print(table)
+    return 0
+
+
+def _datasets(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedstrata.data import available, folders
+
+    table = Table("data set", "what it is", "found", box=None, pad_edge=False)
+    for name, description, found in available():
+        table.add_row(name, description, "yes" if found else "no")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"NAME.npz is looked for in {', '.join(map(str, folders()))}; a path and hub:owner/name work too",
+        highlight=False,
+    )
+    return 0
+
+
+def _partition(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from fedstrata.data import draw_partition, render_table
+    from fedstrata.spec import Experiment
+
+    spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options)))
+    data = spec.data.load(spec.seed)
+    assignment = _located(options, lambda: _split(spec, data))
+    draw_partition(assignment, data, options.out)
+    console = Console()
+    console.print(render_table(assignment, data))
+    console.print(f"picture: {options.out}", highlight=False)
+    return 0
+
+
+def _split(spec: Any, data: Any) -> Any:
+    from fedstrata.config import under
+
+    return under("partition", lambda: spec.partition.split(data, spec.seed))
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fedstrata.report.html import write_report
+
+    page = write_report(options.folders, options.out or options.folders[0] / "report.html")
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""How a client answers what most methods ask."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fedstrata.clients.client import Client, answers
+from fedstrata.clients.training import LocalData, train
+from fedstrata.federation.messages import (
+    Compress,
+    CompressReply,
+    Fit,
+    FitReply,
+    LabelReply,
+    LabelReport,
+    SizeReply,
+    SizeReport,
+    Weights,
+)
+from fedstrata.sampling.privacy import randomised_size
+from fedstrata.sampling.squeeze import pack, project, squeeze
+
+OBJECTIVE, BUFFERS = "objective", "buffers"
+"""Names under which a client keeps its state."""
+
+
+@answers(Fit)
+def fit(client: Client, request: Fit) -> FitReply:
+    """Train on the samples kept this round, and keep the objective's state."""
+    chosen = np.arange(len(client))
+    if request.keep < 1:
+        chosen = chosen[client.rng("keep", request.round).random(len(client)) < request.keep]
+    local = client.world.job.training.batch_norm == "local"
+    sent = request.weights
+    weights = Weights(sent.params, client.state[BUFFERS]) if local and BUFFERS in client.state else sent
+    outcome = train(
+        client,
+        weights,
+        LocalData(client, chosen),
+        round=request.round,
+        message=request.message,
+        kept=client.state.get(OBJECTIVE),
+    )
+    if outcome.kept is not None:
+        client.state[OBJECTIVE] = outcome.kept
+    result = outcome.weights
+    if local and result.buffers:
+        # The statistics stay here; what goes back is what came, so that nobody learns them.
+        client.state[BUFFERS] = result.buffers
+        result = Weights(result.params, sent.buffers)
+    return FitReply(result, len(chosen), outcome.steps, outcome.seen, outcome.loss, outcome.message)
+
+
+@answers(SizeReport)
+def report_size(client: Client, request: SizeReport) -> SizeReply:
+    """The number of samples, under local differential privacy where a bound is given."""
+    if request.bound == 0:
+        return SizeReply(len(client))
+    draw = client.rng("size-privacy", request.round)
+    return SizeReply(randomised_size(len(client), request.bound, request.alpha, draw))
+
+
+@answers(LabelReport)
+def report_labels(client: Client, request: LabelReport) -> LabelReply:
+    """The labels held, and how many samples of each."""
+    labels, counts = np.unique(client.labels, return_counts=True)
+    return LabelReply(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(counts.astype(np.int64)))
+
+
+@answers(Compress)
+def compress(client: Client, request: Compress) -> CompressReply:
+    """The gradient of the mean cross-entropy over all samples at the global model, projected and squeezed."""
+    flat = torch.zeros(sum(tensor.numel() for tensor in request.weights.params.values()))
+    data = LocalData(client, np.arange(len(client)))
+    # Evaluation mode: one client's BatchNorm statistics would otherwise leak into the comparison of gradients.
+    with client.model.loaded(request.weights.params, request.weights.buffers, train=False) as params:
+        leaves = list(params.values())
+        for batch in data.in_order():
+            loss = F.cross_entropy(client.model(params, batch.x), batch.y) * (len(batch.y) / len(data))
+            gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            flat += torch.cat([g.reshape(-1) for g in gradient])
+    job = client.world.job
+    projected = project(flat, request.coordinates, job.seed)
+    centres, codes = squeeze(projected.numpy(), request.centres)
+    return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), projected.numel())

@@ -1,0 +1,143 @@
+"""A client: its data, its state, and the answers it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstrata.data.dataset import Dataset
+from fedstrata.data.partition import Assignment
+from fedstrata.errors import FedstrataError
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.seam import Job
+from fedstrata.nn.batchnorm import Group
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import Objective
+from fedstrata.records import Tree
+from fedstrata.rng import rng
+
+
+@dataclass(frozen=True)
+class World:
+    """What all clients of one process share: data in memory once, the model, the settings.
+
+    Args:
+        job: What server and clients agreed on.
+        data: The data set; a client sees only its own indices of it.
+        assignment: Which samples belong to whom.
+        objective: What clients minimise.
+    """
+
+    job: Job
+    data: Dataset
+    assignment: Assignment
+    objective: Objective
+
+
+class Client:
+    """One client while it answers one request; made when asked, gone afterwards.
+
+    Args:
+        number: Its number.
+        world: What it shares with the others of this process.
+        state: What it kept from earlier requests. Handlers replace entries and never change a value in place, so that
+            an answer that does not count leaves no trace.
+        group: Those that answer the same request at the same time, for ``all_reduce_sum``; None for none.
+        model: A model of its own when it runs beside others.
+    """
+
+    def __init__(
+        self,
+        number: ClientId,
+        world: World,
+        state: Mapping[str, Tree] | None = None,
+        group: Group | None = None,
+        model: Model | None = None,
+    ) -> None:
+        self.number, self.world, self.group = number, world, group
+        self.state: dict[str, Tree] = dict(state or {})
+        self.model = model or world.job.model
+        self.indices: NDArray[np.int64] = world.assignment[number]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Its labels, shape (n_k,)."""
+        found: NDArray[np.int64] = self.world.data.y_train.numpy()[self.indices]
+        return found
+
+    def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of some of its samples, by their place among its own."""
+        where = torch.from_numpy(self.indices[chosen])
+        return self.world.data.inputs(where), self.world.data.y_train[where]
+
+    def rng(self, purpose: str, round: int) -> np.random.Generator:
+        """A fresh generator of its own."""
+        return rng(self.world.job.seed, purpose, round, self.number)
+
+
+R = TypeVar("R", bound=Request)
+Handler = Callable[[Client, Any], Reply]
+FusedHandler = Callable[[Mapping[ClientId, Client], Mapping[ClientId, Any]], Reply]
+Carrier = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
+
+_HANDLERS: dict[type[Request], Handler] = {}
+_FUSED: dict[type[Request], FusedHandler] = {}
+_CARRIERS: dict[type[Request], Carrier] = {}
+
+
+def answers(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[[Client, R], Reply]]:
+    """Declare how a client answers a kind of request."""
+
+    def declare(handler: Callable[[Client, R], Reply]) -> Callable[[Client, R], Reply]:
+        _HANDLERS[kind] = handler
+        return handler
+
+    return declare
+
+
+def answers_fused(kind: type[R]) -> Callable[[FusedHandler], FusedHandler]:
+    """Declare how the sum of many clients' answers is computed in one pass."""
+
+    def declare(handler: FusedHandler) -> FusedHandler:
+        _FUSED[kind] = handler
+        return handler
+
+    return declare
+
+
+def carries(kind: type[R]) -> Callable[[Carrier], Carrier]:
+    """Declare what a client does with the travelling model of a relay."""
+
+    def declare(handler: Carrier) -> Carrier:
+        _CARRIERS[kind] = handler
+        return handler
+
+    return declare
+
+
+def handler_of(kind: type[Request]) -> Handler:
+    """The handler for a kind of request."""
+    if kind not in _HANDLERS:
+        raise FedstrataError(f"clients do not know how to answer {kind.__name__}: declare it with @answers")
+    return _HANDLERS[kind]
+
+
+def fused_handler_of(kind: type[Request]) -> FusedHandler | None:
+    """The handler for the sum of a kind of request, if there is one."""
+    return _FUSED.get(kind)
+
+
+def carrier_of(kind: type[Request]) -> Carrier:
+    """The handler for a hop of a relay."""
+    if kind not in _CARRIERS:
+        raise FedstrataError(f"clients do not know how to carry {kind.__name__}: declare it with @carries")
+    return _CARRIERS[kind]

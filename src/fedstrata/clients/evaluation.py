@@ -1,0 +1,61 @@
+"""How good a model is on the test set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fedstrata.data.dataset import Dataset
+from fedstrata.federation.messages import Weights
+from fedstrata.nn.model import Model
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of an evaluation.
+
+    Args:
+        loss: Mean cross-entropy.
+        accuracy: Share of samples whose largest logit is that of their label (top-1), in [0, 1].
+        per_class: The same within each class; None for a class without test samples.
+    """
+
+    loss: float
+    accuracy: float
+    per_class: list[float | None]
+
+
+@torch.no_grad()
+def evaluate(
+    model: Model, weights: Weights, data: Dataset, *, batch_size: int = 1000, batch_statistics: bool = False
+) -> Score:
+    """Evaluate on the test set.
+
+    Args:
+        model: The architecture.
+        weights: What to evaluate.
+        data: Its test set is used.
+        batch_size: Samples at once.
+        batch_statistics: Let BatchNorm normalise with each test batch's statistics instead of the running ones.
+    """
+    n = len(data.y_test)
+    loss = 0.0
+    hits = torch.zeros(data.classes, dtype=torch.int64)
+    with model.loaded(weights.params, weights.buffers, train=False) as params:
+        norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        for layer in norms:
+            layer.train(batch_statistics)
+        for begin in range(0, n, batch_size):
+            part = slice(begin, min(begin + batch_size, n))
+            y = data.labels(part, "test")
+            logits = model(params, data.inputs(part, "test"))
+            loss += float(F.cross_entropy(logits, y, reduction="sum"))
+            hits += torch.bincount(y[logits.argmax(dim=1) == y], minlength=data.classes)
+        for layer in norms:
+            layer.eval()
+    totals = torch.bincount(data.y_test, minlength=data.classes)
+    per_class = [h / t if t else None for h, t in zip(hits.tolist(), totals.tolist(), strict=True)]
+    return Score(loss / max(n, 1), int(hits.sum()) / max(n, 1), per_class)

@@ -1,0 +1,138 @@
+"""Several methods, several seeds, side by side."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
+
+from fedstrata.config import build
+from fedstrata.errors import SpecError
+from fedstrata.experiment import METRICS, SPEC, SUMMARY, prepare, run
+from fedstrata.history import History
+from fedstrata.spec import Experiment
+
+Runs = dict[str, list[History]]
+Watcher = Callable[[str, int, int], None]
+"""Told label, seed and rounds done, now and then."""
+
+
+def compare(
+    experiments: Mapping[str, Experiment],
+    *,
+    seeds: Sequence[int] = (0,),
+    out: str | Path,
+    jobs: int | None = None,
+    watch: Watcher | None = None,
+) -> Runs:
+    """Run every experiment with every seed and write a table, a plot and a report.
+
+    Runs that ``out`` holds already are not repeated, and those that were interrupted go on from their last
+    checkpoint: calling it again after a kill finishes the work.
+
+    Args:
+        experiments: By label.
+        seeds: Each experiment runs once with each.
+        out: The folder; a run goes to ``LABEL/seed-S/``.
+        jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
+            processors unless given. Results do not depend on it.
+        watch: Told about progress.
+
+    Returns:
+        The histories by label, in the order of ``seeds``.
+
+    Raises:
+        SpecError: A setting is wrong; all experiments are checked before the first one starts.
+    """
+    out = Path(out)
+    for label, spec in experiments.items():
+        if not label or "/" in label or label.startswith("."):
+            raise SpecError("--methods", "a label names a folder; use letters, digits and dashes", label)
+        prepare(spec)
+    planned = {
+        (label, seed): build(Experiment, {**_fields(spec), "seed": seed})
+        for label, spec in experiments.items()
+        for seed in seeds
+    }
+    folders = {key: out / key[0] / f"seed-{key[1]}" for key in planned}
+    for key, spec in planned.items():
+        there = folders[key] / SPEC
+        if there.exists() and there.read_text(encoding="utf-8") != spec.to_toml():
+            raise SpecError("out", f"holds a run of another spec in {folders[key]}; give another folder", str(out))
+    todo = [key for key in planned if not (folders[key] / SUMMARY).exists()]
+    jobs = min(jobs or os.cpu_count() or 1, max(len(todo), 1))
+    if jobs == 1:
+        for key in todo:
+            _one(planned[key], folders[key], _follow(watch, key))
+    else:
+        _in_processes({key: planned[key] for key in todo}, folders, jobs, watch)
+    result: Runs = {label: [History.load(folders[label, seed]) for seed in seeds] for label in experiments}
+    from fedstrata.report.html import write_comparison
+
+    write_comparison(out)
+    return result
+
+
+def _fields(spec: Experiment) -> dict[str, object]:
+    return {key: getattr(spec, key) for key in type(spec).model_fields}
+
+
+def _follow(watch: Watcher | None, key: tuple[str, int]) -> Callable[[Mapping[str, object]], None] | None:
+    if watch is None:
+        return None
+    return lambda record: watch(*key, int(record["round"]))  # type: ignore[call-overload]
+
+
+def _one(spec: Experiment, folder: Path, callback: Callable[[Mapping[str, object]], None] | None = None) -> None:
+    run(spec, out=folder, resume=(folder / SPEC).exists(), callbacks=[callback] if callback else [])
+
+
+def _toml(text: str, folder: Path) -> None:
+    """One run in a worker process; specs cross over as text."""
+    import tomllib
+
+    _one(Experiment.from_table(tomllib.loads(text)), folder)
+
+
+def _in_processes(
+    todo: Mapping[tuple[str, int], Experiment],
+    folders: Mapping[tuple[str, int], Path],
+    jobs: int,
+    watch: Watcher | None,
+) -> None:
+    # Fresh processes: a fork of one that has used PyTorch's threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=jobs, mp_context=context) as pool:
+        futures: dict[Future[None], tuple[str, int]] = {
+            pool.submit(_toml, spec.to_toml(), folders[key]): key for key, spec in todo.items()
+        }
+        pending = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                if watch is not None:
+                    for key in futures.values():
+                        watch(*key, _rounds_done(folders[key]))
+        except BaseException:
+            for future in pending:
+                future.cancel()
+            raise
+
+
+def _rounds_done(folder: Path) -> int:
+    """How far a run of another process is, by what it has written."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+def stamp() -> str:
+    """The time of day as part of a folder's name."""
+    return time.strftime("%Y%m%d-%H%M%S")

@@ -1,0 +1,184 @@
+"""Settings that validate themselves, and registries that find them by name.
+
+Whatever a spec can name (a method, a partition, a model of availability, a sampler …) is a frozen pydantic model:
+its fields are its settings, and what it does are its methods. ``Registry`` turns ``{"name": "dirichlet", "alpha": 0.1}``
+into one, imports it only then, and takes ``"module:Class"`` for the user's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Generic, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedstrata.errors import SpecError, nearest
+
+T = TypeVar("T", bound="Setting")
+R = TypeVar("R")
+
+
+_NAMES: dict[str, str] = {}
+"""What specs call a class, by ``"module:Class"``."""
+
+_BASES: list[type] = []
+"""What the registries hold classes of."""
+
+
+class _SpecName:
+    """The name under which a registry knows a class; ``"module:Class"`` for a user's own."""
+
+    def __get__(self, instance: object, owner: type) -> str:
+        path = f"{owner.__module__}:{owner.__qualname__}"
+        named = any(issubclass(owner, base) for base in _BASES)
+        return _NAMES.get(path, path if named else "")
+
+
+class Setting(BaseModel):
+    """A frozen group of validated settings; an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+
+    name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
+    """What a spec calls it; empty for a section that has only one kind."""
+
+    def to_spec(self) -> dict[str, Any]:
+        """The settings as a spec's table; reading it back gives an equal object."""
+        table = {"name": self.name} if self.name else {}
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            if value is not None:
+                table[key] = plain(value)
+        return table
+
+
+def plain(value: Any) -> Any:
+    """``value`` as what TOML can hold; settings become tables."""
+    if isinstance(value, Setting):
+        return value.to_spec()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+class Registry(Generic[T]):
+    """Named classes of one kind, imported when first asked for.
+
+    Args:
+        kind: What they are, in the singular, for messages: ``"method"``.
+        base: The class that each of them derives from.
+        known: Name to ``"module:Class"``.
+    """
+
+    def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
+        self.kind, self.base, self._paths = kind, base, dict(known)
+        _BASES.append(base)
+        _NAMES.update({path: name for name, path in known.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def find(self, name: str) -> type[T]:
+        """The class called ``name``, or ``"module:Class"`` of the user's own.
+
+        Raises:
+            SpecError: There is none of that name, or what is there is something else.
+        """
+        path = self._paths.get(name, name)
+        if ":" not in path:
+            accepted = ", ".join(self._paths)
+            problem = f"no such {self.kind}; there are: {accepted}, or 'module:Class' of your own"
+            raise SpecError("name", problem + nearest(name, self._paths), name)
+        found = load_object(path, self.kind)
+        if not (inspect.isclass(found) and issubclass(found, self.base)):
+            raise SpecError("name", f"{path} is no {self.kind} (a class derived from {self.base.__name__})", name)
+        return found
+
+    def parse(self, value: object) -> T:
+        """An instance from itself, from a name, or from a table with a ``name``.
+
+        Raises:
+            SpecError: The name is unknown or a setting is wrong; the key is relative to the table.
+        """
+        if isinstance(value, self.base):
+            return value
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            raise SpecError("", f"a {self.kind} is a name or a table with a name", value)
+        if "name" not in value:
+            raise SpecError("name", f"which {self.kind}? There are: {', '.join(self._paths)}")
+        cls = self.find(str(value["name"]))
+        return build(cls, {key: item for key, item in value.items() if key != "name"})
+
+
+def build(cls: type[T], table: Mapping[str, Any]) -> T:
+    """``cls(**table)`` with our own errors.
+
+    Raises:
+        SpecError: The first setting that is wrong, with what is accepted.
+    """
+    try:
+        return cls(**table)
+    except ValidationError as error:
+        raise explain(error, cls) from None
+
+
+def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
+    """The first problem of a pydantic error as a ``SpecError``."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    cause = (first.get("ctx") or {}).get("error")
+    if first["type"] == "extra_forbidden":
+        *outer, word = (str(part) for part in first["loc"])
+        accepted = list(_model_at(cls, outer).model_fields)
+        return SpecError(key, f"unknown key; accepted here: {', '.join(accepted)}{nearest(word, accepted)}")
+    if first["type"] == "missing":
+        return SpecError(key, "needed, and not given")
+    message = str(cause) if cause is not None else first["msg"][0].lower() + first["msg"][1:]
+    return SpecError(key, message, first["input"]) if key else SpecError("", message)
+
+
+def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
+    """The settings that a path of keys leads to."""
+    for part in path:
+        field = cls.model_fields.get(part)
+        inner = field.annotation if field else None
+        for candidate in (inner, *get_args(inner)):
+            if inspect.isclass(candidate) and issubclass(candidate, BaseModel):
+                cls = candidate
+    return cls
+
+
+def under(section: str, work: Callable[[], R]) -> R:
+    """``work()``, whose errors are seen from one section further out."""
+    try:
+        return work()
+    except SpecError as error:
+        raise (error if error.key.split(".")[0] == section else error.under(section)) from None
+
+
+def load_object(path: str, kind: str) -> Any:
+    """The object at ``"module:attribute"``; modules beside the working directory are found.
+
+    Raises:
+        SpecError: The module or the attribute does not exist.
+    """
+    module_name, _, attribute = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and not module_name.startswith(error.name):
+            raise
+        raise SpecError("name", f"no module {module_name!r} to load the {kind} from", path) from None
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise SpecError("name", f"module {module_name!r} has no {attribute!r}", path) from None

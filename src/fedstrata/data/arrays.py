@@ -1,0 +1,170 @@
+"""Arrays as they come, checked and brought into the form that a ``Dataset`` stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from fedstrata.errors import DataError
+
+Normalize = Literal["standard", "unit", "none"]
+Array = ArrayLike | Tensor
+Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
+
+CHANNELS = (1, 3, 4)
+"""Sizes of an axis that is taken for the channels of images."""
+
+
+def _numpy(values: Array, key: str) -> NDArray[np.generic]:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise DataError(f"{key}: not an array: {error}") from None
+    if array.dtype == object and all(isinstance(item, str) for item in array.flat):
+        return array.astype(str)  # columns of pandas come so
+    if array.dtype == object:
+        raise DataError(f"{key}: rows of different lengths or types; give one array of numbers or strings")
+    return array
+
+
+def checked_inputs(values: Array, key: str) -> Tensor:
+    """Inputs in the form they are stored in, sharing memory with ``values`` where that will do.
+
+    Args:
+        values: See ``from_arrays``.
+        key: What to call them in messages.
+
+    Returns:
+        (N, H, W, C) or (N, F), contiguous.
+
+    Raises:
+        DataError: They are neither images nor a table, or not finite.
+    """
+    array = _numpy(values, key)
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"{key}: of type {array.dtype}; inputs are numbers")
+    if array.ndim not in (2, 3, 4) or array.size == 0:
+        forms = "(N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), none of them 0"
+        raise DataError(f"{key}: has shape {array.shape}; accepted: {forms}")
+    if array.ndim == 4 and array.shape[3] not in CHANNELS and array.shape[1] in CHANNELS:
+        array = array.transpose(0, 2, 3, 1)
+    if array.ndim == 3:
+        array = array[..., None]
+    if array.dtype.kind == "f":
+        with np.errstate(over="ignore"):  # what float32 cannot hold is reported below
+            array = array.astype(np.float32)
+        bad = ~np.isfinite(array)
+        if bad.any():
+            first = tuple(int(axis[0]) for axis in np.nonzero(bad))
+            raise DataError(f"{key}: {int(bad.sum())} values are not finite numbers, the first at {first}")
+    elif array.dtype.kind == "b":
+        array = array.astype(np.int8)
+    elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        # PyTorch can hardly index wider unsigned types.
+        array = array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
+    array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kind: str) -> Pair:
+    """Labels (or domains) of both splits as whole numbers or strings, one for each sample.
+
+    Args:
+        first: Those of the training samples.
+        second: Those of the test samples.
+        train: Training inputs, (N, …).
+        test: Test inputs.
+        kind: ``"y"`` or ``"domain"``, for messages.
+
+    Raises:
+        DataError: Wrong length, shape or type.
+    """
+    checked = []
+    for values, samples, split in ((first, train, "train"), (second, test, "test")):
+        key = f"{kind}_{split}"
+        array = _numpy(values, key)
+        if array.ndim == 2 and array.shape[1] == 1:
+            array = array[:, 0]
+        if array.ndim != 1:
+            raise DataError(f"{key}: has shape {array.shape}; give one number or string a sample (argmax of one-hot)")
+        if len(array) != len(samples):
+            raise DataError(f"{key}: {len(array)} for {len(samples)} samples in x_{split}; they must be as many")
+        if array.dtype.kind == "f":
+            if not (array == np.floor(array)).all():  # NaN is not equal to itself, so it ends here too
+                raise DataError(f"{key}: holds fractions or NaN; accepted: whole numbers or strings")
+            array = array.astype(np.int64)
+        if array.dtype.kind not in "iubUS":
+            raise DataError(f"{key}: of type {array.dtype}; accepted: whole numbers or strings")
+        checked.append(array.astype(str) if array.dtype.kind == "S" else array)
+    if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
+        raise DataError(f"{kind}_train is {checked[0].dtype} and {kind}_test {checked[1].dtype}; use one kind")
+    return checked[0], checked[1]
+
+
+def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
+    """Labels as 0…C−1, and what each number is called.
+
+    Args:
+        pair: From ``checked_labels``.
+        names: When given, numbers are taken for places in it, and strings must be among it.
+        kind: For messages.
+
+    Raises:
+        DataError: A label is not among the names.
+    """
+    both = np.concatenate(pair)
+    if names is None:
+        values, both = np.unique(both, return_inverse=True)
+        names = [str(value) for value in values]
+    elif both.dtype.kind == "U":
+        known = {str(text): number for number, text in enumerate(names)}
+        missing = sorted(set(both.tolist()) - set(known))
+        if missing:
+            raise DataError(f"{kind}: {missing[0]!r} is not among the names given: {', '.join(known)}")
+        both = np.array([known[text] for text in both.tolist()])
+    elif both.min() < 0 or both.max() >= len(names):
+        span = f"{both.min()}…{both.max()}"
+        raise DataError(f"{kind}: holds numbers {span} for {len(names)} names; accepted: 0…{len(names) - 1}")
+    codes = torch.from_numpy(both.astype(np.int64))
+    cut = len(pair[0])
+    return (codes[:cut].clone(), codes[cut:].clone()), tuple(str(text) for text in names)
+
+
+def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, Tensor | None]:
+    """What makes inputs normal, found on the training inputs.
+
+    Args:
+        train: Training inputs as stored, (N, H, W, C) or (N, F).
+        normalize: See ``from_arrays``.
+
+    Returns:
+        Shift and scale of each channel or feature, float32; ``None`` twice for ``"none"``.
+    """
+    width = train.shape[-1]
+    if normalize == "none":
+        return None, None
+    if normalize == "unit" and train.dtype == torch.uint8:
+        return torch.zeros(width), torch.full((width,), 1 / 255)
+    flat = train.reshape(-1, width)
+    if normalize == "unit":
+        low, high = (flat.amin(0).double(), flat.amax(0).double())
+        span = high - low
+        return low.float(), torch.where(span > 0, 1 / span, 1.0).float()
+    # In chunks, for memory; about the first row, so that a large mean does not swallow a small deviation.
+    origin = flat[0].double()
+    total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
+    for chunk in torch.split(flat, 1 << 20):
+        centred = chunk.double() - origin
+        total += centred.sum(0)
+        squares += (centred * centred).sum(0)
+    mean = total / len(flat)
+    deviation = (squares / len(flat) - mean * mean).clamp(min=0).sqrt()
+    varies = deviation > 1e-7 * (origin.abs() + mean.abs())
+    return (origin + mean).float(), torch.where(varies, 1 / deviation, 1.0).float()

@@ -1,0 +1,181 @@
+"""Data sets by name: bundled with scikit-learn, ``.npz`` files, the Hugging Face hub."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import PositiveInt
+
+from fedstrata.config import Setting
+from fedstrata.data.arrays import Normalize, normalisation
+from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.dealing import stratified
+from fedstrata.data.hub import load_hub
+from fedstrata.errors import DataError, SpecError, nearest
+from fedstrata.rng import rng
+
+Arrays = dict[str, NDArray[Any]]
+
+KNOWN: Mapping[str, str] = {
+    "digits": "10 handwritten digits, 8x8 grey, 1,437 train / 360 test; comes with scikit-learn",
+    "mnist": "10 handwritten digits, 28x28 grey, 60,000 / 10,000 (LeCun et al. 1998)",
+    "fashion_mnist": "10 garments, 28x28 grey, 60,000 / 10,000 (Xiao et al. 2017)",
+    "emnist_letters": "26 handwritten letters, 28x28 grey, 124,800 / 20,800 (Cohen et al. 2017)",
+    "usps": "10 handwritten digits, 16x16 grey, 7,291 / 2,007 (Hull 1994)",
+    "cifar10": "10 kinds of objects, 32x32 colour, 50,000 / 10,000 (Krizhevsky 2009)",
+    "cifar100": "100 kinds of objects, 32x32 colour, 50,000 / 10,000 (Krizhevsky 2009)",
+    "covtype_sample": "7 forest types, a table of 54 features, 84,399 / 21,098 (Blackard and Dean 1999)",
+    "pacs64": "7 kinds of objects in 4 domains, 64x64 colour, 7,993 / 1,998 (Li et al. 2017)",
+    "digits3": "10 digits in 3 domains (MNIST, MNIST-M, USPS), 28x28 colour, 9,000 / 3,000",
+}
+"""The data sets that are known by name, in one line each; all but the first are looked for as
+``NAME.npz``."""
+
+NEEDED = ("x_train", "y_train", "x_test", "y_test")
+"""What a ``.npz`` file must hold."""
+
+
+def folders() -> list[Path]:
+    """Where ``NAME.npz`` is looked for: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``."""
+    own = os.environ.get("FEDSTRATA_DATA")
+    return [*([Path(own).expanduser()] if own else []), Path.home() / ".cache" / "fedstrata"]
+
+
+def available() -> list[tuple[str, str, bool]]:
+    """Name, description and presence of every data set: the known ones, then other files in ``folders()``."""
+    there = _names_there()
+    known = [(name, text, name == "digits" or name in there) for name, text in KNOWN.items()]
+    return known + [(name, "your own file", True) for name in there if name not in KNOWN]
+
+
+with warnings.catch_warnings():
+    # `name` is what the registry calls a setting; for data it is a setting itself, and pydantic remarks on
+    # that.
+    warnings.filterwarnings("ignore", message='Field name "name" in "Data" shadows', category=UserWarning)
+
+    class Data(Setting):
+        """Which data set, and how it is prepared.
+
+        Args:
+            name: A known name (``fedstrata datasets`` lists them), the name of a file in ``folders()``, a
+                path that ends in ``.npz``, or ``"hub:owner/name"`` (``"hub:owner/name:configuration"``).
+            normalize: See ``from_arrays``.
+            limit: Use only so many training samples, chosen at random with the classes in proportion: for
+                quick trials.
+        """
+
+        name: str = "digits"  # type: ignore[misc]  # see above
+        normalize: Normalize = "standard"
+        limit: PositiveInt | None = None
+
+        def __init__(self, name: str = "digits", **settings: Any) -> None:
+            super().__init__(**{"name": name, **settings})
+
+        def load(self, seed: int = 0) -> Dataset:
+            """Read the data set into memory.
+
+            Args:
+                seed: Decides which samples ``limit`` keeps, and the split of a hub data set that has none.
+
+            Raises:
+                SpecError: No data set has that name.
+                DataError: It is not there or cannot be used.
+                ExtraMissingError: ``hub:`` without the extra ``hub``.
+            """
+            try:
+                arrays = _read(self.name, seed)
+                data = from_arrays(
+                    *(arrays[key] for key in NEEDED),
+                    name=self.name,
+                    domain_train=arrays.get("domain_train"),
+                    domain_test=arrays.get("domain_test"),
+                    class_names=_strings(arrays.get("classes")),
+                    domain_names=_strings(arrays.get("domains")),
+                    normalize="none",
+                )
+            except DataError as error:
+                raise DataError(f"data {self.name!r}: {error}") from None
+            if self.limit is not None and self.limit < data.train_size:
+                kept = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
+                domain = None if data.domain_train is None else data.domain_train[kept]
+                data = replace(data, x_train=data.x_train[kept], y_train=data.y_train[kept], domain_train=domain)
+            shift, scale = normalisation(data.x_train, self.normalize)
+            return replace(data, shift=shift, scale=scale)
+
+
+def read_npz(path: Path) -> Arrays:
+    """The arrays of a ``.npz`` file.
+
+    Args:
+        path: The file; needs ``x_train y_train x_test y_test``, and may hold ``domain_train domain_test``,
+            ``classes`` (the name of each label 0…C−1) and ``domains``.
+
+    Raises:
+        DataError: There is no such file, it is damaged, holds Python objects or lacks an array.
+    """
+    try:
+        with path.open("rb") as file:  # NumPy would leave a damaged file open
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise DataError(f"{path} holds a single array; save it with np.savez(file, x_train=…, …)")
+            missing = [key for key in NEEDED if key not in archive.files]
+            if missing:
+                raise DataError(f"{path} has no {', '.join(missing)}; it holds: {', '.join(archive.files)}")
+            optional = [key for key in ("domain_train", "domain_test", "classes", "domains") if key in archive.files]
+            return {key: archive[key] for key in (*NEEDED, *optional)}
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path.absolute()}") from None
+    except ValueError as error:
+        raise DataError(f"{path} cannot be read without pickle, which is never used: {error}") from None
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path} is no .npz file or is damaged: {error}") from None
+
+
+def _read(name: str, seed: int) -> Arrays:
+    if name.startswith("hub:"):
+        return load_hub(name.removeprefix("hub:"), seed)
+    if name.endswith(".npz"):
+        return read_npz(Path(name).expanduser())
+    if name == "digits":
+        return _digits()
+    for folder in folders():
+        path = folder / f"{name}.npz"
+        if path.name == f"{name}.npz" and path.is_file():
+            return read_npz(path)
+    looked = " and ".join(str(folder) for folder in folders())
+    if name in KNOWN:
+        keys = ", ".join(NEEDED)
+        raise DataError(f"there is no {name}.npz in {looked}; put it there, with arrays {keys}")
+    there = ", ".join(["digits", *_names_there()])
+    accepted = f"there are: {there} (looked in {looked}), or a path ending in .npz, or 'hub:owner/name'"
+    raise SpecError("data.name", f"no such data set; {accepted}{nearest(name, [*KNOWN, *_names_there()])}", name)
+
+
+def _names_there() -> list[str]:
+    return sorted({path.stem for folder in folders() for path in folder.glob("*.npz")} - {"digits"})
+
+
+def _strings(values: NDArray[Any] | None) -> list[str] | None:
+    return None if values is None else [str(value) for value in values]
+
+
+def _digits() -> Arrays:
+    """scikit-learn's digits, grey levels 0…16 stretched to bytes; one fixed stratified split, 20 % test."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    x, y = np.rint(bunch.images * (255 / 16)).astype(np.uint8), bunch.target.astype(np.int64)
+    test = stratified(y, 360, rng(0, "digits split"))
+    train = np.setdiff1d(np.arange(len(y)), test)
+    return {"x_train": x[train], "y_train": y[train], "x_test": x[test], "y_test": y[test]}

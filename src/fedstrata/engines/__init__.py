@@ -1,0 +1,24 @@
+"""Where clients live. Nothing but the experiment imports an engine."""
+
+from __future__ import annotations
+
+from fedstrata.clients.client import World
+from fedstrata.clients.store import StateStore
+from fedstrata.errors import SpecError, nearest
+from fedstrata.federation.seam import Engine
+
+ENGINES = {"local": "this process"}
+"""What there is, and where clients live there."""
+
+
+def make_engine(name: str, world: World, store: StateStore) -> Engine:
+    """The engine called ``name``.
+
+    Raises:
+        SpecError: There is none of that name.
+    """
+    if name == "local":
+        from fedstrata.engines.local import LocalEngine
+
+        return LocalEngine(world, store)
+    raise SpecError("engine", f"no such engine; there are: {', '.join(ENGINES)}{nearest(name, ENGINES)}", name)

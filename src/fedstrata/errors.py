@@ -1,0 +1,70 @@
+"""The errors that fedstrata raises, each of which says what to do next."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedstrataError(Exception):
+    """Anything that fedstrata refuses or cannot do; the command line prints it as one line."""
+
+
+class SpecError(FedstrataError):
+    """A setting that is unknown, of the wrong type or out of range.
+
+    Args:
+        key: The dotted name of the setting, such as ``"partition.alpha"``.
+        problem: What is wrong and what would be accepted.
+        value: The value that was given; left out of the message where there is none.
+    """
+
+    def __init__(self, key: str, problem: str, value: object = ...) -> None:
+        self.key, self.problem, self.value = key, problem, value
+        given = "" if value is ... else f" = {value!r}"
+        super().__init__(f"{key}{given}: {problem}")
+
+    def under(self, section: str) -> SpecError:
+        """The same error, seen from one section further out."""
+        return SpecError(f"{section}.{self.key}" if self.key else section, self.problem, self.value)
+
+
+class DataError(FedstrataError):
+    """A data set that is missing, unreadable or not what its name promises."""
+
+
+class WireError(FedstrataError):
+    """Bytes that are not a message of ours: damaged, too large or of an unknown kind."""
+
+
+class ReplyRefusedError(FedstrataError):
+    """A reply that arrived and cannot be used: not finite, wrong shapes, missing tensors."""
+
+
+class QuorumError(FedstrataError):
+    """Fewer clients answered than the method needs."""
+
+
+class ClientsFailedError(FedstrataError):
+    """Every client that was asked raised an exception: the program is at fault, not a client."""
+
+
+class CheckpointError(FedstrataError):
+    """No checkpoint that can be resumed from."""
+
+
+class ExtraMissingError(FedstrataError):
+    """A feature whose optional dependency is not installed."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs an extra that is not installed: pip install 'fedstrata[{extra}]'")
+
+
+def nearest(word: str, accepted: Iterable[str]) -> str:
+    """A hint with the closest accepted spelling, or an empty string.
+
+    >>> nearest("alfa", ["alpha", "clients"])
+    "; did you mean 'alpha'?"
+    """
+    close = difflib.get_close_matches(word, list(accepted), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""

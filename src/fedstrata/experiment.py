@@ -1,0 +1,251 @@
+"""Run an experiment: from a spec to a history and a run folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from fedstrata import checkpoint
+from fedstrata.clients.client import World
+from fedstrata.clients.evaluation import evaluate
+from fedstrata.clients.store import StateStore
+from fedstrata.config import under
+from fedstrata.data import Assignment, Dataset, draw_partition, from_arrays
+from fedstrata.engines import make_engine
+from fedstrata.errors import SpecError
+from fedstrata.federation.messages import Weights
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.history import History
+from fedstrata.jsonl import MetricsLog, replace_file, write_json
+from fedstrata.nn.batchnorm import federate_batchnorm
+from fedstrata.nn.model import Model
+from fedstrata.nn.zoo import make_model
+from fedstrata.spec import Experiment
+
+SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS = (
+    "spec.toml",
+    "metrics.jsonl",
+    "events.jsonl",
+    "summary.json",
+    "model.safetensors",
+)
+Callback = Callable[[Mapping[str, Any]], None]
+Arrays = Dataset | Mapping[str, Any] | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An experiment that was checked and is ready to run.
+
+    Args:
+        spec: What was asked for.
+        data: The data set.
+        assignment: Which samples belong to whom.
+        job: What server and clients agree on.
+    """
+
+    spec: Experiment
+    data: Dataset
+    assignment: Assignment
+    job: Job
+
+
+def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | Model | None = None) -> Prepared:
+    """Load the data, split them and check everything that can be wrong before anything is written.
+
+    Args:
+        spec: The experiment.
+        data: Data of your own instead of the spec's: a ``Dataset``, ``(x_train, y_train, x_test, y_test)``, or a
+            mapping with these keys.
+        model: A module of your own instead of the spec's; what it holds is where training starts.
+
+    Raises:
+        SpecError: A setting does not fit the data, the federation or another setting.
+        DataError: The data are missing or damaged.
+    """
+    dataset = spec.data.load(spec.seed) if data is None else as_dataset(data, spec)
+    assignment = under("partition", lambda: spec.partition.split(dataset, spec.seed))
+    if model is None:
+        made = make_model(spec.model, dataset.shape, dataset.classes, spec.seed)
+    else:
+        made = model if isinstance(model, Model) else Model(model)
+    federate_batchnorm(made.module)
+    job = Job(spec.seed, spec.training, made, dataset.classes, len(assignment), assignment.sizes)
+    under("availability", lambda: spec.availability.check(job.clients))
+    spec.method.check(job)
+    return Prepared(spec, dataset, assignment, job)
+
+
+def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
+    """Arrays of the user's own as a data set."""
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, Mapping):
+        return from_arrays(**{"normalize": spec.data.normalize, **data})
+    return from_arrays(*data, normalize=spec.data.normalize)
+
+
+def run(
+    spec: Experiment | str | Path | Mapping[str, Any],
+    *,
+    out: str | Path | None = None,
+    data: Arrays | None = None,
+    model: nn.Module | Model | None = None,
+    engine: str = "local",
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+) -> History:
+    """Run an experiment.
+
+    Args:
+        spec: An experiment, a path to a TOML file, or nested tables.
+        out: The run folder; nothing is written without one.
+        data: Data of your own; see ``prepare``.
+        model: A module of your own; see ``prepare``.
+        engine: Where clients live.
+        resume: Go on with what is in ``out``, from its last checkpoint.
+        callbacks: Called with the record of every round.
+
+    Returns:
+        The rounds' records; ``params`` holds the final model's parameters and buffers.
+
+    Raises:
+        SpecError: A setting is wrong, or ``out`` holds another run.
+        DataError: The data are missing or damaged.
+        CheckpointError: ``resume``, and every checkpoint is damaged.
+    """
+    if isinstance(spec, (str, Path)):
+        spec = Experiment.from_toml(spec)
+    elif not isinstance(spec, Experiment):
+        spec = Experiment.from_table(spec)
+    folder = None if out is None else Path(out)
+    _refuse_foreign(folder, spec, resume)
+    with _threads(spec.training.threads):
+        return _Run(prepare(spec, data=data, model=model), folder, engine, callbacks).go(resume)
+
+
+def _refuse_foreign(folder: Path | None, spec: Experiment, resume: bool) -> None:
+    """Never write over another run."""
+    if folder is None:
+        if resume:
+            raise SpecError("resume", "needs the run's folder, out")
+        return
+    there = folder / SPEC
+    if not resume and there.exists():
+        raise SpecError("out", "holds a run already; give another folder, or resume that run", str(folder))
+    if resume and there.exists() and there.read_text(encoding="utf-8") != spec.to_toml():
+        raise SpecError("out", "holds a run of another spec; resume it with its own", str(folder))
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Run:
+    """The loop over rounds, and what it leaves behind."""
+
+    def __init__(self, prepared: Prepared, folder: Path | None, engine: str, callbacks: Sequence[Callback]) -> None:
+        self.prepared, self.spec, self.folder, self.callbacks = prepared, prepared.spec, folder, callbacks
+        self.store = StateStore()
+        job = prepared.job
+        world = World(job, prepared.data, prepared.assignment, self.spec.method.objective_in_use())
+        self.engine = make_engine(engine, world, self.store)
+        self.federation = Federation(self.engine, job, self.spec.availability, self.spec.method.name)
+        self.history = History(
+            method=self.spec.method.name,
+            seed=self.spec.seed,
+            targets=self.spec.evaluation.targets,
+            path=folder,
+        )
+
+    def go(self, resume: bool) -> History:
+        try:
+            state, done = self._begin(resume)
+            for round in range(done + 1, self.spec.training.rounds + 1):
+                state = self._round(state, round)
+            self._end(state.weights)
+        finally:
+            self.engine.close()
+        return self.history
+
+    def _begin(self, resume: bool) -> tuple[Any, int]:
+        found = checkpoint.load(self.folder / "checkpoint") if resume and self.folder else None
+        if self.folder:
+            self._open_folder(found.round if found else 0)
+        if found:
+            found.restore(self.store)
+            return found.state, found.round
+        job = self.prepared.job
+        self.federation.begin(0)
+        state = self.spec.method.init(self.federation, Weights(job.model.params(), job.model.buffers()))
+        self._log(EVENTS, *self.federation.events)
+        return state, 0
+
+    def _open_folder(self, done: int) -> None:
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        replace_file(self.folder / SPEC, self.spec.to_toml().encode())
+        for name in (METRICS, EVENTS):
+            # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
+            MetricsLog(self.folder / name).truncate_after(done if done else -1)
+        if (self.folder / METRICS).exists():
+            for record in History.load(self.folder):
+                self.history.append(record)
+        if not (self.folder / "partition.png").exists():
+            draw_partition(self.prepared.assignment, self.prepared.data, self.folder / "partition.png")
+
+    def _round(self, state: Any, round: int) -> Any:
+        began = time.perf_counter()
+        spec, federation = self.spec, self.federation
+        federation.begin(round)
+        state, metrics = spec.method.run_round(federation, state)
+        record: dict[str, Any] = {"round": round, "accuracy": None, "loss": None}
+        if spec.evaluation.due(round, spec.training.rounds):
+            record |= self._evaluate(state.weights)
+        record |= federation.tally.metrics() | metrics
+        record["seconds"] = time.perf_counter() - began
+        self.history.append(record)
+        self._log(EVENTS, *federation.events)
+        self._log(METRICS, record)
+        every = spec.evaluation.checkpoint_every
+        if self.folder and every and (round % every == 0 or round == spec.training.rounds):
+            checkpoint.save(self.folder / "checkpoint", round, state, self.store)
+        for callback in self.callbacks:
+            callback(self.history[-1])
+        return state
+
+    def _evaluate(self, weights: Weights) -> dict[str, Any]:
+        score = evaluate(
+            self.prepared.job.model,
+            weights,
+            self.prepared.data,
+            batch_size=self.spec.evaluation.batch_size,
+            batch_statistics=self.spec.training.batch_norm == "local",
+        )
+        found: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss}
+        return found | ({"per_class": score.per_class} if self.spec.evaluation.per_class else {})
+
+    def _end(self, weights: Weights) -> None:
+        final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
+        self.history.params = final
+        if self.folder:
+            replace_file(self.folder / WEIGHTS, safetensors.torch.save(final))
+            write_json(self.folder / SUMMARY, self.history.summary)
+
+    def _log(self, name: str, *records: Mapping[str, Any]) -> None:
+        if self.folder and records:
+            MetricsLog(self.folder / name).append(*records)

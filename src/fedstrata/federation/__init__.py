@@ -1,0 +1,1 @@
+"""The seam between a method and its clients."""

@@ -1,0 +1,450 @@
+"""The seam: how a method on the server speaks to clients, wherever they live.
+
+``ask`` puts typed questions, ``relay`` sends the model from client to client, and inside a client ``all_reduce_sum``
+adds tensors over everybody who answers the same question. An ``Engine`` knows where clients live. ``Federation`` is
+what a method sees: it decides who can be reached, counts the bytes, refuses what cannot be used, and records why
+somebody is absent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError
+from fedstrata.federation.availability import Availability
+from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
+from fedstrata.nn.model import Model
+from fedstrata.rng import SERVER, rng
+from fedstrata.settings import Training
+
+Check = Callable[[Any], None]
+"""Raises ``ReplyRefusedError`` for a reply that a method cannot use."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What server and clients agree on before the first round.
+
+    Args:
+        seed: The experiment's seed.
+        training: How clients train.
+        model: The architecture, as a pure function of its parameters.
+        classes: C.
+        clients: N.
+        sizes: n_k of every client, shape (N,), where a simulation knows them; a method never uses them to train, only
+            to warn and to simulate time.
+    """
+
+    seed: int
+    training: Training
+    model: Model
+    classes: int
+    clients: int
+    sizes: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a client's answer is missing.
+
+    Args:
+        reason: In words.
+        error: The exception, where there was one.
+        bystander: Whether it answered well and lost its answer because another of its group failed.
+    """
+
+    reason: str
+    error: BaseException | None = None
+    bystander: bool = False
+
+
+class Engine(Protocol):
+    """Where clients live. What a client changed in its own state counts only once ``settle`` accepted its answer."""
+
+    def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
+        """Answers in any order; ``together`` runs all clients at once, in a group that can ``all_reduce_sum``."""
+
+    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
+        """The sum of all replies computed in one pass, or None where the engine has no such pass."""
+
+    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+        """Let one client work on the travelling model."""
+
+    def settle(self, accepted: Iterable[ClientId]) -> None:
+        """Keep the new state of these clients, drop that of all others that were just asked."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+
+@dataclass(frozen=True)
+class Relayed:
+    """What came back from a relay.
+
+    Args:
+        weights: The model after the last good hop.
+        replies: The reply of every task that was done, by its position; a failed hop is absent.
+    """
+
+    weights: Weights
+    replies: dict[int, Any]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """The sum of replies, and who took part in it."""
+
+    reply: Any
+    clients: list[ClientId]
+
+
+@dataclass
+class Tally:
+    """What one round cost and who took part, for the metrics."""
+
+    invited: set[ClientId] = field(default_factory=set)
+    returned: set[ClientId] = field(default_factory=set)
+    dropped: set[ClientId] = field(default_factory=set)
+    late: set[ClientId] = field(default_factory=set)
+    failed: set[ClientId] = field(default_factory=set)
+    exchanges: int = 0
+    hops: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    simulated_seconds: float = 0.0
+
+    def absent(self) -> set[ClientId]:
+        """Who was invited this round and did not answer at least once."""
+        return self.dropped | self.late | self.failed
+
+    def metrics(self) -> dict[str, Any]:
+        """Counts of distinct clients, exchanges and bytes."""
+        counts = {f"clients_{f.name}": len(getattr(self, f.name)) for f in dataclasses.fields(self)[:5]}
+        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[5:]}
+        return counts | rest
+
+
+class Federation:
+    """Clients 0 … N−1 as a method sees them.
+
+    Args:
+        engine: Where they live.
+        job: What was agreed.
+        availability: Who is there, and how fast.
+        method: The method's name, for messages.
+    """
+
+    def __init__(self, engine: Engine, job: Job, availability: Availability, method: str = "") -> None:
+        self.engine, self.job, self.availability, self.method = engine, job, availability, method
+        self.round = 0
+        self.tally = Tally()
+        self.events: list[dict[str, Any]] = []
+        self._online: dict[ClientId, bool] = {}
+        self._answered: set[type[Request]] = set()
+
+    def begin(self, round: int) -> None:
+        """Start the books of a round; in round 0, when clients enrol, everybody is there."""
+        self.round, self.tally, self.events, self._online = round, Tally(), [], {}
+
+    def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
+        """A fresh generator for this round."""
+        return rng(self.job.seed, purpose, self.round, client)
+
+    def candidates(self) -> NDArray[np.int64]:
+        """The clients that may be invited, ascending: all, or those online where availability is announced."""
+        everybody = np.arange(self.job.clients)
+        if not self.availability.announced or self.round == 0:
+            return everybody
+        return everybody[self.availability.online(everybody, self.round, self.job.seed)]
+
+    def note(self, kind: str, clients: Iterable[ClientId] = (), reason: str = "") -> None:
+        """Record an event of this round."""
+        event: dict[str, Any] = {"round": self.round, "kind": kind}
+        if listed := [int(client) for client in clients]:
+            event["clients"] = listed
+        if reason:
+            event["reason"] = reason
+        self.events.append(event)
+
+    def ask(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        check: Check | None = None,
+        deadline: float | None = None,
+        quorum: int = 0,
+        together: bool = False,
+        work: Mapping[ClientId, float] | None = None,
+    ) -> dict[ClientId, Any]:
+        """Put a question to each client and collect the answers that can be used.
+
+        Args:
+            requests: A request for each client.
+            check: Refuses replies that are well-formed and still wrong; every tensor is checked to be finite anyway.
+            deadline: Simulated seconds; the availability's unless given.
+            quorum: Fewest answers that will do.
+            together: Let the clients run at the same time as one group for ``all_reduce_sum``. The sum is void when
+                one of them fails, so that nobody's answer counts then.
+            work: Sample-gradients that each request takes, where the request cannot tell.
+
+        Returns:
+            The replies, sorted by client. Who dropped out, failed, was late or was refused is absent; ``events`` says
+            why.
+
+        Raises:
+            QuorumError: Fewer than ``quorum`` answered.
+            ClientsFailedError: All clients raised an exception and none ever answered such a request.
+        """
+        reached = self._reach(requests, deadline, work)
+        replies = self._collect(reached, self.engine.ask(reached, together=together) if reached else {}, check)
+        if len(replies) < quorum:
+            raise QuorumError(
+                f"round {self.round} of {self.method}: {len(replies)} of {len(requests)} clients answered, "
+                f"{quorum} are needed"
+            )
+        return replies
+
+    def ask_sum(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        check: Check | None = None,
+        deadline: float | None = None,
+        together: bool = False,
+        work: Mapping[ClientId, float] | None = None,
+    ) -> Summed | None:
+        """Like ``ask``, where only the sum of the replies matters.
+
+        An engine may then compute all parts in one pass. The books are the same: every client's request and reply
+        count with their full size.
+
+        Returns:
+            The sum over those who answered; None when nobody did.
+        """
+        reached = self._reach(requests, deadline, work)
+        if not reached:
+            return None
+        if self.job.training.execution == "fused":
+            total = self.engine.ask_fused(reached)
+            if total is not None and _defect(total, check) is None:
+                self.engine.settle(reached)
+                self._count_up(reached, records.size(total) * len(reached))
+                self._answered.add(type(next(iter(reached.values()))))
+                return Summed(total, list(reached))
+            # Something in the sum cannot be used: ask one by one to learn whose part it is.
+        replies = self._collect(reached, self.engine.ask(reached, together=together), check)
+        if not replies:
+            return None
+        clients = list(replies)
+        summed = replies[clients[0]]
+        for client in clients[1:]:
+            summed = records.add(summed, replies[client])
+        return Summed(summed, clients)
+
+    def relay(
+        self, tasks: Sequence[tuple[ClientId, Request]], weights: Weights, *, check: Check | None = None
+    ) -> Relayed:
+        """Send the model from client to client; each works on it and passes it on.
+
+        A hop that fails, or whose client is not there, is skipped: the next client gets the last good model.
+        """
+        replies: dict[int, Any] = {}
+        cargo = records.size(weights)
+        for position, (client, task) in enumerate(tasks):
+            if not self._reach({client: task}, None, None, count=False):
+                continue
+            outcome = self.engine.hop(client, task, weights)
+            received = records.size(task) + cargo
+            self.tally.hops += 1
+            self.tally.bytes_down += received
+            if isinstance(outcome, Failure):
+                self._fail(client, outcome)
+                continue
+            moved, reply = outcome
+            defect = _defect(moved, check_like(weights)) or _defect(reply, check)
+            self.engine.settle([] if defect else [client])
+            if defect:
+                self._refuse(client, defect)
+                continue
+            weights = moved
+            replies[position] = reply
+            self._count_up([client], records.size(reply))
+        return Relayed(weights, replies)
+
+    def _reach(
+        self,
+        requests: Mapping[ClientId, Request],
+        deadline: float | None,
+        work: Mapping[ClientId, float] | None,
+        count: bool = True,
+    ) -> dict[ClientId, Request]:
+        """Those of the requests that reach their client and will be answered in time."""
+        clients = np.array(sorted(requests), dtype=np.int64)
+        if len(clients) == 0:
+            return {}
+        if clients[0] < 0 or clients[-1] >= self.job.clients:
+            raise ValueError(f"clients {clients[0]} … {clients[-1]} asked; there are 0 … {self.job.clients - 1}")
+        self.tally.invited.update(clients.tolist())
+        online = self._is_online(clients)
+        self._miss("dropped", clients[~online], self.tally.dropped)
+        clients = clients[online]
+        if count:
+            sizes: dict[int, int] = {}
+            for client in clients.tolist():
+                request = requests[client]
+                # Many clients are often sent the very same request: measured once.
+                sizes[id(request)] = sizes.get(id(request)) or records.size(request)
+                self.tally.bytes_down += sizes[id(request)]
+            self.tally.exchanges += 1
+        clients = self._in_time(clients, requests, deadline, work)
+        return {client: requests[client] for client in clients.tolist()}
+
+    def _is_online(self, clients: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if self.round == 0:
+            return np.ones(len(clients), dtype=bool)
+        new = np.array([c for c in clients.tolist() if c not in self._online], dtype=np.int64)
+        if len(new):
+            drawn = self.availability.online(new, self.round, self.job.seed)
+            self._online.update(zip(new.tolist(), drawn.tolist(), strict=True))
+        return np.array([self._online[c] for c in clients.tolist()], dtype=bool)
+
+    def _in_time(
+        self,
+        clients: NDArray[np.int64],
+        requests: Mapping[ClientId, Request],
+        deadline: float | None,
+        work: Mapping[ClientId, float] | None,
+    ) -> NDArray[np.int64]:
+        deadline = self.availability.deadline if deadline is None else deadline
+        simulates_time = deadline is not None or self.availability.speed_spread > 0
+        if self.job.sizes is None or not simulates_time or self.round == 0 or len(clients) == 0:
+            return clients
+        done = [
+            work[client] if work is not None else requests[client].work(int(self.job.sizes[client]))
+            for client in clients.tolist()
+        ]
+        seconds = self.availability.seconds(clients, np.array(done, dtype=np.float64), self.job.seed)
+        late = seconds > (math.inf if deadline is None else deadline)
+        self.tally.simulated_seconds += float(seconds.max()) if not late.any() or deadline is None else deadline
+        # A client that is too late is not simulated: its work would be thrown away, and its state stays as it was.
+        self._miss("late", clients[late], self.tally.late)
+        return clients[~late]
+
+    def _miss(self, kind: str, clients: NDArray[np.int64], seen: set[ClientId]) -> None:
+        fresh = [client for client in clients.tolist() if client not in seen]
+        if fresh:
+            seen.update(fresh)
+            self.note(kind, fresh)
+
+    def _collect(
+        self,
+        asked: Mapping[ClientId, Request],
+        outcomes: Mapping[ClientId, Reply | Failure],
+        check: Check | None,
+    ) -> dict[ClientId, Any]:
+        good: dict[ClientId, Any] = {}
+        failures: dict[ClientId, Failure] = {}
+        for client in sorted(outcomes):
+            outcome = outcomes[client]
+            if isinstance(outcome, Failure):
+                failures[client] = outcome
+            elif defect := _defect(outcome, check):
+                self._refuse(client, defect)
+            else:
+                good[client] = outcome
+        kinds = {type(request) for request in asked.values()}
+        raised = [failure for failure in failures.values() if failure.error is not None]
+        if raised and len(raised) == len(asked) and not kinds & self._answered:
+            client, failure = next(iter(failures.items()))
+            raise ClientsFailedError(
+                f"all {len(asked)} clients failed in round {self.round} of {self.method}; "
+                f"client {client}: {failure.reason}"
+            ) from failure.error
+        for client, failure in failures.items():
+            if not failure.bystander:
+                self._fail(client, failure)
+        self.engine.settle(good)
+        if good:
+            self._answered |= kinds
+        self._count_up(good, sum(records.size(reply) for reply in good.values()))
+        return good
+
+    def _count_up(self, clients: Iterable[ClientId], size: int) -> None:
+        self.tally.returned.update(clients)
+        self.tally.bytes_up += size
+
+    def _fail(self, client: ClientId, failure: Failure) -> None:
+        self.tally.failed.add(client)
+        self.note("failed", [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")
+
+    def _refuse(self, client: ClientId, defect: str) -> None:
+        self.tally.failed.add(client)
+        self.note("refused", [client], f"client {client} in round {self.round} of {self.method}: {defect}")
+
+
+def _defect(reply: Any, check: Check | None) -> str | None:
+    """Why a reply cannot be used, or None."""
+    for tensor in records.tensors_of(reply):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return "a tensor with NaN or infinity"
+    if not all(math.isfinite(number) for number in records.numbers_of(reply)):
+        return "a number that is NaN or infinite"
+    if check is not None:
+        try:
+            check(reply)
+        except ReplyRefusedError as error:
+            return str(error)
+    return None
+
+
+def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
+    """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
+
+    Raises:
+        ReplyRefusedError: With the first difference.
+    """
+    if missing := [name for name in like if name not in got]:
+        raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
+    if unknown := [name for name in got if name not in like]:
+        raise ReplyRefusedError(f"{what} has an unknown {unknown[0]!r}")
+    for name, tensor in like.items():
+        if got[name].shape != tensor.shape or got[name].dtype != tensor.dtype:
+            raise ReplyRefusedError(
+                f"{what}[{name!r}] is {tuple(got[name].shape)} {got[name].dtype}, "
+                f"expected {tuple(tensor.shape)} {tensor.dtype}"
+            )
+
+
+def check_like(weights: Weights) -> Check:
+    """A check that a model has the tensors of ``weights``."""
+
+    def check(got: Weights) -> None:
+        require_like(got.params, weights.params, "params")
+        require_like(got.buffers, weights.buffers, "buffers")
+
+    return check
+
+
+__all__ = [
+    "Check",
+    "Engine",
+    "Failure",
+    "Federation",
+    "Job",
+    "Params",
+    "Relayed",
+    "Summed",
+    "Tally",
+    "check_like",
+    "require_like",
+]

@@ -1,0 +1,268 @@
+"""What a run recorded: one record a round, its summary, and the files that hold them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstrata.errors import DataError, SpecError, nearest
+from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Record = dict[str, Any]
+"""One round: plain values, lists and tables that JSON can hold."""
+
+TARGETS = (0.5, 0.8, 0.9, 0.95)
+"""Accuracies whose first round the summary gives unless told otherwise."""
+
+STANDARD = (
+    "round", "accuracy", "loss", "train_loss", "clients_invited", "clients_returned", "clients_dropped",
+    "clients_late", "clients_failed", "samples", "exchanges", "hops", "bytes_up", "bytes_down", "seconds",
+    "simulated_seconds",
+)  # fmt: skip
+"""What every method records; any other key is a method's own."""
+
+
+class History(Sequence[Record]):
+    """The records of a run, in the order of its rounds; a sequence of dicts.
+
+    Args:
+        records: One a round, with ``round`` counted from 1.
+        method: The method's name.
+        seed: The experiment's seed.
+        targets: Accuracies in (0, 1] for ``rounds_to_target`` in the summary.
+        path: The run folder, where there is one.
+        params: The final model's tensors by name, where they are at hand.
+
+    >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
+    >>> history.best_round, history.rounds_to_target(0.8)
+    (3, 3)
+    >>> history.column("accuracy")[0].tolist()
+    [1, 3]
+    """
+
+    def __init__(
+        self,
+        records: Iterable[Mapping[str, Any]] = (),
+        *,
+        method: str = "",
+        seed: int | None = None,
+        targets: Iterable[float] = TARGETS,
+        path: Path | str | None = None,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.method, self.seed, self.targets = method, seed, tuple(targets)
+        self.path = None if path is None else Path(path)
+        self.params = params
+        self._records: list[Record] = [jsonable(record) for record in records]
+
+    @classmethod
+    def load(cls, folder: Path | str) -> History:
+        """The history of a run folder; a run that is still going or was killed has one too.
+
+        Raises:
+            DataError: The folder is no run folder, or a file in it is damaged.
+        """
+        folder = Path(folder)
+        if not (folder / "metrics.jsonl").is_file():
+            raise DataError(f"{folder} is no run folder: it has no metrics.jsonl")
+        records = read_jsonl(folder / "metrics.jsonl")
+        return cls(records, path=folder, **_about(folder))
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Add a round; arrays and tensors become lists, NaN and infinity None, as they would in the file."""
+        self._records.append(jsonable(record))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | list[Record]:
+        return self._records[index]
+
+    def __repr__(self) -> str:
+        parts = [self.method] if self.method else []
+        parts += [f"seed {self.seed}"] if self.seed is not None else []
+        parts.append(f"{len(self)} round{'' if len(self) == 1 else 's'}")
+        if self.final_accuracy is not None:
+            best = f"best {self.best_accuracy:.4f} in round {self.best_round}"
+            parts.append(f"accuracy {self.final_accuracy:.4f} ({best})")
+        parts += [str(self.path)] if self.path is not None else []
+        return f"History({', '.join(parts)})"
+
+    def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The numbers recorded under a name; rounds without one are left out.
+
+        Args:
+            name: A key of the records; ``"table.key"`` reaches into a nested table.
+
+        Returns:
+            The rounds and the values, both (R,).
+
+        Raises:
+            SpecError: No round has a number of that name.
+        """
+        pairs = [(record["round"], value) for record in self if (value := _number(record, name)) is not None]
+        if not pairs and self and name not in STANDARD:
+            accepted = self.columns
+            problem = f"no column of numbers; there are: {', '.join(accepted)}{nearest(name, accepted)}"
+            raise SpecError("column", problem, name)
+        rounds = np.array([round for round, _ in pairs], dtype=np.int64)
+        return rounds, np.array([value for _, value in pairs], dtype=np.float64)
+
+    @property
+    def columns(self) -> list[str]:
+        """The names under which numbers were recorded, in order of appearance; nested ones with dots."""
+        return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
+
+    @property
+    def final_accuracy(self) -> float | None:
+        """Test accuracy of the last evaluated round, or None."""
+        values = self.column("accuracy")[1]
+        return float(values[-1]) if len(values) else None
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """Highest test accuracy, or None."""
+        values = self.column("accuracy")[1]
+        return float(values.max()) if len(values) else None
+
+    @property
+    def best_round(self) -> int | None:
+        """The first round with the highest test accuracy, or None."""
+        rounds, values = self.column("accuracy")
+        return int(rounds[values.argmax()]) if len(values) else None
+
+    def rounds_to_target(self, target: float) -> int | None:
+        """The first evaluated round whose accuracy is at least ``target``, or None."""
+        rounds, values = self.column("accuracy")
+        reached = rounds[values >= target]
+        return int(reached[0]) if len(reached) else None
+
+    def total(self, name: str) -> float:
+        """The sum of a column over all rounds; 0 where nothing was recorded."""
+        return math.fsum(self.column(name)[1])
+
+    @property
+    def summary(self) -> Record:
+        """What ``summary.json`` holds, computed from the records: see ``summarise``."""
+        accuracy = self.column("accuracy")[1][-20:]
+        return {
+            "method": self.method,
+            "seed": self.seed,
+            "rounds": len(self),
+            "final_accuracy": self.final_accuracy,
+            "best_accuracy": self.best_accuracy,
+            "best_round": self.best_round,
+            "accuracy_sd_last20": statistics.stdev(accuracy.tolist()) if len(accuracy) > 1 else None,
+            "rounds_to_target": {f"{target:g}": self.rounds_to_target(target) for target in self.targets},
+            **{name: int(self.total(name)) for name in ("samples", "bytes_up", "bytes_down")},
+            "seconds": self.total("seconds"),
+        }
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write one row a round; lists and tables are JSON text, what is missing is empty."""
+        names = list(dict.fromkeys(name for record in self for name in record))
+        with Path(path).open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(names)
+            for record in self:
+                values = (record.get(name) for name in names)
+                writer.writerow([json.dumps(v) if isinstance(v, (list, dict)) else v for v in values])
+
+    def plot(self, column: str = "accuracy", path: Path | str | None = None) -> Figure:
+        """Draw a column over the rounds; the picture is written too where a path is given.
+
+        Raises:
+            SpecError: There is no such column.
+        """
+        from fedstrata.report.plots import plot_curves
+
+        return plot_curves({self.method or "run": [self]}, column, path)
+
+
+def summarise(
+    records: Iterable[Mapping[str, Any]],
+    targets: Iterable[float] = TARGETS,
+    *,
+    method: str = "",
+    seed: int | None = None,
+) -> Record:
+    """The summary of a run.
+
+    Args:
+        records: One a round.
+        targets: Accuracies in (0, 1].
+        method: The method's name.
+        seed: The experiment's seed.
+
+    Returns:
+        ``final_accuracy`` (of the last evaluated round), ``best_accuracy``, ``best_round`` (the first with
+        it), ``rounds_to_target`` (target as text to round or None), ``accuracy_sd_last20`` (sample standard
+        deviation over the last 20 evaluated rounds), the totals ``samples``, ``bytes_up``, ``bytes_down``
+        and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions; None where nothing
+        was evaluated.
+    """
+    return History(records, method=method, seed=seed, targets=targets).summary
+
+
+def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _names(value, f"{prefix}{key}.")
+        elif _is_number(value):
+            yield prefix + key
+
+
+def _number(record: Mapping[str, Any], name: str) -> float | None:
+    value: Any = record.get(name)
+    if value is None and "." in name:
+        table, _, rest = name.partition(".")
+        inner = record.get(table)
+        return _number(inner, rest) if isinstance(inner, dict) else None
+    return float(value) if _is_number(value) else None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """Method, seed and targets of a run, from its summary or, before there is one, from its spec."""
+    about: dict[str, Any] = {}
+    try:
+        if (folder / "spec.toml").is_file():
+            spec = tomllib.loads((folder / "spec.toml").read_text(encoding="utf-8"))
+            method = spec.get("method", "")
+            about["method"] = method.get("name", "") if isinstance(method, dict) else str(method)
+            about["seed"] = spec.get("seed")
+            about["targets"] = spec.get("evaluation", {}).get("targets", TARGETS)
+        if (folder / "summary.json").is_file():
+            summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+            about |= {key: summary[key] for key in ("method", "seed") if key in summary}
+            if "rounds_to_target" in summary:
+                about["targets"] = [float(target) for target in summary["rounds_to_target"]]
+    except (ValueError, AttributeError, TypeError) as error:
+        raise DataError(f"{folder}: cannot read its spec or summary: {error}") from error
+    return about
+
+
+__all__ = ["STANDARD", "TARGETS", "History", "MetricsLog", "Record", "summarise"]

@@ -1,0 +1,1 @@
+"""Labels as the server sees them: the stratified schedule and who holds what."""

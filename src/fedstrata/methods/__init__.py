@@ -1,0 +1,1 @@
+"""One file a method; most are a recipe of four choices."""

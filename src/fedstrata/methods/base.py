@@ -1,0 +1,222 @@
+"""What a method is, and the recipe that most methods are."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from pydantic import field_validator
+
+from fedstrata.aggregation.base import AGGREGATORS, Aggregator, MeanBySize
+from fedstrata.config import Registry, Setting, under
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.messages import Extra, Fit, FitReply, Weights
+from fedstrata.federation.seam import Check, Federation, Job, check_like, require_like
+from fedstrata.objectives.base import OBJECTIVES, CrossEntropy, Objective
+from fedstrata.records import Tree, record
+from fedstrata.sampling.base import (
+    CLIENT_SAMPLERS,
+    DATA_SAMPLERS,
+    AllData,
+    ClientSampler,
+    DataSampler,
+    Uniform,
+)
+
+
+class Method(Setting):
+    """A federated method: ordinary Python on the server that asks clients typed questions.
+
+    Its settings are its fields. Its state is one record with at least ``weights``, the global model, and goes through
+    ``run_round`` explicitly.
+    """
+
+    paper: ClassVar[str] = ""
+    """Where it comes from."""
+
+    def objective_in_use(self) -> Objective:
+        """What clients minimise when they train locally."""
+        return CrossEntropy()
+
+    def check(self, job: Job) -> None:
+        """Raise ``SpecError`` where the settings do not fit the federation."""
+
+    @abstractmethod
+    def init(self, federation: Federation, weights: Weights) -> Any:
+        """The state before the first round; clients may be asked (round 0)."""
+
+    @abstractmethod
+    def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
+        """One round: the new state and what the method adds to the round's metrics."""
+
+
+@record
+class RecipeState:
+    """The state of a recipe: the global model and what each of the four choices remembers.
+
+    Args:
+        weights: The global model.
+        clients: The client sampler's.
+        data: The data sampler's.
+        objective: The objective's, at the server.
+        aggregator: The aggregator's.
+    """
+
+    weights: Weights
+    clients: Tree
+    data: Tree
+    objective: Tree
+    aggregator: Tree
+
+
+class Recipe(Method):
+    """A method that is four choices. Each may be replaced from a spec, by name or by a table with settings.
+
+    Args:
+        client_sampler: Who takes part.
+        data_sampler: Which of its samples a client uses.
+        objective: What a client minimises.
+        aggregator: How the server combines.
+    """
+
+    client_sampler: ClientSampler | None = None
+    data_sampler: DataSampler | None = None
+    objective: Objective | None = None
+    aggregator: Aggregator | None = None
+
+    @field_validator("client_sampler", mode="before")
+    @classmethod
+    def _client_sampler(cls, value: object) -> object:
+        return value if value is None else under("client_sampler", lambda: CLIENT_SAMPLERS.parse(value))
+
+    @field_validator("data_sampler", mode="before")
+    @classmethod
+    def _data_sampler(cls, value: object) -> object:
+        return value if value is None else under("data_sampler", lambda: DATA_SAMPLERS.parse(value))
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _objective(cls, value: object) -> object:
+        return value if value is None else under("objective", lambda: OBJECTIVES.parse(value))
+
+    @field_validator("aggregator", mode="before")
+    @classmethod
+    def _aggregator(cls, value: object) -> object:
+        return value if value is None else under("aggregator", lambda: AGGREGATORS.parse(value))
+
+    # What a named method sets; a spec's own choice goes first.
+
+    def default_client_sampler(self) -> ClientSampler:
+        """The method's own client sampler."""
+        return Uniform()
+
+    def default_data_sampler(self) -> DataSampler:
+        """The method's own data sampler."""
+        return AllData()
+
+    def default_objective(self) -> Objective:
+        """The method's own objective."""
+        return CrossEntropy()
+
+    def default_aggregator(self) -> Aggregator:
+        """The method's own aggregation."""
+        return MeanBySize()
+
+    def choices(self) -> tuple[ClientSampler, DataSampler, Objective, Aggregator]:
+        """The four choices in use."""
+        return (
+            self.client_sampler or self.default_client_sampler(),
+            self.data_sampler or self.default_data_sampler(),
+            self.objective or self.default_objective(),
+            self.aggregator or self.default_aggregator(),
+        )
+
+    def objective_in_use(self) -> Objective:
+        """What clients minimise."""
+        return self.choices()[2]
+
+    def check(self, job: Job) -> None:
+        """Each choice against the federation, and against the others."""
+        sampler, data, objective, aggregator = self.choices()
+        sampler.check(job)
+        data.check(job)
+        objective.check(job.training)
+        aggregator.check(job, sampler)
+
+    def init(self, federation: Federation, weights: Weights) -> RecipeState:
+        """Every choice's own beginning."""
+        sampler, data, objective, _ = self.choices()
+        return RecipeState(
+            weights=weights,
+            clients=sampler.init(federation),
+            data=data.init(federation),
+            objective=objective.init(weights, federation.job.classes),
+            aggregator=None,
+        )
+
+    def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
+        """Select, sample, train, combine."""
+        sampler, data, objective, aggregator = self.choices()
+        job, weights = federation.job, state.weights
+        selection, clients_state = sampler.select(federation, state.clients, weights)
+        invited = selection.clients.tolist()
+        keep, data_state, data_metrics = data.keep(federation, state.data, invited)
+
+        request = Fit(federation.round, weights, objective.message(state.objective), keep, passes(job))
+        expected = objective.expected(weights, job.classes)
+        replies = federation.ask(dict.fromkeys(invited, request), check=_check(weights, expected))
+
+        combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
+        answers = list(replies.values())
+        objective_state, after = objective.absorb(state.objective, weights, combined, answers, job.clients)
+        state = RecipeState(
+            weights=after,
+            clients=sampler.observe(clients_state, replies),
+            data=data_state,
+            objective=objective_state,
+            aggregator=aggregator_state,
+        )
+        return state, {**training_metrics(answers), **selection.metrics, **data_metrics}
+
+
+def passes(job: Job) -> float:
+    """How often a client goes through its data in a round; for steps, a guess from the mean size."""
+    training = job.training
+    if training.local_steps is None or job.sizes is None:
+        return float(training.local_epochs)
+    return training.local_steps * training.batch_size / max(float(job.sizes.mean()), 1.0)
+
+
+def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
+    """Samples trained and the mean loss over the samples."""
+    seen = sum(reply.seen for reply in answers)
+    loss = sum(reply.loss * reply.seen for reply in answers) / seen if seen else None
+    return {"samples": seen, "train_loss": loss}
+
+
+def _check(weights: Weights, expected: Extra) -> Check:
+    like = check_like(weights)
+
+    def check(reply: FitReply) -> None:
+        like(reply.weights)
+        if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
+            raise ReplyRefusedError("a negative count")
+        if reply.message.keys() != expected.keys():
+            raise ReplyRefusedError(f"message has {sorted(reply.message)}, expected {sorted(expected)}")
+        for name, tensors in expected.items():
+            require_like(reply.message[name], tensors, name)
+
+    return check
+
+
+METHODS: Registry[Method] = Registry(
+    "method",
+    Method,  # type: ignore[type-abstract]
+    {
+        "fedavg": "fedstrata.methods.fedavg:FedAvg",
+        "scaffold": "fedstrata.methods.scaffold:SCAFFOLD",
+        "fedsts": "fedstrata.methods.fedstas:FedSTS",
+        "fedstas": "fedstrata.methods.fedstas:FedSTaS",
+        "stratify": "fedstrata.methods.stratify:Stratify",
+    },
+)

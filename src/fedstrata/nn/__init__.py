@@ -1,0 +1,38 @@
+"""Models as pure functions of their parameters, a small zoo of them, and BatchNorm over the federation."""
+
+from __future__ import annotations
+
+from fedstrata.nn.batchnorm import (
+    FederatedBatchNorm1d,
+    FederatedBatchNorm2d,
+    Group,
+    GroupBrokenError,
+    LocalGroup,
+    federate_batchnorm,
+    federated,
+    has_batchnorm,
+)
+from fedstrata.nn.model import Model, Params
+from fedstrata.nn.zoo import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, make_model, parse_model
+
+__all__ = [
+    "CNN",
+    "CNN64",
+    "MLP",
+    "MODELS",
+    "Custom",
+    "FederatedBatchNorm1d",
+    "FederatedBatchNorm2d",
+    "Group",
+    "GroupBrokenError",
+    "LocalGroup",
+    "Model",
+    "ModelSpec",
+    "Params",
+    "Tabular",
+    "federate_batchnorm",
+    "federated",
+    "has_batchnorm",
+    "make_model",
+    "parse_model",
+]

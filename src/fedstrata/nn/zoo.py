@@ -1,0 +1,272 @@
+"""Models by name, and the user's own by ``"module:factory"``.
+
+Everywhere a pooling layer stands *before* its ReLU. Both are monotone, so the function is the same, and the
+ReLU has a quarter of the values to see to. Convolutions are kept in channels-last memory format, which is
+also how data sets give their images.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import nn
+
+from fedstrata.config import Registry, Setting, build, load_object, plain
+from fedstrata.errors import SpecError
+from fedstrata.nn.model import Model
+from fedstrata.rng import torch_seeded
+
+
+class ModelSpec(Setting):
+    """What a model is; ``build`` makes the module."""
+
+    @abstractmethod
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """A module for samples of one shape, freshly initialised from PyTorch's global generator.
+
+        Args:
+            shape: Shape of one sample, (channels, height, width) or (features,).
+            classes: Number of classes.
+
+        Returns:
+            A module that maps (B, *shape) to logits (B, classes).
+
+        Raises:
+            SpecError: The model cannot take samples of that shape.
+        """
+
+
+class MLP(ModelSpec):
+    """Fully connected layers with ReLU; any shape is flattened (McMahan et al. 2017; Luo et al., FedSSAR).
+
+    Args:
+        hidden: Width of each hidden layer; none at all gives multinomial logistic regression.
+
+    >>> sum(p.numel() for p in MLP().build((1, 28, 28), 10).parameters())
+    178110
+    """
+
+    name: ClassVar[str] = "mlp"
+    hidden: tuple[PositiveInt, ...] = (200, 100)
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """See ``ModelSpec.build``."""
+        features = int(torch.Size(shape).numel())
+        return Classifier(nn.Flatten(), *_dense(features, self.hidden), head=_last(features, self.hidden, classes))
+
+
+class Tabular(ModelSpec):
+    """A small MLP for the rows of a table.
+
+    Args:
+        hidden: Width of each hidden layer.
+    """
+
+    name: ClassVar[str] = "tabular"
+    hidden: tuple[PositiveInt, ...] = (128, 64)
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """See ``ModelSpec.build``."""
+        if len(shape) != 1:
+            problem = f"takes vectors (features,), and the samples have shape {shape}; 'mlp' flattens any shape"
+            raise SpecError("model.name", problem, self.name)
+        return Classifier(*_dense(shape[0], self.hidden), head=_last(shape[0], self.hidden, classes))
+
+
+class CNN(ModelSpec):
+    """The LeNet-like network of ReBaFL (section 5.1): 5x5 convolutions, each max-pooled, and a hidden layer.
+
+    Convolutions are padded by 2, so that the 8x8 digits survive three of them.
+
+    Args:
+        channels: Channels of each convolution; ReBaFL adds a third of 64 for CIFAR-10.
+        hidden: Width of the hidden layer, which gives the features.
+    """
+
+    name: ClassVar[str] = "cnn"
+    channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32)
+    hidden: PositiveInt = 128
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """See ``ModelSpec.build``."""
+        return _convolutional(self.name, shape, self.channels, (self.hidden,), classes)
+
+
+class CNN64(ModelSpec):
+    """The network of FedSSAR for CIFAR: two 5x5 convolutions of 64 channels, hidden layers of 394 and 192."""
+
+    name: ClassVar[str] = "cnn64"
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """See ``ModelSpec.build``."""
+        return _convolutional(self.name, shape, (64, 64), (394, 192), classes)
+
+
+class Custom(ModelSpec):
+    """A module of the user's own.
+
+    Args:
+        factory: ``"package.module:factory"``, called as ``factory(shape, classes, **arguments)``: a function
+            that returns a module, or a subclass of ``nn.Module``. ``Model`` says how it exposes features and
+            head.
+        arguments: Its further arguments; in a spec they stand beside the name.
+    """
+
+    factory: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+    def to_spec(self) -> dict[str, Any]:
+        """The table that ``parse_model`` reads back: the factory under ``name``, its arguments beside it."""
+        return {"name": self.factory, **plain(self.arguments)}
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """See ``ModelSpec.build``."""
+        make = load_object(self.factory, "model")
+        try:
+            inspect.signature(make).bind(shape, classes, **self.arguments)
+        except TypeError as error:
+            call = ", ".join(["shape", "classes", *(f"{key}=…" for key in self.arguments)])
+            raise SpecError("model.name", f"cannot be called as factory({call}): {error}", self.factory) from None
+        module = make(shape, classes, **self.arguments)
+        if not isinstance(module, nn.Module):
+            problem = f"a model's factory returns an nn.Module, and this one returned {type(module).__name__}"
+            raise SpecError("model.name", problem, self.factory)
+        return module
+
+
+MODELS: Registry[ModelSpec] = Registry(
+    "model",
+    ModelSpec,  # type: ignore[type-abstract]
+    {
+        "mlp": "fedstrata.nn.zoo:MLP",
+        "cnn": "fedstrata.nn.zoo:CNN",
+        "cnn64": "fedstrata.nn.zoo:CNN64",
+        "resnet9": "fedstrata.nn.resnet:ResNet9",
+        "resnet18": "fedstrata.nn.resnet:ResNet18",
+        "resnet20": "fedstrata.nn.resnet:ResNet20",
+        "tabular": "fedstrata.nn.zoo:Tabular",
+    },
+)
+"""The models that a spec can name."""
+
+
+def parse_model(value: object) -> ModelSpec:
+    """A model's settings from themselves, from a name, or from a table with a ``name``.
+
+    A name ``"module:object"`` is the user's own: a class derived from ``ModelSpec``, or whatever ``Custom``
+    takes.
+
+    Raises:
+        SpecError: The name is unknown or a setting is wrong; the key is relative to the table.
+
+    >>> parse_model({"name": "mlp", "hidden": [50]}).to_spec()
+    {'name': 'mlp', 'hidden': [50]}
+    """
+    name = value.get("name") if isinstance(value, Mapping) else value
+    if not isinstance(name, str) or ":" not in name:
+        return MODELS.parse(value)
+    found = load_object(name, "model")
+    if inspect.isclass(found) and issubclass(found, ModelSpec):
+        return MODELS.parse(value)
+    if not callable(found) or isinstance(found, nn.Module):
+        problem = f"is a {type(found).__name__}; accepted: a ModelSpec or nn.Module class, or a function"
+        raise SpecError("name", problem, name)
+    extra = {key: item for key, item in value.items() if key != "name"} if isinstance(value, Mapping) else {}
+    return build(Custom, {"factory": name, "arguments": extra})
+
+
+def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int) -> Model:
+    """The model that ``spec`` describes, initialised from ``seed``: the same bits whoever calls it.
+
+    Args:
+        spec: The model's settings.
+        shape: Shape of one sample, (channels, height, width) or (features,).
+        classes: Number of classes.
+        seed: The experiment's seed.
+
+    Raises:
+        SpecError: The model cannot take the shape, or does not give one logit a class.
+    """
+    with torch_seeded(seed, "model"):
+        module = spec.build(shape, classes)
+        _try_out(module, spec, shape, classes)
+    return Model(module)
+
+
+def _try_out(module: nn.Module, spec: ModelSpec, shape: tuple[int, ...], classes: int) -> None:
+    """One forward pass of a zero sample: a module of the wrong shape fails here, not inside a client."""
+    name = spec.to_spec().get("name", type(spec).__name__)
+    try:
+        with torch.no_grad():
+            logits = module.eval()(torch.zeros(1, *shape))
+    except Exception as error:  # it may be the user's own module, which raises what it likes
+        raise SpecError("model.name", f"fails on samples of shape {shape}: {error}", name) from error
+    if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):
+        given = f"a tensor {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+        problem = f"must give logits (B, {classes}); a batch of one, of shape {(1, *shape)}, gave {given}"
+        raise SpecError("model.name", problem, name)
+
+
+class Classifier(nn.Module):
+    """Layers that make features, then a head that makes logits.
+
+    Args:
+        layers: What turns an input (B, …) into features (B, features).
+        head: What turns those into logits (B, classes).
+    """
+
+    def __init__(self, *layers: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*layers)
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits, (B, classes)."""
+        logits: torch.Tensor = self.head(self.body(x))
+        return logits
+
+
+def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
+    """Make sure that samples are images of at least ``side`` pixels each way.
+
+    Raises:
+        SpecError: They are not; the message names a model that takes them.
+    """
+    if len(shape) != 3:
+        problem = f"takes images (channels, height, width), and the samples have shape {shape}; try 'mlp'"
+        raise SpecError("model.name", problem, name)
+    if min(shape[1:]) < side:
+        problem = f"needs images of at least {side}x{side}, and these are {shape[1]}x{shape[2]}; try 'mlp'"
+        raise SpecError("model.name", problem, name)
+
+
+def _convolutional(
+    name: str, shape: tuple[int, ...], channels: tuple[int, ...], hidden: tuple[int, ...], classes: int
+) -> nn.Module:
+    check_image(name, shape, 2 ** len(channels))
+    layers: list[nn.Module] = []
+    width, rows, columns = shape
+    for wider in channels:
+        layers += [nn.Conv2d(width, wider, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
+        width, rows, columns = wider, rows // 2, columns // 2
+    features = width * rows * columns
+    layers += [nn.Flatten(), *_dense(features, hidden)]
+    model = Classifier(*layers, head=_last(features, hidden, classes))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def _dense(features: int, hidden: tuple[int, ...]) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for width in hidden:
+        layers += [nn.Linear(features, width), nn.ReLU(inplace=True)]
+        features = width
+    return layers
+
+
+def _last(features: int, hidden: tuple[int, ...], classes: int) -> nn.Linear:
+    return nn.Linear(hidden[-1] if hidden else features, classes)

@@ -1,0 +1,1 @@
+"""What a client minimises, one small file each."""

@@ -1,0 +1,152 @@
+"""What a client minimises: the contract, and the plain case.
+
+An objective has a side at the client (a loss, an additive correction of the gradient, what to send back) and a side
+at the server (what to send out, what to do with what came back). Most override one or two methods. ``loss`` and
+``correction`` are pure functions of tensors, so the same code runs in a plain loop, vectorised over clients, and at a
+remote site.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedstrata.config import Registry, Setting
+from fedstrata.federation.messages import Extra, FitReply, Params, Weights
+from fedstrata.nn.model import Model
+from fedstrata.records import Tree
+from fedstrata.settings import Training
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of one client.
+
+    Args:
+        x: Inputs, shape (B, …), float32.
+        y: Labels, shape (B,), int64.
+    """
+
+    x: Tensor
+    y: Tensor
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a client's loss may look at besides parameters and batch; constant during its local training.
+
+    Args:
+        start: The global parameters w_t that it started at.
+        counts: n_k(c), how many samples of each class it trains on, shape (C,), float32.
+        received: What the objective's server side sent.
+        kept: The client's own state of this objective, as ``finish`` left it; None the first time.
+        lr: η of this round.
+        derived: What ``begin`` prepared, so that no step computes it again.
+    """
+
+    start: Params
+    counts: Tensor
+    received: Extra
+    kept: Tree
+    lr: float
+    derived: Mapping[str, Any] = field(default_factory=dict)
+
+    def deriving(self, **derived: Any) -> Context:
+        """The same context with more in ``derived``."""
+        return replace(self, derived={**self.derived, **derived})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training led to.
+
+    Args:
+        params: The parameters after the last step.
+        steps: K, the steps really taken.
+        model: The client's model, for features under ``params``.
+        batches: Calls to get the local data batch by batch, in a fixed order.
+    """
+
+    params: Params
+    steps: int
+    model: Model
+    batches: Any
+
+
+class Objective(Setting):
+    """Cross-entropy on the local data, and the hooks that other objectives override."""
+
+    # At the server.
+
+    def check(self, training: Training) -> None:
+        """Raise ``SpecError`` for training settings under which the objective would be wrong."""
+
+    def init(self, weights: Weights, classes: int) -> Tree:
+        """The server's state before the first round."""
+        return None
+
+    def message(self, state: Tree) -> Extra:
+        """What goes out with the global model."""
+        return {}
+
+    def expected(self, weights: Weights, classes: int) -> Extra:
+        """Tensors of the names, shapes and dtypes that a client's message must have."""
+        return {}
+
+    def absorb(
+        self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
+    ) -> tuple[Tree, Weights]:
+        """Take in the replies' messages.
+
+        Args:
+            state: The server's state.
+            before: w_t.
+            after: The aggregated model.
+            replies: The replies that count, in client order.
+            clients: N, all clients of the federation.
+
+        Returns:
+            The new state and the new global model.
+        """
+        return state, after
+
+    # At a client.
+
+    def begin(self, model: Model, context: Context) -> Context:
+        """Prepare what is constant during this client's training."""
+        return context
+
+    def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """The mean loss over a batch, a scalar."""
+        return F.cross_entropy(model(params, batch.x), batch.y)
+
+    def correction(self, params: Params, context: Context) -> Params | None:
+        """What is added to the loss's gradient, by parameter; None for nothing."""
+        return None
+
+    def trains(self, name: str, model: Model) -> bool:
+        """Whether the parameter ``name`` is trained by clients."""
+        return True
+
+    def finish(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+        """After training: what to send to the server, and the client's new state."""
+        return {}, context.kept
+
+
+class CrossEntropy(Objective):
+    """Plain cross-entropy: FedAvg's local objective."""
+
+
+OBJECTIVES: Registry[Objective] = Registry(
+    "objective",
+    Objective,
+    {
+        "cross-entropy": "fedstrata.objectives.base:CrossEntropy",
+        "fedprox": "fedstrata.objectives.fedprox:Proximal",
+        "scaffold": "fedstrata.objectives.scaffold:Scaffold",
+    },
+)

@@ -1,0 +1,125 @@
+"""Pictures of runs, as figures and as files; they need no screen and change no global state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrata.report.draw import (
+    INK,
+    Curves,
+    draw_communication,
+    draw_curves,
+    draw_losses,
+    draw_participation,
+    literal,
+    look,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from fedstrata.history import History
+
+
+def plot_curves(curves: Curves, column: str = "accuracy", path: Path | str | None = None) -> Figure:
+    """A column over the rounds: the mean over seeds as a line, one standard deviation as a band.
+
+    Args:
+        curves: The histories of each label.
+        column: A column of numbers.
+        path: Where to write the picture; its suffix is the format.
+
+    Raises:
+        SpecError: No history has such a column.
+    """
+    figure = _figure(7.0, 4.2)
+    draw_curves(figure.subplots(), curves, column)
+    _legend(figure, curves)
+    return _saved(figure, path)
+
+
+def overview(curves: Curves) -> Figure:
+    """Several labels side by side: accuracy, loss, accuracy over the data sent, and clients that returned."""
+    figure = _figure(10.0, 7.0)
+    panels = figure.subplots(2, 2)
+    draw_curves(panels[0, 0], curves, "accuracy")
+    draw_curves(panels[0, 1], curves, "loss")
+    draw_curves(panels[1, 0], curves, "accuracy", against="bytes")
+    draw_curves(panels[1, 1], curves, "clients_returned")
+    panels[1, 1].set_ylim(bottom=0)
+    _legend(figure, curves)
+    return figure
+
+
+def panels(histories: Sequence[History], path: Path | str | None = None) -> Figure:
+    """One label: accuracy, losses, participation and communication."""
+    figure = _figure(10.0, 6.4)
+    axes = figure.subplots(2, 2)
+    draw_curves(axes[0, 0], {"": histories}, "accuracy")
+    draw_losses(axes[0, 1], histories)
+    draw_participation(axes[1, 0], histories)
+    draw_communication(axes[1, 1], histories)
+    return _saved(figure, path)
+
+
+def grid(histories: Sequence[History], columns: Sequence[str]) -> Figure:
+    """One small picture for each of ``columns``."""
+    across = min(3, len(columns))
+    down = -(-len(columns) // across)
+    figure = _figure(3.4 * across, 2.5 * down)
+    places = figure.subplots(down, across, squeeze=False).ravel()
+    for axes, column in zip(places, columns, strict=False):
+        draw_curves(axes, {"": histories}, column)
+    for axes in places[len(columns) :]:
+        axes.set_axis_off()
+    return figure
+
+
+def plot_run(history: History, folder: Path | str) -> list[Path]:
+    """Write ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png`` of a run.
+
+    Returns:
+        The files.
+    """
+    pictures: dict[str, Callable[[Axes], None]] = {
+        "accuracy": lambda axes: draw_curves(axes, {"": [history]}, "accuracy"),
+        "loss": lambda axes: draw_losses(axes, [history]),
+        "participation": lambda axes: draw_participation(axes, [history]),
+        "communication": lambda axes: draw_communication(axes, [history]),
+    }
+    files = []
+    for name, draw in pictures.items():
+        figure = _figure(7.0, 4.2)
+        draw(figure.subplots())
+        files.append(Path(folder) / f"{name}.png")
+        _saved(figure, files[-1])
+    return files
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+
+
+def _saved(figure: Figure, path: Path | str | None) -> Figure:
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _legend(figure: Figure, curves: Curves) -> None:
+    from matplotlib.lines import Line2D
+
+    if len(curves) == 1 and not any(len(histories) > 1 for histories in curves.values()):
+        return
+    handles = []
+    for number, (label, histories) in enumerate(curves.items()):
+        colour, dash = look(number)
+        seeds = f" ({len(histories)} seeds)" if len(histories) > 1 else ""
+        handles.append(Line2D([], [], color=colour, linestyle=dash, linewidth=1.6, label=" " + literal(label + seeds)))
+    columns = min(len(handles), 4)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)

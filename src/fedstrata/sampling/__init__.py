@@ -1,0 +1,1 @@
+"""Which clients take part, and which of their samples."""

@@ -1,0 +1,142 @@
+"""The contracts of client sampling and data sampling."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.config import Registry, Setting
+from fedstrata.errors import SpecError
+from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.records import Tree
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Who takes part in a round, and how they were drawn: what an aggregator needs to weight them.
+
+    Args:
+        clients: Distinct clients, ascending, shape (m,).
+        draws: How often each was drawn, shape (m,); 1 without replacement.
+        probability: The probability p_k of each in a single draw of its stratum, shape (m,).
+        stratum: The stratum of each, shape (m,).
+        stratum_sizes: N_h, clients in every stratum, shape (H,).
+        metrics: What the sampler adds to the round's metrics.
+    """
+
+    clients: NDArray[np.int64]
+    draws: NDArray[np.int64]
+    probability: NDArray[np.float64]
+    stratum: NDArray[np.int64]
+    stratum_sizes: NDArray[np.int64]
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def plain(cls, clients: NDArray[np.int64], population: int) -> Selection:
+        """Drawn uniformly, without replacement, from one stratum that holds everybody."""
+        clients = np.sort(clients)
+        m = len(clients)
+        return cls(
+            clients=clients,
+            draws=np.ones(m, dtype=np.int64),
+            probability=np.full(m, 1 / max(population, 1)),
+            stratum=np.zeros(m, dtype=np.int64),
+            stratum_sizes=np.array([population]),
+        )
+
+
+class ClientSampler(Setting):
+    """Who takes part. State, where there is any, is a tree and goes through the methods explicitly."""
+
+    def check(self, job: Job) -> None:
+        """Raise ``SpecError`` where the settings do not fit the federation."""
+        m = job.training.invited(job.clients)
+        if m > job.clients:
+            raise SpecError(
+                "training.clients_per_round", f"the partition has {job.clients} clients; give at most that", m
+            )
+
+    def init(self, federation: Federation) -> Tree:
+        """The state before the first round."""
+        return None
+
+    @abstractmethod
+    def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
+        """Choose the clients of the round that has begun.
+
+        Args:
+            federation: To see who may be invited and to ask what the sampler needs to know.
+            state: The sampler's state.
+            weights: The global model.
+        """
+
+    def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
+        """Learn from the round's replies."""
+        return state
+
+
+class Uniform(ClientSampler):
+    """m clients, each with the same probability, without replacement."""
+
+    def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
+        """A uniform draw among those who may be invited."""
+        candidates = federation.candidates()
+        m = min(federation.job.training.invited(federation.job.clients), len(candidates))
+        chosen = federation.rng("client-sampling").choice(candidates, size=m, replace=False)
+        return Selection.plain(chosen.astype(np.int64), len(candidates)), state
+
+
+class DataSampler(Setting):
+    """Which of their samples the clients use."""
+
+    def check(self, job: Job) -> None:
+        """Raise ``SpecError`` where the settings do not fit the federation."""
+
+    def init(self, federation: Federation) -> Tree:
+        """The state before the first round."""
+        return None
+
+    @abstractmethod
+    def keep(
+        self, federation: Federation, state: Tree, clients: Sequence[int]
+    ) -> tuple[float, Tree, Mapping[str, Any]]:
+        """The probability with which each participant keeps each of its samples this round.
+
+        Returns:
+            The probability, the new state and metrics.
+        """
+
+
+class AllData(DataSampler):
+    """Everybody uses everything."""
+
+    def keep(
+        self, federation: Federation, state: Tree, clients: Sequence[int]
+    ) -> tuple[float, Tree, Mapping[str, Any]]:
+        """1."""
+        return 1.0, state, {}
+
+
+CLIENT_SAMPLERS: Registry[ClientSampler] = Registry(
+    "client sampler",
+    ClientSampler,  # type: ignore[type-abstract]
+    {
+        "uniform": "fedstrata.sampling.base:Uniform",
+        "fedsts": "fedstrata.sampling.stratified:Stratified",
+    },
+)
+
+DATA_SAMPLERS: Registry[DataSampler] = Registry(
+    "data sampler",
+    DataSampler,  # type: ignore[type-abstract]
+    {
+        "all": "fedstrata.sampling.base:AllData",
+        "fedstas": "fedstrata.sampling.privacy:Requested",
+    },
+)

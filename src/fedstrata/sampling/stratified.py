@@ -1,0 +1,211 @@
+"""FedSTS: strata of compressed gradients, Neyman allocation, importance sampling (FedSTaS, Algorithm 1 and 2)."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt
+
+from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.federation.messages import Compress, CompressReply, Weights
+from fedstrata.federation.seam import Check, Federation, Job
+from fedstrata.records import Tree, record
+from fedstrata.rng import rng
+from fedstrata.sampling.allocation import neyman, spread
+from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.squeeze import restore
+
+LARGE = 1000
+"""Clients above which only participants send compressed gradients, unless ``refresh`` says otherwise."""
+
+
+@record
+class StratifiedState:
+    """What the server remembers: the last compressed gradient of each client.
+
+    Args:
+        known: Clients that ever sent one, ascending, int64.
+        points: Their Z, shape (len(known), d), float32.
+    """
+
+    known: NDArray[np.int64]
+    points: NDArray[np.float32]
+
+
+class Stratified(ClientSampler):
+    """Clients in strata of similar gradients; more draws where a stratum is large or diverse.
+
+    Args:
+        strata: H.
+        centres: d', different values that a compressed gradient has.
+        coordinates: K_desired, the length to which a gradient is projected first; 0 for its full length.
+        refresh: Whose compressed gradients are renewed every round: ``all`` (the paper) or the ``participants`` of the
+            last round, the others keeping their last one. By default ``all`` up to 1,000 clients.
+        replacement: Draw with replacement within a stratum, as unbiased Horvitz-Thompson weights need.
+    """
+
+    strata: PositiveInt = 10
+    centres: int = Field(default=9, ge=1, le=256)
+    coordinates: int = Field(default=2048, ge=0)
+    refresh: Literal["all", "participants"] | None = None
+    replacement: bool = False
+
+    def check(self, job: Job) -> None:
+        """No more strata than clients; fewer draws than strata are allowed, and said."""
+        super().check(job)
+        if self.strata > job.clients:
+            raise SpecError("method.strata", f"more strata than clients; give at most {job.clients}", self.strata)
+        d = sum(tensor.numel() for tensor in job.model.params().values())
+        d = min(d, self.coordinates or d)
+        if self.centres > d:
+            raise SpecError("method.centres", f"the gradient has {d} coordinates; give at most that", self.centres)
+        m = job.training.invited(job.clients)
+        if m < self.strata:
+            warnings.warn(
+                f"{m} clients a round are fewer than {self.strata} strata: some strata are left out of every round, "
+                "which biases the aggregate; set training.clients_per_round to at least the number of strata",
+                stacklevel=2,
+            )
+
+    def init(self, federation: Federation) -> Tree:
+        """Nobody is known."""
+        return StratifiedState(np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32))
+
+    def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
+        """Refresh Z, stratify, allocate, draw."""
+        job, candidates = federation.job, federation.candidates()
+        state = self._refresh(federation, state, weights, candidates)
+        known = np.intersect1d(state.known, candidates)
+        if len(known) == 0:
+            return Selection.plain(known, 0), state
+        points = state.points[np.searchsorted(state.known, known)]
+        strata = stratify(points, min(self.strata, len(known)), job.seed, federation.round)
+        count = int(strata.max()) + 1
+        sizes = np.bincount(strata, minlength=count)
+        deviations = spread(points, strata, count)
+        m = min(job.training.invited(job.clients), len(known))
+        allocation = neyman(m, sizes, deviations)
+        norms = np.linalg.norm(points.astype(np.float64), axis=1)
+        selection = draw(known, strata, sizes, allocation, norms, self.replacement, federation.rng("client-sampling"))
+        metrics = {
+            "strata_sizes": sizes.tolist(),
+            "strata_allocation": allocation.tolist(),
+            "strata_deviation": [round(float(s), 8) for s in deviations],
+        }
+        return Selection(**{**selection.__dict__, "metrics": metrics}), state
+
+    def _refresh(
+        self, federation: Federation, state: Tree, weights: Weights, candidates: NDArray[np.int64]
+    ) -> StratifiedState:
+        refresh = self.refresh or ("all" if federation.job.clients <= LARGE else "participants")
+        asked = candidates
+        if refresh == "participants":
+            # Those of the last round renew theirs; whoever is not known yet introduces itself when first drawn, so
+            # that as many strangers are asked as a round has places.
+            strangers = np.setdiff1d(candidates, state.known)
+            m = federation.job.training.invited(federation.job.clients)
+            asked = federation.rng("introduce").choice(
+                strangers if len(strangers) else candidates,
+                size=min(m, len(strangers) or len(candidates)),
+                replace=False,
+            )
+        request = Compress(federation.round, weights, self.centres, self.coordinates)
+        d = sum(tensor.numel() for tensor in weights.params.values())
+        length = min(d, self.coordinates or d)
+        replies = federation.ask({int(client): request for client in asked}, check=_check(length, self.centres))
+        if not replies:
+            return StratifiedState(state.known, state.points)
+        fresh = np.array(sorted(replies), dtype=np.int64)
+        restored = np.stack([_point(replies[int(client)]) for client in fresh])
+        stays = ~np.isin(state.known, fresh)
+        known = np.concatenate([state.known[stays], fresh])
+        points = np.concatenate([state.points[stays], restored]) if stays.any() else restored
+        order = np.argsort(known)
+        return StratifiedState(known[order], points[order])
+
+
+def _point(reply: CompressReply) -> NDArray[np.float32]:
+    return restore(reply.centres.numpy(), reply.codes.numpy(), reply.length)
+
+
+def _check(length: int, centres: int) -> Check:
+    def check(reply: CompressReply) -> None:
+        if reply.length != length or len(reply.centres) > centres:
+            raise ReplyRefusedError(
+                f"{reply.length} coordinates and {len(reply.centres)} centres, expected {length} and {centres}"
+            )
+        try:
+            _point(reply)
+        except (ValueError, IndexError, TypeError) as error:
+            raise ReplyRefusedError(str(error)) from error
+
+    return check
+
+
+def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> NDArray[np.int64]:
+    """k-means of the compressed gradients into strata 0 … H' − 1, none of them empty (H' ≤ ``count``).
+
+    Args:
+        points: Z, shape (N, d).
+        count: H.
+        seed: The experiment's seed.
+        round: The round, counted from 1.
+    """
+    from sklearn.cluster import KMeans
+
+    distinct = len(np.unique(points, axis=0))
+    state = int(rng(seed, "strata", round).integers(2**31))
+    labels = KMeans(min(count, distinct), n_init=1, random_state=state).fit_predict(points)
+    return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+
+
+def draw(
+    clients: NDArray[np.int64],
+    strata: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    allocation: NDArray[np.int64],
+    norms: NDArray[np.float64],
+    replacement: bool,
+    draw: np.random.Generator,
+) -> Selection:
+    """Draw m_h clients of every stratum, p_k ∝ ‖Z_k‖ within it (uniform where all norms are zero).
+
+    Args:
+        clients: Shape (N,), ascending.
+        strata: The stratum of each, shape (N,).
+        sizes: N_h, shape (H,).
+        allocation: m_h, shape (H,).
+        norms: ‖Z_k‖, shape (N,).
+        replacement: Whether a client may be drawn more than once.
+        draw: Randomness.
+    """
+    probability = np.zeros(len(clients))
+    times = np.zeros(len(clients), dtype=np.int64)
+    for h in range(len(sizes)):
+        members = np.flatnonzero(strata == h)
+        total = norms[members].sum()
+        p = norms[members] / total if total > 0 else np.full(len(members), 1 / max(len(members), 1))
+        probability[members] = p
+        if allocation[h] == 0:
+            continue
+        if replacement:
+            times[members] = draw.multinomial(allocation[h], p)
+            continue
+        # Without replacement at most as many as have a chance at all can be drawn by weight; the rest is uniform.
+        weighted = min(int(allocation[h]), int((p > 0).sum()))
+        chosen = draw.choice(members, size=weighted, replace=False, p=p)
+        times[chosen] = 1
+        if weighted < allocation[h]:
+            others = members[times[members] == 0]
+            times[draw.choice(others, size=int(allocation[h]) - weighted, replace=False)] = 1
+    drawn = times > 0
+    return Selection(
+        clients=clients[drawn],
+        draws=times[drawn],
+        probability=probability[drawn],
+        stratum=strata[drawn],
+        stratum_sizes=sizes,
+    )

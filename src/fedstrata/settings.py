@@ -1,0 +1,101 @@
+"""The settings that every method shares: how clients train, and how the result is evaluated."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from fedstrata.config import Setting
+
+
+class Training(Setting):
+    """How a round trains.
+
+    Args:
+        rounds: Rounds to run.
+        clients_per_round: Clients invited each round; 10 (or all, where there are fewer) unless given.
+        local_epochs: Passes over its data that a client makes in a round.
+        local_steps: Mini-batch steps instead of epochs.
+        batch_size: Samples in a mini-batch; all of a client's where it has fewer.
+        lr: Learning rate η.
+        momentum: Of a client's SGD, started anew each round.
+        weight_decay: L2 penalty, added to the gradient.
+        schedule: How η falls over the rounds t = 0, 1, …: ``constant``, ``inverse`` (η / (1 + t)) or ``cosine``
+            (to zero after the last round).
+        clip: Largest norm of a gradient; longer ones are scaled down to it.
+        batch_norm: What becomes of BatchNorm's running statistics: ``average`` (with the parameters' weights;
+            counters take the largest, never a mean) or ``local`` (each client keeps its own; the global model is
+            evaluated with the statistics of the test batches). Stratify federates them instead.
+        execution: ``fused`` lets an engine compute sums over clients in one pass, ``per-client`` never does: slower,
+            and the same bits on every engine.
+        threads: Threads inside one operation. Results may depend on it in the last bit.
+    """
+
+    rounds: PositiveInt = 20
+    clients_per_round: PositiveInt | None = None
+    local_epochs: PositiveInt = 1
+    local_steps: PositiveInt | None = None
+    batch_size: PositiveInt = 32
+    lr: PositiveFloat = 0.05
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    weight_decay: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "inverse", "cosine"] = "constant"
+    clip: PositiveFloat | None = None
+    batch_norm: Literal["average", "local"] = "average"
+    execution: Literal["fused", "per-client"] = "fused"
+    threads: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def _epochs_or_steps(self) -> Training:
+        if self.local_steps is not None and "local_epochs" in self.model_fields_set and self.local_epochs != 1:
+            raise ValueError("local_epochs and local_steps exclude each other; give one")
+        return self
+
+    def lr_at(self, round: int) -> float:
+        """η of a round, counted from 1.
+
+        >>> Training(lr=0.1, schedule="inverse").lr_at(2)
+        0.05
+        """
+        t = round - 1
+        if self.schedule == "inverse":
+            return self.lr / (1 + t)
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1 + math.cos(math.pi * min(t, self.rounds) / self.rounds))
+        return self.lr
+
+    def invited(self, clients: int) -> int:
+        """How many of ``clients`` a round invites."""
+        return min(10, clients) if self.clients_per_round is None else self.clients_per_round
+
+
+class Evaluation(Setting):
+    """When the global model is evaluated and the run stored.
+
+    Args:
+        every: Rounds between two evaluations on the test set; the last round is always evaluated. 0: only the last.
+        batch_size: Samples evaluated at once.
+        targets: Accuracies in (0, 1] for which the summary gives the first round that reached them.
+        checkpoint_every: Rounds between two checkpoints; 0: none.
+        per_class: Record the accuracy of every class too.
+    """
+
+    every: int = Field(default=1, ge=0)
+    batch_size: PositiveInt = 1000
+    targets: list[float] = [0.5, 0.8, 0.9, 0.95]
+    checkpoint_every: int = Field(default=10, ge=0)
+    per_class: bool = False
+
+    @field_validator("targets")
+    @classmethod
+    def _in_unit_interval(cls, targets: list[float]) -> list[float]:
+        for target in targets:
+            if not 0 < target <= 1:
+                raise ValueError(f"{target} is no accuracy in (0, 1]")
+        return targets
+
+    def due(self, round: int, last: int) -> bool:
+        """Whether a round is evaluated."""
+        return round == last or (self.every > 0 and round % self.every == 0)

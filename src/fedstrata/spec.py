@@ -1,0 +1,238 @@
+"""The specification of an experiment, in Python and as TOML."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import NonNegativeInt, field_validator
+
+from fedstrata.config import Setting, build, under
+from fedstrata.data import PARTITIONS, Data, Dirichlet, Partition
+from fedstrata.errors import SpecError, nearest
+from fedstrata.federation.availability import AVAILABILITIES, Always, Availability
+from fedstrata.methods.base import METHODS, Method
+from fedstrata.methods.fedavg import FedAvg
+from fedstrata.nn.zoo import MLP, ModelSpec, parse_model
+from fedstrata.settings import Evaluation, Training
+
+COMPARE = "compare"
+"""The section of a spec file with what differs between the methods that ``fedstrata compare`` runs."""
+
+
+class Experiment(Setting):
+    """Everything that decides a result.
+
+    Args:
+        seed: Of all randomness.
+        data: Which data set.
+        partition: Which samples belong to whom.
+        availability: Who answers, and how fast.
+        method: The federated method.
+        model: The architecture.
+        training: How clients train.
+        evaluation: When the result is evaluated and stored.
+
+    >>> spec = Experiment(method="scaffold", training={"rounds": 3})
+    >>> spec.method.name, spec.training.rounds, spec.data.name
+    ('scaffold', 3, 'digits')
+    """
+
+    seed: NonNegativeInt = 0
+    data: Data = Data()
+    partition: Partition = Dirichlet(alpha=0.5)
+    availability: Availability = Always()
+    method: Method = FedAvg()
+    model: ModelSpec = MLP()
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _data(cls, value: object) -> object:
+        return Data(name=value) if isinstance(value, str) else value
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _partition(cls, value: object) -> object:
+        return under("partition", lambda: PARTITIONS.parse(_named(value, "dirichlet")))
+
+    @field_validator("availability", mode="before")
+    @classmethod
+    def _availability(cls, value: object) -> object:
+        return under("availability", lambda: AVAILABILITIES.parse(_named(value, "always")))
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _method(cls, value: object) -> object:
+        return under("method", lambda: METHODS.parse(_named(value, "fedavg")))
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model(cls, value: object) -> object:
+        return under("model", lambda: parse_model(_named(value, "mlp")))
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> Experiment:
+        """From nested tables, as TOML gives them.
+
+        Raises:
+            SpecError: A key is unknown or a value is wrong.
+        """
+        return build(cls, {key: value for key, value in table.items() if key != COMPARE})
+
+    @classmethod
+    def from_toml(cls, path: Path | str, overrides: Sequence[str] = ()) -> Experiment:
+        """From a file, with ``section.key=value`` overrides.
+
+        Raises:
+            SpecError: The file is missing or no TOML, a key is unknown or a value is wrong; the
+                message names the line.
+        """
+        table = read_table(path, overrides)
+        try:
+            return cls.from_table(table)
+        except SpecError as error:
+            raise placed(error, path) from None
+
+    def to_toml(self) -> str:
+        """As TOML; reading it back gives an equal experiment."""
+        return tomli_w.dumps(self.to_spec())
+
+
+def _named(value: object, default: str) -> object:
+    """A section without a name is of the default kind."""
+    return {"name": default, **value} if isinstance(value, Mapping) and "name" not in value else value
+
+
+def read_table(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of a spec file, with overrides applied.
+
+    Raises:
+        SpecError: The file is missing or no TOML, or an override has no ``=``.
+    """
+    path = Path(path)
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError("spec", "no such file", str(path)) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError("spec", f"cannot be read as TOML: {error}", str(path)) from None
+    for override in overrides:
+        apply_override(table, override)
+    return table
+
+
+def placed(error: SpecError, path: Path | str) -> SpecError:
+    """The same error with the file and line of its key, where the file has it."""
+    line = line_of(Path(path).read_text(encoding="utf-8"), error.key)
+    where = f" ({path}, line {line})" if line else ""
+    return SpecError(error.key, error.problem + where, error.value)
+
+
+def apply_override(table: dict[str, Any], override: str) -> None:
+    """Set one ``section.key=value`` in nested tables.
+
+    Raises:
+        SpecError: There is no ``=``, or a part of the key is a value.
+    """
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise SpecError("--set", "expected section.key=value", override)
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()  # a word without quotes
+    for part in parts[:-1]:
+        inner = table.setdefault(part, {})
+        if isinstance(inner, str):
+            inner = table[part] = {"name": inner}
+        if not isinstance(inner, dict):
+            raise SpecError("--set", f"{part} is a value, not a section", override)
+        table = inner
+    table[parts[-1]] = value
+
+
+def line_of(text: str, key: str) -> int | None:
+    r"""The line, counted from 1, in which a dotted key (or the innermost part of it that is there) stands.
+
+    >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
+    3
+    """
+    wanted = key.split(".")
+    best: tuple[int, int] | None = None
+    section: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        stripped = line.strip()
+        if header := re.match(r"\[\[?\s*([^\]]+?)\s*\]\]?", stripped):
+            section = [part.strip().strip("\"'") for part in header[1].split(".")]
+            path = section
+        elif assignment := re.match(r"([\w.\"'-]+)\s*=", stripped):
+            path = section + [part.strip("\"'") for part in assignment[1].split(".")]
+        else:
+            continue
+        if path == wanted[: len(path)] and (best is None or len(path) > best[0]):
+            best = (len(path), number)
+    return best[1] if best else None
+
+
+def variants(table: Mapping[str, Any], labels: Sequence[str] | None = None) -> dict[str, Experiment]:
+    """The experiments that a spec compares, by label.
+
+    A label is a method's name, or a table ``[compare.LABEL]`` whose sections are laid over the spec's; its
+    ``method.name`` is the label unless given.
+
+    Args:
+        table: The spec's tables.
+        labels: Which; all of ``[compare]`` unless given.
+
+    Raises:
+        SpecError: A label is neither, or a setting is wrong.
+    """
+    overlays: Mapping[str, Any] = table.get(COMPARE, {})
+    if not isinstance(overlays, Mapping):
+        raise SpecError(COMPARE, "expected tables [compare.LABEL]", overlays)
+    chosen = list(labels) if labels else list(overlays)
+    if not chosen:
+        raise SpecError("--methods", f"which? Any of {', '.join(METHODS)}, or tables [compare.LABEL] of the spec")
+    result: dict[str, Experiment] = {}
+    base = {key: value for key, value in table.items() if key != COMPARE}
+    for label in chosen:
+        overlay = overlays.get(label, {})
+        own = overlay.get("method", {})
+        own = {"name": own} if isinstance(own, str) else own
+        name = own.get("name", label)
+        if ":" not in name and name not in METHODS:
+            accepted = [*METHODS, *overlays]
+            raise SpecError(
+                "--methods",
+                f"no such method or label{nearest(label, accepted)}; there are: {', '.join(accepted)}",
+                label,
+            )
+        # A method's settings mean nothing to another method: only those of the same method are inherited.
+        common = base.get("method", {})
+        common = common if isinstance(common, Mapping) and common.get("name", "fedavg") == name else {}
+        merged = _over(base, {key: value for key, value in overlay.items() if key != "method"})
+        merged["method"] = {**common, **own, "name": name}
+        try:
+            result[label] = Experiment.from_table(merged)
+        except SpecError as error:
+            key = f"{COMPARE}.{label}.{error.key}" if label in overlays else error.key
+            raise SpecError(key, error.problem, error.value) from None
+    return result
+
+
+def _over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in overlay.items():
+        below = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(below, Mapping)
+        # Another kind (another "name") starts from nothing.
+        keeps = both and value.get("name", below.get("name")) == below.get("name")  # type: ignore[union-attr]
+        result[key] = _over(below, value) if keeps else value  # type: ignore[arg-type]
+    return result

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+from fedstrata.data import Data
+from fedstrata.data.hub import from_hub, input_columns, label_column
+from fedstrata.errors import DataError, ExtraMissingError
+
+datasets = pytest.importorskip("datasets")
+Image = pytest.importorskip("PIL.Image")
+
+
+def pictures(count, size=(4, 3), mode="RGB"):
+    shape = (size[1], size[0], 3) if mode == "RGB" else (size[1], size[0])
+    return [Image.fromarray(np.full(shape, number, np.uint8)) for number in range(count)]
+
+
+def split(columns, **features):
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features) if features else None)
+
+
+PICTURES = {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])}
+
+
+def test_images_and_class_labels():
+    train = split({"photo": pictures(4), "kind": [0, 1, 1, 0]}, **PICTURES)
+    test = split({"photo": pictures(2), "kind": [1, 0]}, **PICTURES)
+    arrays = from_hub(datasets.DatasetDict(train=train, test=test))
+    assert arrays["x_train"].shape == (4, 3, 4, 3)
+    assert arrays["x_train"].dtype == np.uint8
+    assert arrays["x_train"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+    assert arrays["y_test"].tolist() == [1, 0]
+    assert arrays["classes"].tolist() == ["cat", "dog"]
+
+
+def test_grey_images_and_validation_in_place_of_test():
+    grey = split({"photo": pictures(3, mode="L"), "kind": [0, 1, 0]}, **PICTURES)
+    arrays = from_hub(datasets.DatasetDict(train=grey, validation=grey))
+    assert arrays["x_test"].shape == (3, 3, 4)
+
+
+def test_one_split_is_divided_by_the_seed():
+    one = datasets.DatasetDict(
+        train=split({"x": [[float(n), 0.0] for n in range(50)], "label": [n % 2 for n in range(50)]})
+    )
+    first, again, other = from_hub(one, 0), from_hub(one, 0), from_hub(one, 1)
+    assert np.bincount(first["y_test"]).tolist() == [5, 5]
+    assert sorted([*first["x_train"][:, 0], *first["x_test"][:, 0]]) == list(range(50))
+    assert np.array_equal(first["x_test"], again["x_test"])
+    assert not np.array_equal(first["x_test"], other["x_test"])
+
+
+def test_arrays_and_tables():
+    grid = split({"grid": [np.full((2, 3), n).tolist() for n in range(4)], "y": ["a", "b", "a", "b"]},
+                 grid=datasets.Array2D((2, 3), "float32"), y=datasets.Value("string"))  # fmt: skip
+    arrays = from_hub(datasets.DatasetDict(train=grid, test=grid))
+    assert arrays["x_train"].shape == (4, 2, 3)
+    assert arrays["y_train"].tolist() == ["a", "b", "a", "b"]
+    table = split({"height": [1.5, 2.5], "name": ["p", "q"], "weight": [3, 4], "label": [0, 1]})
+    arrays = from_hub(datasets.DatasetDict(train=table, test=table))
+    assert arrays["x_train"].tolist() == [[1.5, 3.0], [2.5, 4.0]]
+
+
+def test_unclear_columns_are_named():
+    image, label = datasets.Image(), datasets.ClassLabel(num_classes=2)
+    assert input_columns(datasets.Features(left=image, image=image, label=label)) == ["image"]
+    assert label_column(datasets.Features(image=image, coarse_label=label, fine_label=label)) == "fine_label"
+    with pytest.raises(DataError, match="could be the input: left, right"):
+        input_columns(datasets.Features(left=image, right=image, label=label))
+    with pytest.raises(DataError, match="could be the label: a, b"):
+        label_column(datasets.Features(a=label, b=label))
+    with pytest.raises(DataError, match="no label column among: image"):
+        label_column(datasets.Features(image=image))
+    with pytest.raises(DataError, match=r"no column of images.*text \(Value\)"):
+        input_columns(datasets.Features(text=datasets.Value("string"), label=label))
+    with pytest.raises(DataError, match="no split 'train'; there are: all"):
+        from_hub(datasets.DatasetDict(all=split({"x": [0.0], "y": [0]})))
+
+
+def test_inputs_of_different_sizes_are_refused():
+    mixed = split({"photo": [*pictures(1), *pictures(1, size=(5, 3))], "kind": [0, 1]}, **PICTURES)
+    with pytest.raises(DataError, match="different sizes in column 'photo', 4x3 and 5x3"):
+        from_hub(datasets.DatasetDict(train=mixed, test=mixed))
+    ragged = split({"x": [[1.0], [1.0, 2.0]], "y": [0, 1]})
+    with pytest.raises(DataError, match="'x' are of different lengths"):
+        from_hub(datasets.DatasetDict(train=ragged, test=ragged))
+
+
+def test_without_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ExtraMissingError, match=r"fedstrata\[hub\]"):
+        Data("hub:owner/name").load()
+
+
+def test_a_hub_that_cannot_be_reached():
+    with pytest.raises(
+        DataError, match=r"data 'hub:owner/there-is-none': the hub gives no 'owner/there-is-none'"
+    ):
+        Data("hub:owner/there-is-none").load()
