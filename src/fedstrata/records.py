@@ -181,34 +181,21 @@ def _checker(cls: type) -> TypeAdapter[Any]:
     return _CHECKERS[cls]
 
 
-def tensors_of(tree: Tree) -> Iterator[Tensor]:
-    """Every tensor in a tree, in order."""
-    if isinstance(tree, Tensor):
+def leaves_of(tree: Tree) -> Iterator[Any]:
+    """Every leaf of a tree, in order: tensors, arrays and plain values."""
+    if isinstance(tree, (Tensor, str, int, float)) or tree is None:
         yield tree
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors_of(getattr(tree, field.name))
-    elif isinstance(tree, Mapping):
+    elif isinstance(tree, dict):
         for item in tree.values():
-            yield from tensors_of(item)
+            yield from leaves_of(item)
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from tensors_of(item)
-
-
-def numbers_of(tree: Tree) -> Iterator[float]:
-    """Every float in a tree, in order."""
-    if isinstance(tree, float):
-        yield tree
+            yield from leaves_of(item)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from numbers_of(getattr(tree, field.name))
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from numbers_of(item)
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from numbers_of(item)
+            yield from leaves_of(getattr(tree, field.name))
+    else:
+        yield tree
 
 
 R = TypeVar("R")

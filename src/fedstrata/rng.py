@@ -74,7 +74,8 @@ def torch_seeded(seed: int, purpose: str, round: int = 0, client: int = SERVER) 
     For code that can only draw from the global generator: initialising modules, ``nn.Dropout``.
     """
     state = torch.get_rng_state()
-    torch.manual_seed(int(rng(seed, purpose, round, client).integers(2**63)))
+    # The processor's generator alone: torch.manual_seed also formats a stack trace for devices that are not there.
+    torch.default_generator.manual_seed(int(rng(seed, purpose, round, client).integers(2**63)))
     try:
         yield
     finally:

@@ -61,12 +61,18 @@ class Client:
         model: Model | None = None,
     ) -> None:
         self.number, self.world, self.group = number, world, group
-        self.state: dict[str, Tree] = dict(state or {})
+        self._before: Mapping[str, Tree] = state or {}
+        self.state: dict[str, Tree] = dict(self._before)
         self.model = model or world.job.model
         self.indices: NDArray[np.int64] = world.assignment[number]
 
     def __len__(self) -> int:
         return len(self.indices)
+
+    def changed(self) -> bool:
+        """Whether an entry of the state was replaced, added or removed."""
+        before = self._before
+        return self.state.keys() != before.keys() or any(self.state[key] is not before[key] for key in before)
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -84,4 +84,4 @@ class StateStore:
 
 
 def _weight(tree: Tree) -> int:
-    return 256 + sum(t.numel() * t.element_size() for t in records.tensors_of(tree))
+    return 256 + sum(getattr(leaf, "nbytes", 16) for leaf in records.leaves_of(tree))

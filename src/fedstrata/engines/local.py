@@ -68,7 +68,7 @@ class LocalEngine:
     def settle(self, accepted: Iterable[ClientId]) -> None:
         """Keep what the accepted clients changed in their state."""
         for number in accepted:
-            if number in self._pending:
+            if number in self._pending and self._pending[number].changed():
                 self.store.put(number, self._pending[number].state)
         self._pending = {}
 

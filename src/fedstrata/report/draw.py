@@ -168,6 +168,24 @@ def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
     _key(axes)
 
 
+def draw_fates(axes: Axes, curves: Curves) -> None:
+    """What became of all invitations of a run, in percent of them: one stacked bar a label."""
+    base = np.zeros(len(curves))
+    invited = np.array([sum(h.total("clients_invited") for h in members) for members in curves.values()])
+    places = np.arange(len(curves))
+    for column, (name, colour) in FATES.items():
+        amount = np.array([sum(h.total(column) for h in members) for members in curves.values()])
+        if amount.any():
+            share = 100 * amount / np.maximum(invited, 1)
+            axes.barh(places, share, left=base, color=colour, alpha=0.85, height=0.7, label=name)
+            base = base + share
+    _style(axes, "of those invited, %", "")
+    axes.set_yticks(places, [literal(label if len(label) <= 20 else label[:19] + "…") for label in curves])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    _key(axes)
+
+
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
     """Data sent since the start, by clients and to clients; over several seeds the mean."""
     for column, name, colour in (
@@ -208,7 +226,7 @@ def _style(axes: Axes, xlabel: str, ylabel: str) -> None:
     axes.set_axisbelow(True)
     axes.grid(color=GRID, linewidth=0.6)
     axes.margins(x=0.02)
-    if not axes.lines and not axes.collections:
+    if not axes.has_data():
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=INK)
 
 
@@ -219,8 +237,13 @@ def _whole_rounds(axes: Axes) -> None:
 
 
 def _key(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    """A legend above the axes, where it hides nothing."""
+    handles, names = axes.get_legend_handles_labels()
+    if handles:
+        axes.legend(
+            handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(names), frameon=False, fontsize=8,
+            labelcolor=INK, borderaxespad=0.2, handlelength=1.4, columnspacing=1.2,
+        )  # fmt: skip
 
 
 def literal(text: str) -> str:

@@ -11,6 +11,7 @@ from fedstrata.report.draw import (
     Curves,
     draw_communication,
     draw_curves,
+    draw_fates,
     draw_losses,
     draw_participation,
     literal,
@@ -42,14 +43,13 @@ def plot_curves(curves: Curves, column: str = "accuracy", path: Path | str | Non
 
 
 def overview(curves: Curves) -> Figure:
-    """Several labels side by side: accuracy, loss, accuracy over the data sent, and clients that returned."""
+    """Several labels side by side: accuracy, loss, accuracy over the data sent, and who returned."""
     figure = _figure(10.0, 7.0)
     panels = figure.subplots(2, 2)
     draw_curves(panels[0, 0], curves, "accuracy")
     draw_curves(panels[0, 1], curves, "loss")
     draw_curves(panels[1, 0], curves, "accuracy", against="bytes")
-    draw_curves(panels[1, 1], curves, "clients_returned")
-    panels[1, 1].set_ylim(bottom=0)
+    draw_fates(panels[1, 1], curves)
     _legend(figure, curves)
     return figure
 

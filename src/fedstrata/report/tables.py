@@ -155,22 +155,29 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
-    """The table for the terminal: up to ``ABREAST`` labels stand side by side, more of them below each other."""
+    """The table for a terminal of 80 columns.
+
+    Up to ``ABREAST`` labels stand side by side with all measures; more of them stand below each other, with the
+    measures that methods are compared by.
+    """
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, caption=caption(rows) or None, caption_justify="left")
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.caption, table.caption_justify = caption(rows) or None, "left"
     table.add_column("", overflow="fold")
-    shown = keys(rows)
     if len(rows) <= ABREAST:
         for row in rows:
             table.add_column(Text(row.label), justify="right", overflow="fold")
-        for key in shown:
+        for key in keys(rows):
             table.add_row(Text(measure(key).heading), *(Text(show(row, key)) for row in rows))
         return table
+    shown = [key for key in keys(rows) if key not in ("best_round", "rounds", "seconds")]
     for key in shown:
-        table.add_column(Text(measure(key).heading), justify="right")
-    for row in rows:  # the deviation goes below the mean: a terminal is narrow
+        heading = measure(key).heading
+        table.add_column(Text(heading), justify="right", min_width=max(map(len, heading.split())))
+    for row in rows:  # the deviation goes below the mean, to be narrow
         table.add_row(Text(row.label), *(Text(show(row, key).replace(" ±", "\n±")) for key in shown))
     return table
 
