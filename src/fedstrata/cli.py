@@ -182,7 +182,7 @@ def _compare(options: argparse.Namespace) -> int:
 
     from fedstrata.compare import compare, stamp
     from fedstrata.errors import SpecError
-    from fedstrata.report.console import CompareProgress
+    from fedstrata.report.comparing import CompareProgress
     from fedstrata.report.tables import compare_table, to_rich
     from fedstrata.spec import variants
 

@@ -3,7 +3,7 @@
 Everything that crosses a wire or goes into a checkpoint is a tree of records (frozen dataclasses), mappings, lists,
 plain values, tensors and arrays. ``encode`` writes it as a length, a JSON skeleton and one safetensors block;
 ``decode`` reads only records that were declared with ``@record`` and checks the types of a message's fields. Nothing
-is pickled.
+is pickled. Numbers lie in the block and not in the text, so that a message's length depends on its shape alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
 import numpy as np
 import safetensors.torch
 import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from fedstrata.errors import WireError
 
@@ -62,25 +63,27 @@ def encode(tree: Tree) -> bytes:
     >>> decode(encode({"a": (1, None), "b": torch.ones(2)}))
     {'a': (1, None), 'b': tensor([1., 1.])}
     """
-    tensors: list[Tensor] = []
-    text = _skeleton(tree, tensors)
-    block = safetensors.torch.save({str(i): t for i, t in enumerate(tensors)}) if tensors else b""
+    parts = _Parts()
+    text = parts.skeleton(tree)
+    named = parts.named()
+    block = safetensors.torch.save(_apart(named)) if named else b""
     return b"".join((_LENGTH.pack(len(text)), text, block))
 
 
 def size(tree: Tree) -> int:
     """``len(encode(tree))`` without copying the tensors."""
-    tensors: list[Tensor] = []
-    text = _skeleton(tree, tensors)
-    return _LENGTH.size + len(text) + _block_size(tuple((t.dtype, tuple(t.shape)) for t in tensors))
+    parts = _Parts()
+    text = parts.skeleton(tree)
+    signature = tuple((tensor.dtype, tensor.shape) for tensor in parts.tensors)
+    return _LENGTH.size + len(text) + _block_size(signature, len(parts.ints), len(parts.floats))
 
 
 @lru_cache(maxsize=4096)
-def _block_size(signature: tuple[tuple[torch.dtype, tuple[int, ...]], ...]) -> int:
-    if not signature:
-        return 0
-    empty = {str(i): torch.empty(shape, dtype=dtype) for i, (dtype, shape) in enumerate(signature)}
-    return len(safetensors.torch.save(empty))
+def _block_size(signature: tuple[tuple[torch.dtype, torch.Size], ...], ints: int, floats: int) -> int:
+    parts = _Parts()
+    parts.tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in signature]
+    parts.ints, parts.floats = [0] * ints, [0.0] * floats
+    return len(safetensors.torch.save(named)) if (named := parts.named()) else 0
 
 
 def decode(data: bytes, *, limit: int = DEFAULT_LIMIT) -> Tree:
@@ -97,53 +100,99 @@ def decode(data: bytes, *, limit: int = DEFAULT_LIMIT) -> Tree:
         skeleton = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         block = data[_LENGTH.size + length :]
         tensors = safetensors.torch.load(block) if block else {}
-        return _rebuild(skeleton, tensors)
+        ints, floats = (tensors[key].tolist() if key in tensors else [] for key in ("i", "f"))
+        return _rebuild(skeleton, tensors, ints, floats)
     except WireError:
         raise
     except Exception as error:
         raise WireError(f"not a message of fedstrata: {type(error).__name__}: {error}") from error
 
 
-def _skeleton(tree: Tree, tensors: list[Tensor]) -> bytes:
-    return json.dumps(_flatten(tree, tensors), separators=(",", ":")).encode()
+class _Parts:
+    """What of a tree is no text: tensors, and numbers, whose length as text would vary with their values."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.ints: list[int] = []
+        self.floats: list[float] = []
+
+    def skeleton(self, tree: Tree) -> bytes:
+        return json.dumps(self._flatten(tree), separators=(",", ":")).encode()
+
+    def named(self) -> dict[str, Tensor]:
+        named = {str(place): tensor for place, tensor in enumerate(self.tensors)}
+        if self.ints:
+            named["i"] = torch.tensor(self.ints, dtype=torch.int64)
+        if self.floats:
+            named["f"] = torch.tensor(self.floats, dtype=torch.float64)
+        return named
+
+    def _tensor(self, kind: str, tensor: Tensor) -> dict[str, int]:
+        self.tensors.append(tensor)
+        return {kind: len(self.tensors) - 1}
+
+    def _number(self, node: int | float) -> Any:
+        if isinstance(node, float):
+            self.floats.append(node)
+            return {"$f": len(self.floats) - 1}
+        if not -(2**63) <= node < 2**63:
+            return node
+        self.ints.append(node)
+        return {"$i": len(self.ints) - 1}
+
+    def _flatten(self, node: Tree) -> Any:
+        if isinstance(node, np.generic):
+            node = node.item()
+        if node is None or isinstance(node, (bool, str)):
+            return node
+        if isinstance(node, (int, float)):
+            return self._number(node)
+        if isinstance(node, Tensor):
+            return self._tensor("$t", node.detach().contiguous())
+        if isinstance(node, np.ndarray):
+            # PyTorch warns of arrays that cannot be written to, though nothing writes here.
+            return self._tensor("$a", torch.from_numpy(np.require(node, requirements=("C", "W"))))
+        if isinstance(node, bytes):
+            return self._tensor(
+                "$b", torch.frombuffer(bytearray(node), dtype=torch.uint8) if node else torch.empty(0).byte()
+            )
+        if _kind(type(node)) in _RECORDS:
+            fields = dataclasses.fields(node)
+            return {"$r": _kind(type(node)), "f": {f.name: self._flatten(getattr(node, f.name)) for f in fields}}
+        if isinstance(node, Mapping):
+            if all(isinstance(key, str) and not key.startswith("$") for key in node):
+                return {key: self._flatten(item) for key, item in node.items()}
+            return {"$m": [[self._flatten(key), self._flatten(item)] for key, item in node.items()]}
+        if isinstance(node, list):
+            return [self._flatten(item) for item in node]
+        if isinstance(node, tuple):
+            return {"$u": [self._flatten(item) for item in node]}
+        raise TypeError(f"{type(node).__module__}.{type(node).__qualname__} is neither a record nor a plain value")
 
 
-def _flatten(node: Tree, tensors: list[Tensor]) -> Any:
-    if node is None or isinstance(node, (bool, int, float, str)):
-        return node.item() if isinstance(node, np.generic) else node
-    if isinstance(node, Tensor):
-        tensors.append(node.detach().contiguous())
-        return {"$t": len(tensors) - 1}
-    if isinstance(node, np.ndarray):
-        tensors.append(torch.from_numpy(np.ascontiguousarray(node)))
-        return {"$a": len(tensors) - 1}
-    if isinstance(node, bytes):
-        tensors.append(torch.frombuffer(bytearray(node), dtype=torch.uint8) if node else torch.empty(0).byte())
-        return {"$b": len(tensors) - 1}
-    if _kind(type(node)) in _RECORDS:
-        fields = dataclasses.fields(node)
-        return {
-            "$r": _kind(type(node)),
-            "f": {f.name: _flatten(getattr(node, f.name), tensors) for f in fields},
-        }
-    if isinstance(node, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in node):
-            return {key: _flatten(item, tensors) for key, item in node.items()}
-        return {"$m": [[_flatten(key, tensors), _flatten(item, tensors)] for key, item in node.items()]}
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors; those that lie in another's memory, which safetensors refuses, as copies."""
+    seen: set[int] = set()
+    result = {}
+    for key, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        result[key] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return result
+
+
+def _rebuild(node: Any, tensors: Mapping[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
+    def again(inner: Any) -> Tree:
+        return _rebuild(inner, tensors, ints, floats)
+
     if isinstance(node, list):
-        return [_flatten(item, tensors) for item in node]
-    if isinstance(node, tuple):
-        return {"$u": [_flatten(item, tensors) for item in node]}
-    if isinstance(node, np.generic):
-        return node.item()
-    raise TypeError(f"{type(node).__module__}.{type(node).__qualname__} is neither a record nor a plain value")
-
-
-def _rebuild(node: Any, tensors: Mapping[str, Tensor]) -> Tree:
-    if isinstance(node, list):
-        return [_rebuild(item, tensors) for item in node]
+        return [again(item) for item in node]
     if not isinstance(node, dict):
         return node
+    if "$i" in node:
+        return ints[node["$i"]]
+    if "$f" in node:
+        return floats[node["$f"]]
     if "$t" in node:
         return tensors[str(node["$t"])]
     if "$a" in node:
@@ -151,12 +200,12 @@ def _rebuild(node: Any, tensors: Mapping[str, Tensor]) -> Tree:
     if "$b" in node:
         return tensors[str(node["$b"])].numpy().tobytes()
     if "$u" in node:
-        return tuple(_rebuild(item, tensors) for item in node["$u"])
+        return tuple(again(item) for item in node["$u"])
     if "$m" in node:
-        return {_rebuild(key, tensors): _rebuild(item, tensors) for key, item in node["$m"]}
+        return {again(key): again(item) for key, item in node["$m"]}
     if "$r" in node:
-        return _make(str(node["$r"]), {key: _rebuild(item, tensors) for key, item in node["f"].items()})
-    return {key: _rebuild(item, tensors) for key, item in node.items()}
+        return _make(str(node["$r"]), {key: again(item) for key, item in node["f"].items()})
+    return {key: again(item) for key, item in node.items()}
 
 
 def _make(kind: str, fields: dict[str, Any]) -> Any:
@@ -166,18 +215,36 @@ def _make(kind: str, fields: dict[str, Any]) -> Any:
     if not issubclass(cls, Message):
         return cls(**fields)
     try:
-        return _checker(cls).validate_python(fields)
+        return cls(**_checker(cls).validate_python(fields))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise WireError(f"{cls.__name__}.{where}: {first['msg'].lower()}") from None
 
 
+def require_types(message: Message) -> None:
+    """Check the types of a message's fields as decoding it would, for a message that never crossed a wire.
+
+    Raises:
+        WireError: A field, of the message or of one inside it, has another type than was declared.
+    """
+    fields = {name: getattr(message, name) for name in message.__dataclass_fields__}
+    for value in fields.values():
+        if isinstance(value, Message):
+            require_types(value)
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in fields.items()}
+    _make(_kind(type(message)), plain)
+
+
 def _checker(cls: type) -> TypeAdapter[Any]:
     if cls not in _CHECKERS:
-        config = ConfigDict(arbitrary_types_allowed=True, strict=True, extra="forbid")
-        cls.__pydantic_config__ = config  # type: ignore[attr-defined]  # where pydantic looks for a dataclass's
-        _CHECKERS[cls] = TypeAdapter(cls)
+        # A table of the fields' types: checked strictly, a dataclass itself would accept nothing but an instance.
+        hints = get_type_hints(cls)
+        table = TypedDict(cls.__name__, {f.name: hints[f.name] for f in dataclasses.fields(cls)})  # type: ignore[misc]
+        table.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
+            arbitrary_types_allowed=True, strict=True, extra="forbid"
+        )
+        _CHECKERS[cls] = TypeAdapter(table)
     return _CHECKERS[cls]
 
 

@@ -163,7 +163,10 @@ class HorvitzThompson(Aggregator):
 
         if getattr(sampler, "replacement", None) is False:
             raise SpecError(
-                "method.replacement", "horvitz-thompson needs draws with replacement; set it to true", False
+                "method.client_sampler.replacement",
+                "horvitz-thompson needs draws with replacement; set it to true "
+                "(method.aggregation = 'horvitz-thompson' of fedsts and fedstas does)",
+                False,
             )
 
     def coefficients(

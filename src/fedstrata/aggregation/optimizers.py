@@ -57,7 +57,9 @@ class Stepper:
         self._optimizer = _make(settings, list(self._leaves.values()), settings.lr if lr is None else lr)
         if state:
             groups = self._optimizer.state_dict()["param_groups"]
-            self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+            # Copies: PyTorch would go on in the very tensors of the state that it is given.
+            own = {place: {key: _copy(value) for key, value in entries.items()} for place, entries in state.items()}
+            self._optimizer.load_state_dict({"state": own, "param_groups": groups})
 
     def step(self, gradient: Params) -> None:
         """One step along a gradient."""
@@ -73,6 +75,10 @@ class Stepper:
         """The optimiser's state, by the parameter's place."""
         found: dict[int, Any] = self._optimizer.state_dict()["state"]
         return {place: dict(entries) for place, entries in found.items()}
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _make(settings: ServerOptimizer, leaves: list[Tensor], lr: float) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata import records
-from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError
+from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError, WireError
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
 from fedstrata.nn.model import Model
@@ -394,24 +394,30 @@ class Federation:
 
 def _defect(reply: Any, check: Check | None) -> str | None:
     """Why a reply cannot be used, or None."""
-    for leaf in records.leaves_of(reply):
-        if isinstance(leaf, Tensor) and not _finite(leaf):
-            return "a tensor with NaN or infinity"
-        if isinstance(leaf, float) and not math.isfinite(leaf):
-            return "a number that is NaN or infinite"
-    if check is not None:
-        try:
+    if not isinstance(reply, records.Message):
+        return f"a {type(reply).__name__} is no message"
+    try:
+        # Over a wire it would not have arrived; here clients may live in the same process.
+        records.require_types(reply)
+        if not all(map(_finite, records.leaves_of(reply))):
+            return "NaN or infinity"
+        if check is not None:
             check(reply)
-        except ReplyRefusedError as error:
-            return str(error)
+    except (ReplyRefusedError, WireError) as error:
+        return str(error)
     return None
 
 
-def _finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point():
-        return True
-    # NaN and infinity survive a sum, which is several times faster; a finite tensor's sum may still overflow.
-    return math.isfinite(float(tensor.sum())) or bool(torch.isfinite(tensor).all())
+def _finite(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return True
+        # NaN and infinity survive a sum, which is several times faster; a finite tensor's sum may still overflow.
+        total = leaf.sum()
+        return bool(torch.isfinite(total)) or bool(torch.isfinite(leaf).all())
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())
+    return not isinstance(leaf, float) or math.isfinite(leaf)
 
 
 def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:

@@ -21,9 +21,10 @@ def truth_probability(epsilon: float, bound: int) -> float:
     """α = (e^ε − 1) / (e^ε + M − 2), with which the randomised response is ε-LDP (FedSTaS, Lemma 2.4, Eq. 11).
 
     >>> round(truth_probability(3.0, 100), 4)
-    0.1629
+    0.1616
     """
-    return math.expm1(epsilon) / (math.exp(epsilon) + bound - 2)
+    # Both sides divided by e^ε, which overflows where ε is large.
+    return -math.expm1(-epsilon) / (1 + (bound - 2) * math.exp(-epsilon))
 
 
 def randomised_size(size: int, bound: int, alpha: float, draw: np.random.Generator) -> int:

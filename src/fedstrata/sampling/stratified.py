@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from fedstrata.errors import ReplyRefusedError, SpecError
-from fedstrata.federation.messages import Compress, CompressReply, Weights
+from fedstrata.federation.messages import Compress, CompressReply, FitReply, Weights
 from fedstrata.federation.seam import Check, Federation, Job
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
@@ -29,10 +32,12 @@ class StratifiedState:
     Args:
         known: Clients that ever sent one, ascending, int64.
         points: Their Z, shape (len(known), d), float32.
+        participants: Who returned a model in the last round, ascending, int64.
     """
 
     known: NDArray[np.int64]
     points: NDArray[np.float32]
+    participants: NDArray[np.int64]
 
 
 class Stratified(ClientSampler):
@@ -72,7 +77,8 @@ class Stratified(ClientSampler):
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
-        return StratifiedState(np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32))
+        nobody = np.empty(0, dtype=np.int64)
+        return StratifiedState(nobody, np.empty((0, 0), dtype=np.float32), nobody)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Refresh Z, stratify, allocate, draw."""
@@ -97,34 +103,35 @@ class Stratified(ClientSampler):
         }
         return Selection(**{**selection.__dict__, "metrics": metrics}), state
 
+    def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
+        """Remember who took part: their compressed gradients are renewed."""
+        return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
+
     def _refresh(
-        self, federation: Federation, state: Tree, weights: Weights, candidates: NDArray[np.int64]
+        self, federation: Federation, state: StratifiedState, weights: Weights, candidates: NDArray[np.int64]
     ) -> StratifiedState:
         refresh = self.refresh or ("all" if federation.job.clients <= LARGE else "participants")
         asked = candidates
         if refresh == "participants":
-            # Those of the last round renew theirs; whoever is not known yet introduces itself when first drawn, so
-            # that as many strangers are asked as a round has places.
+            # Those of the last round renew theirs. Nobody can be drawn before being known: as many strangers as a
+            # round has places introduce themselves, until all have.
             strangers = np.setdiff1d(candidates, state.known)
-            m = federation.job.training.invited(federation.job.clients)
-            asked = federation.rng("introduce").choice(
-                strangers if len(strangers) else candidates,
-                size=min(m, len(strangers) or len(candidates)),
-                replace=False,
-            )
+            m = min(federation.job.training.invited(federation.job.clients), len(strangers))
+            introduced = federation.rng("introduce").choice(strangers, size=m, replace=False)
+            asked = np.union1d(np.intersect1d(state.participants, candidates), introduced)
         request = Compress(federation.round, weights, self.centres, self.coordinates)
         d = sum(tensor.numel() for tensor in weights.params.values())
         length = min(d, self.coordinates or d)
         replies = federation.ask({int(client): request for client in asked}, check=_check(length, self.centres))
         if not replies:
-            return StratifiedState(state.known, state.points)
+            return state
         fresh = np.array(sorted(replies), dtype=np.int64)
         restored = np.stack([_point(replies[int(client)]) for client in fresh])
         stays = ~np.isin(state.known, fresh)
         known = np.concatenate([state.known[stays], fresh])
         points = np.concatenate([state.points[stays], restored]) if stays.any() else restored
         order = np.argsort(known)
-        return StratifiedState(known[order], points[order])
+        return StratifiedState(known[order], points[order], state.participants)
 
 
 def _point(reply: CompressReply) -> NDArray[np.float32]:
@@ -133,6 +140,12 @@ def _point(reply: CompressReply) -> NDArray[np.float32]:
 
 def _check(length: int, centres: int) -> Check:
     def check(reply: CompressReply) -> None:
+        if reply.centres.dtype != torch.float32 or reply.codes.dtype != torch.uint8:
+            raise ReplyRefusedError(
+                f"centres {reply.centres.dtype} and codes {reply.codes.dtype}, expected float32 and uint8"
+            )
+        if reply.centres.ndim != 1 or reply.codes.ndim != 1:
+            raise ReplyRefusedError("centres and codes must be vectors")
         if reply.length != length or len(reply.centres) > centres:
             raise ReplyRefusedError(
                 f"{reply.length} coordinates and {len(reply.centres)} centres, expected {length} and {centres}"
@@ -155,10 +168,17 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
         round: The round, counted from 1.
     """
     from sklearn.cluster import KMeans
+    from sklearn.exceptions import ConvergenceWarning
 
-    distinct = len(np.unique(points, axis=0))
+    # k-means does not mind the scale, but squares of very small or large gradients leave the range of float32.
+    largest = float(np.abs(points).max())
+    scaled = points / np.float32(largest) if largest > 0 else points
+    distinct = len(np.unique(scaled, axis=0))
     state = int(rng(seed, "strata", round).integers(2**31))
-    labels = KMeans(min(count, distinct), n_init=1, random_state=state).fit_predict(points)
+    with warnings.catch_warnings():
+        # Points that differ in the last bits only make fewer clusters than asked: fewer strata are meant then.
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        labels = KMeans(min(count, distinct), n_init=1, random_state=state).fit_predict(scaled)
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 

@@ -1,0 +1,39 @@
+# Everything needs nothing but Python 3.11 or newer: the environment is made in .venv.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check format bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	@# torch first: its wheel may be a local CPU build that pip must not be tempted to replace.
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(STAMP)  ## Four methods on scikit-learn's digits with label skew and dropout: a table, plots and an HTML report.
+	rm -rf demo
+	$(BIN)/fedstrata partition examples/specs/demo.toml --out /dev/null
+	$(BIN)/fedstrata compare examples/specs/demo.toml --out demo
+	@echo "open demo/report.html"
+
+test: $(STAMP) check  ## All checks and all tests.
+	$(BIN)/python -m pytest
+
+check: $(STAMP)  ## Format, lint, types, import rules.
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP)  ## The benchmarks; they take long and are never part of the tests.
+	$(BIN)/python benchmarks/scale.py
+
+clean:
+	rm -rf $(VENV) demo build dist

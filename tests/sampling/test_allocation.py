@@ -1,0 +1,106 @@
+"""Neyman allocation: laws that hold for all inputs, and cases by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstrata.sampling.allocation import allocate, neyman, spread
+
+STRATA = st.lists(st.tuples(st.integers(0, 40), st.floats(0, 1e3)), min_size=1, max_size=8).filter(
+    lambda strata: any(size for size, _ in strata)
+)
+
+
+def unzip(strata: list[tuple[int, float]]) -> tuple[np.ndarray, np.ndarray]:
+    sizes, values = zip(*strata, strict=True)
+    return np.array(sizes, dtype=np.int64), np.array(values, dtype=np.float64)
+
+
+@given(STRATA, st.floats(0, 1))
+def test_allocations_add_up_and_stay_within_the_strata(strata, share):
+    sizes, weights = unzip(strata)
+    budget = round(share * int(sizes.sum()))
+    for found in (allocate(budget, sizes, weights), neyman(budget, sizes, weights)):
+        assert found.sum() == budget
+        assert (found >= 0).all()
+        assert (found <= sizes).all()
+
+
+@given(STRATA, st.floats(0, 1))
+def test_every_stratum_that_is_not_empty_gets_one_while_the_budget_allows_it(strata, share):
+    sizes, deviations = unzip(strata)
+    filled = sizes > 0
+    budget = int(filled.sum()) + round(share * int((sizes - filled).sum()))
+    assert (neyman(budget, sizes, deviations)[filled] >= 1).all()
+
+
+@given(STRATA, st.floats(0, 1))
+def test_fewer_clients_than_strata_go_to_the_largest_weights(strata, share):
+    sizes, weights = unzip(strata)
+    filled = np.flatnonzero(sizes > 0)
+    budget = int(share * len(filled))
+    found = allocate(budget, sizes, weights)
+    assert found.max() <= 1
+    chosen, left_out = weights[found > 0], weights[filled[found[filled] == 0]]
+    assert not len(chosen) or not len(left_out) or chosen.min() >= left_out.max()
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.floats(0, 1))
+def test_without_deviations_allocation_is_proportional_to_size(counts, share):
+    sizes = np.array(counts)
+    budget = len(sizes) + round(share * int(sizes.sum() - len(sizes)))
+    assert neyman(budget, sizes, np.zeros(len(sizes))).tolist() == allocate(budget, sizes, sizes * 1.0).tolist()
+
+
+def largest_remainder(budget: int, weights: list[int]) -> list[int]:
+    """In whole numbers, with no bounds."""
+    total = sum(weights)
+    whole = [budget * w // total for w in weights]
+    by_remainder = sorted(range(len(weights)), key=lambda h: (-(budget * weights[h] % total), h))
+    for h in by_remainder[: budget - sum(whole)]:
+        whole[h] += 1
+    return whole
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 200))
+def test_it_is_the_largest_remainder_where_no_bound_is_met(weights, budget):
+    expected = largest_remainder(budget, weights)
+    remainders = [budget * w % sum(weights) for w in weights]
+    ties = len(set(remainders)) < len(remainders)
+    if min(budget * w // sum(weights) for w in weights) < 1 or ties:
+        return  # the floor of one takes part, or the order of equal remainders decides
+    sizes = np.full(len(weights), 1000)
+    assert allocate(budget, sizes, np.array(weights, dtype=float)).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes", "deviations", "expected"),
+    [
+        (10, [50, 30, 20], [1.0, 1.0, 1.0], [5, 3, 2]),  # alike: proportional
+        (8, [10, 10, 10], [2.0, 1.0, 1.0], [4, 2, 2]),  # m N_h S_h / Σ N_h S_h
+        (7, [10, 20], [3.0, 2.0], [3, 4]),  # 7·30/70 and 7·40/70
+        (6, [2, 10, 10], [9.0, 1.0, 1.0], [2, 2, 2]),  # the first is full, the rest is shared
+        (5, [10, 10], [1.0, 0.0], [4, 1]),  # a stratum without spread is not left out
+        (12, [10, 4], [1.0, 0.0], [10, 2]),  # and takes what the other cannot
+        (3, [5, 0, 5], [1.0, 7.0, 1.0], [2, 0, 1]),  # an empty one gets nothing
+        (2, [5, 5, 5], [1.0, 3.0, 2.0], [0, 1, 1]),  # m < H: the largest N_h S_h
+        (0, [3, 3], [1.0, 1.0], [0, 0]),
+    ],
+)
+def test_by_hand(budget, sizes, deviations, expected):
+    assert neyman(budget, np.array(sizes), np.array(deviations)).tolist() == expected
+
+
+def test_more_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="6 clients cannot be taken from 5"):
+        neyman(6, np.array([2, 3]), np.ones(2))
+
+
+def test_spread_is_the_root_of_the_mean_coordinate_variance():
+    points = np.array([[0, 0], [2, 4], [5, 5], [1, 9]], dtype=np.float32)
+    # Stratum 0: variances 1 and 4. Stratum 1: one point. Stratum 2: nobody. Stratum 3: one point.
+    found = spread(points, np.array([0, 0, 1, 3]), 4)
+    np.testing.assert_allclose(found, [np.sqrt(2.5), 0, 0, 0])
