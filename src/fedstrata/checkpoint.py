@@ -23,6 +23,8 @@ from fedstrata.records import Tree
 
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
+DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
+"""What reading a damaged checkpoint raises."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,17 @@ def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
+    # A checkpoint of this round or a later one was found to be damaged, or the run would have gone on from there.
+    for stale in _complete(folder):
+        if stale.name >= _name(round):
+            shutil.rmtree(stale)
     previous = _manifest(_complete(folder)[0]) if _complete(folder) else {"clients": {}}
     listed: dict[str, list[str]] = dict(previous["clients"])
     for client in sorted(store.changed):
         name = f"{client}-{round}.bin"
         listed[str(client)] = [name, _write(clients / name, records.encode(dict(store.get(client))))]
     _sync(clients)
-    part = folder / f"round-{round:08d}.part"
+    part = folder / f"{_name(round)}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     digest = _write(part / STATE, records.encode(state))
@@ -71,9 +77,7 @@ def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
     text = json.dumps(manifest, separators=(",", ":"))
     _write(part / MANIFEST, json.dumps({"manifest": text, "sha256": _digest(text.encode())}).encode())
     _sync(part)
-    final = folder / f"round-{round:08d}"
-    shutil.rmtree(final, ignore_errors=True)
-    part.rename(final)
+    part.rename(folder / _name(round))
     _sync(folder)
     store.changed.clear()
     _prune(folder)
@@ -89,7 +93,7 @@ def load(folder: Path) -> Checkpoint | None:
     for path in _complete(folder):
         try:
             return _read(path)
-        except (OSError, ValueError, KeyError, WireError) as error:
+        except DAMAGED as error:
             problems.append(f"{path.name}: {error}")
     if problems:
         raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(problems)}")
@@ -117,6 +121,10 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _name(round: int) -> str:
+    return f"round-{round:08d}"
+
+
 def _complete(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first."""
     found = [path for path in folder.glob("round-*") if path.suffix != ".part"] if folder.is_dir() else []
@@ -131,7 +139,7 @@ def _prune(folder: Path) -> None:
     for kept in whole[:KEEP]:
         try:
             wanted |= {name for name, _ in _manifest(kept)["clients"].values()}
-        except (OSError, ValueError, KeyError):
+        except DAMAGED:
             return  # A damaged one may still need files that it can no longer name.
     for path in (folder / CLIENTS).iterdir():
         if path.name not in wanted:

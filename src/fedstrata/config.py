@@ -1,7 +1,7 @@
 """Settings that validate themselves, and registries that find them by name.
 
-Whatever a spec can name (a method, a partition, a model of availability, a sampler …) is a frozen pydantic model:
-its fields are its settings, and what it does are its methods. ``Registry`` turns ``{"name": "dirichlet", "alpha": 0.1}``
+Whatever a spec can name (a method, a partition, a model of availability, a sampler …) is a frozen pydantic model: its
+fields are its settings, and what it does are its methods. ``Registry`` turns ``{"name": "dirichlet", "alpha": 0.1}``
 into one, imports it only then, and takes ``"module:Class"`` for the user's own.
 """
 
@@ -137,7 +137,8 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     if first["type"] == "extra_forbidden":
         *outer, word = (str(part) for part in first["loc"])
         accepted = list(_model_at(cls, outer).model_fields)
-        return SpecError(key, f"unknown key; accepted here: {', '.join(accepted)}{nearest(word, accepted)}")
+        problem = f"unknown key; accepted here: {', '.join(accepted)}{nearest(word, accepted)}"
+        return SpecError(key, problem, first["input"])
     if first["type"] == "missing":
         return SpecError(key, "needed, and not given")
     message = str(cause) if cause is not None else first["msg"][0].lower() + first["msg"][1:]

@@ -165,6 +165,7 @@ class _Run:
         world = World(job, prepared.data, prepared.assignment, self.spec.method.objective_in_use())
         self.engine = make_engine(engine, world, self.store)
         self.federation = Federation(self.engine, job, self.spec.availability, self.spec.method.name)
+        self.logs: dict[str, MetricsLog] = {}
         self.history = History(
             method=self.spec.method.name,
             seed=self.spec.seed,
@@ -197,7 +198,10 @@ class _Run:
 
     def _open_folder(self, done: int) -> None:
         assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SpecError("out", f"cannot be made a folder: {error.strerror}", str(self.folder)) from None
         replace_file(self.folder / SPEC, self.spec.to_toml().encode())
         for name in (METRICS, EVENTS):
             # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
@@ -248,4 +252,6 @@ class _Run:
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
         if self.folder and records:
-            MetricsLog(self.folder / name).append(*records)
+            # One for the whole run: a new one reads the file to see whether its last line is whole.
+            log = self.logs.setdefault(name, MetricsLog(self.folder / name))
+            log.append(*records)

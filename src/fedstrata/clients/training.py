@@ -151,15 +151,16 @@ class _Step:
     def __call__(
         self, params: list[Tensor], gradient: list[Tensor], correction: Params | None, names: list[str]
     ) -> None:
+        # Never in place on what autograd returned: two parameters' gradients may be the same tensor.
         if correction is not None:
-            torch._foreach_add_(gradient, [correction[name] for name in names])
+            gradient = list(torch._foreach_add(gradient, [correction[name] for name in names]))
         if self.training.clip is not None:
-            clip_(gradient, self.training.clip)
+            gradient = list(torch._foreach_mul(gradient, _shrinkage(gradient, self.training.clip)))
         if self.training.weight_decay:
-            torch._foreach_add_(gradient, params, alpha=self.training.weight_decay)
+            gradient = list(torch._foreach_add(gradient, params, alpha=self.training.weight_decay))
         if self.training.momentum:
             if self.velocity is None:
-                self.velocity = gradient
+                self.velocity = [g.clone() for g in gradient]
             else:
                 torch._foreach_mul_(self.velocity, self.training.momentum)
                 torch._foreach_add_(self.velocity, gradient)
@@ -169,8 +170,12 @@ class _Step:
 
 def clip_(gradient: list[Tensor], limit: float) -> None:
     """Scale a gradient in place so that its norm over all tensors is at most ``limit``."""
+    torch._foreach_mul_(gradient, _shrinkage(gradient, limit))
+
+
+def _shrinkage(gradient: list[Tensor], limit: float) -> float:
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
-    torch._foreach_mul_(gradient, float(torch.clamp(limit / (norm + 1e-12), max=1.0)))
+    return float(torch.clamp(limit / (norm + 1e-12), max=1.0))
 
 
 def mean_of(values: list[Any]) -> float:

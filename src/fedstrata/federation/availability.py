@@ -164,17 +164,24 @@ class Trace(Availability):
 
     @model_validator(mode="after")
     def _read(self) -> Trace:
-        with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
-            reader = csv.DictReader(lines)
-            if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
-                raise ValueError(f"the columns are {reader.fieldnames}; expected client,first,last")
-            for number, row in enumerate(reader, start=2):
-                try:
-                    client, first, last = (int(row[key]) for key in ("client", "first", "last"))
-                except (TypeError, ValueError):
-                    raise ValueError(f"line {number} of the trace: expected three whole numbers, got {row}") from None
-                self._intervals.setdefault(client, []).append((first, last))
+        try:
+            with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
+                self._parse(csv.DictReader(lines))
+        except (OSError, ValueError, csv.Error) as error:
+            raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None
         return self
+
+    def _parse(self, reader: csv.DictReader[str]) -> None:
+        if not {"client", "first", "last"} <= set(reader.fieldnames or ()):
+            raise ValueError(f"the columns are {reader.fieldnames}; expected client,first,last")
+        for number, row in enumerate(reader, start=2):
+            try:
+                client, first, last = (int(row[key]) for key in ("client", "first", "last"))
+            except (TypeError, ValueError):
+                raise ValueError(f"line {number}: expected three whole numbers, got {list(row.values())}") from None
+            if not 1 <= first <= last:
+                raise ValueError(f"line {number}: expected 1 <= first <= last, got {first} and {last}")
+            self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, clients: int) -> None:
         """Every client of the file must exist."""

@@ -63,7 +63,7 @@ class CompareProgress:
         if self._progress is None or self._total is None:
             return
         self._progress.update(self._total, completed=sum(self._done.values()))
-        if key not in self._tasks and 0 < done:
+        if key not in self._tasks and done > 0:
             name = f"  {escape(label)}, seed {seed}"
             self._tasks[key] = self._progress.add_task(name, total=self.rounds[key])
         if key in self._tasks:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,10 +110,11 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
             problem = error
             continue
         drawn += 1
+        if not len(rounds):
+            continue
         across = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
         colour, dash = look(number)
-        marker = "o" if len(rounds) <= MARKED else ""
-        axes.plot(across, mean * shown.factor, dash, color=colour, marker=marker, markersize=3, linewidth=1.6)
+        _line(axes, across, mean * shown.factor, colour, dash)
         if sd.any():
             low, high = (mean - sd) * shown.factor, (mean + sd) * shown.factor
             axes.fill_between(across, low, high, color=colour, alpha=0.18, linewidth=0)
@@ -193,7 +194,8 @@ def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
         ("bytes_down", "to clients", COLOURS[1]),
     ):
         rounds, mean, _ = over_seeds(histories, column)
-        axes.plot(rounds, np.cumsum(mean) * 1e-6, color=colour, linewidth=1.6, label=name)
+        if len(rounds):
+            _line(axes, rounds, np.cumsum(mean) * 1e-6, colour, label=name)
     _style(axes, "round", "sent since the start, MB")
     axes.set_ylim(bottom=0)
     _whole_rounds(axes)
@@ -205,7 +207,7 @@ def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
     for column, name, colour in (("loss", "test", COLOURS[0]), ("train_loss", "training", COLOURS[1])):
         rounds, mean, sd = over_seeds(histories, column)
         if len(rounds):
-            axes.plot(rounds, mean, color=colour, linewidth=1.6, label=name)
+            _line(axes, rounds, mean, colour, label=name)
             axes.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0)
     _style(axes, "round", "loss")
     _whole_rounds(axes)
@@ -215,6 +217,13 @@ def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
 def look(number: int) -> tuple[str, Dash]:
     """Colour and dash of the ``number``-th label; the dash changes once the colours are used up."""
     return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+
+
+def _line(
+    axes: Axes, across: NDArray[Any], values: Floats, colour: str, dash: Dash = "-", label: str | None = None
+) -> None:
+    marker = "o" if len(values) <= MARKED else ""  # a single round would not be seen without
+    axes.plot(across, values, dash, color=colour, marker=marker, markersize=3, linewidth=1.6, label=label)
 
 
 def _style(axes: Axes, xlabel: str, ylabel: str) -> None:

@@ -1,0 +1,92 @@
+"""Server optimisers against their formulas, written out in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from fedstrata import records
+from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
+
+W0 = np.array([1.0, -2.0, 0.5])
+UPDATES = np.array([[0.3, -0.1, 0.02], [-0.4, 0.2, 0.0], [0.1, 0.1, -0.9]])
+LR, EPS = 0.1, 1e-3
+
+
+def momentum(w, g, s, t):
+    s["v"] = 0.9 * s.get("v", 0) + g
+    return w - LR * s["v"]
+
+
+def adam(w, g, s, t):
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    s["v"] = 0.99 * s.get("v", 0) + 0.01 * g**2
+    return w - LR * (s["m"] / (1 - 0.9**t)) / (np.sqrt(s["v"] / (1 - 0.99**t)) + EPS)
+
+
+def adagrad(w, g, s, t):
+    s["v"] = s.get("v", 0) + g**2
+    return w - LR * g / (np.sqrt(s["v"]) + EPS)
+
+
+def yogi(w, g, s, t):
+    s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
+    v = s.get("v", EPS**2)
+    s["v"] = v - 0.01 * g**2 * np.sign(v - g**2)
+    return w - LR * s["m"] / (np.sqrt(s["v"]) + EPS)
+
+
+RULES = {"sgd": momentum, "adam": adam, "adagrad": adagrad, "yogi": yogi}
+
+
+def settings(name: str, **more) -> ServerOptimizer:
+    return ServerOptimizer(optimizer=name, lr=LR, momentum=0.9, **more)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+@pytest.mark.parametrize("name", RULES)
+def test_three_steps_across_a_checkpoint_each(name, decay):
+    optimizer, state, memory = settings(name, weight_decay=decay), None, {}
+    params, w = {"w": torch.tensor(W0, dtype=torch.float32)}, W0
+    for t, update in enumerate(UPDATES, start=1):
+        params, state = optimizer.apply(params, {"w": torch.tensor(update, dtype=torch.float32)}, state)
+        # An update is a negative gradient; the penalty belongs to the gradient.
+        w = RULES[name](w, -update + decay * w, memory, t)
+        np.testing.assert_allclose(params["w"].double().numpy(), w, rtol=3e-5, atol=1e-6)
+        state = records.decode(records.encode(state))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_step_changes_neither_the_parameters_nor_the_state_that_it_was_given(name):
+    start = {"w": torch.tensor(W0)}
+    update = {"w": torch.tensor(UPDATES[0])}
+    params, state = settings(name).apply(start, update, None)
+    before, kept = records.encode(state), params["w"].clone()
+    once, _ = settings(name).apply(params, update, state)
+    twice, _ = settings(name).apply(params, update, state)
+    assert torch.equal(once["w"], twice["w"])
+    assert records.encode(state) == before
+    assert torch.equal(params["w"], kept)
+    assert start["w"].tolist() == W0.tolist()
+
+
+def test_plain_sgd_applies_the_update_as_it_is():
+    params, state = ServerOptimizer().apply({"w": torch.tensor(W0)}, {"w": torch.tensor(UPDATES[0])}, None)
+    assert params["w"].tolist() == (W0 + UPDATES[0]).tolist()
+    assert state is None
+    half, _ = ServerOptimizer(lr=0.5).apply({"w": torch.tensor(W0)}, {"w": torch.tensor(UPDATES[0])}, None)
+    np.testing.assert_allclose(half["w"].numpy(), W0 + UPDATES[0] / 2)
+
+
+def test_a_stepper_of_many_steps_is_many_steppers_of_one():
+    rule = settings("adam")
+    long = Stepper(rule, {"w": torch.tensor(W0)}, None)
+    params, state = {"w": torch.tensor(W0)}, None
+    for update in UPDATES:
+        long.step({"w": torch.tensor(-update)})
+        params, state = rule.apply(params, {"w": torch.tensor(update)}, state)
+    torch.testing.assert_close(long.params()["w"], params["w"])
+    faster = Stepper(ServerOptimizer(), {"w": torch.tensor(W0)}, None, lr=2.0)
+    faster.step({"w": torch.ones(3)})
+    np.testing.assert_allclose(faster.params()["w"].numpy(), W0 - 2)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedstrata.errors import SpecError
+from fedstrata.history import History
+from fedstrata.report.draw import COLOURS, look, over_seeds, sent
+from fedstrata.report.plots import grid, overview, panels, plot_curves, plot_run
+
+
+def run(values: list[float | None], column: str = "accuracy", **more: float) -> History:
+    return History([{"round": i + 1, column: value} | more for i, value in enumerate(values)])
+
+
+def test_mean_and_deviation_over_the_rounds_that_all_seeds_have() -> None:
+    band = over_seeds([run([0.2, 0.4, 0.6]), run([0.4, None, 0.8, 0.9]), run([None])], "accuracy")
+    assert band.rounds.tolist() == [1, 3]
+    assert band.mean.tolist() == pytest.approx([0.3, 0.7])
+    assert band.sd.tolist() == pytest.approx([0.02**0.5, 0.02**0.5])
+
+
+def test_curves_show_percent_and_a_band_only_for_several_seeds(tmp_path: Path) -> None:
+    curves = {"two": [run([0.2, 0.4]), run([0.4, 0.6])], "one": [run([0.5, 0.7])]}
+    figure = plot_curves(curves, "accuracy", tmp_path / "a.svg")
+    axes = figure.axes[0]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx([30, 50]), pytest.approx([50, 70])]
+    assert len(axes.collections) == 1
+    assert axes.get_ylabel() == "test accuracy, %"
+    assert [text.get_text().strip() for text in figure.legends[0].get_texts()] == ["two (2 seeds)", "one"]
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_labels_are_shown_as_they_are(tmp_path: Path) -> None:
+    figure = plot_curves({"_a$b$": [run([0.5])], "$\\bad{": [run([0.5])]}, path=tmp_path / "a.png")
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [r" _a\$b\$", r" \$\bad{"]
+
+
+def test_a_column_of_one_method_only_and_of_none() -> None:
+    curves = {"a": [run([1.0, 2.0], "drift")], "b": [run([0.5])]}
+    assert len(plot_curves(curves, "drift").axes[0].lines) == 1
+    with pytest.raises(SpecError, match="no column"):
+        plot_curves(curves, "nothing")
+
+
+def test_many_labels_look_different() -> None:
+    looks = [look(i) for i in range(4 * len(COLOURS))]
+    assert len(set(looks)) == len(looks)
+
+
+def test_bytes_since_the_start() -> None:
+    history = run([None, 0.5, 0.6], bytes_up=1_000_000, bytes_down=500_000)
+    rounds, _ = history.column("accuracy")
+    assert sent([history], rounds).tolist() == [3.0, 4.5]
+    assert sent([run([0.5])], rounds).tolist() == [0, 0]
+
+
+def test_participation_stacks_to_the_invited() -> None:
+    fates = {"clients_returned": 6, "clients_dropped": 3, "clients_late": 1, "clients_failed": 0}
+    history = run([0.5, 0.6], clients_invited=10, **fates)
+    axes = panels([history]).axes[2]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["returned", "dropped out", "late", "invited"]
+    tops = [area.get_datalim(axes.transData).y1 for area in axes.collections]
+    assert tops == [6, 9, 10]
+    bars = overview({"a": [history], "b": [history]}).axes[3].patches
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(200)
+
+
+def test_pictures_of_a_run_and_of_one_without_rounds(make_run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    folder = make_run("run", rounds=3)
+    files = plot_run(History.load(folder), folder)
+    assert [file.name for file in files] == ["accuracy.png", "loss.png", "participation.png", "communication.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    for empty in (History(), History([{"round": 1}])):
+        figure = panels([empty], tmp_path / "empty.png")
+        assert [axes.texts[0].get_text() for axes in figure.axes] == ["not recorded"] * 4
+
+
+def test_grid_leaves_unused_places_empty() -> None:
+    history = run([1.0, 2.0], "a", b=2.0, c=3.0, d=4.0)
+    axes = grid([history], ["a", "b", "c", "d"]).axes
+    assert [place.axison for place in axes] == [True] * 4 + [False] * 2
+
+
+def test_a_single_round_can_be_seen() -> None:
+    history = History([{"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 2.0, "bytes_up": 9, "bytes_down": 9}])
+    lines = [line for axes in panels([history]).axes for line in axes.lines]
+    assert [line.get_marker() for line in lines] == ["o"] * 5

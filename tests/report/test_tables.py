@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fedstrata.history import History
+from fedstrata.report.tables import compare_table, keys, show, to_json, to_markdown, to_rich
+
+
+def run(accuracies: list[float], seed: int = 0) -> History:
+    records = [{"round": i + 1, "accuracy": a, "bytes_up": 1_500_000} for i, a in enumerate(accuracies)]
+    return History(records, method="m", seed=seed, targets=[0.5, 0.9, 0.99])
+
+
+RUNS = {"a|b": [run([0.2, 0.6, 0.5]), run([0.9, 0.8, 0.7], seed=1)], "[one]": [run([0.55, 0.95])]}
+
+
+def test_cells_by_hand() -> None:
+    first, second = compare_table(RUNS)
+    assert first.cells["final_accuracy"].mean == pytest.approx(0.6)
+    assert first.cells["final_accuracy"].sd == pytest.approx(0.1 * 2**0.5)
+    assert show(first, "final_accuracy") == "60.00 ± 14.14"
+    assert show(first, "best_round") == "2 ± 1"  # rounds 2 and 1: mean 1.5, shown even
+    assert show(first, "rounds_to_0.9") == "1 (1 of 2)"
+    assert show(first, "rounds_to_0.99") == "–"
+    assert show(first, "bytes_up") == "4.5"  # both seeds alike
+    assert show(second, "final_accuracy") == "95.00"
+    assert second.cells["final_accuracy"].sd is None
+
+
+def test_a_target_that_nobody_reached_has_no_column_but_is_in_the_json() -> None:
+    rows = compare_table(RUNS)
+    assert [key for key in keys(rows) if key.startswith("rounds_to")] == ["rounds_to_0.5", "rounds_to_0.9"]
+    plain = to_json(rows)
+    assert plain[0]["label"] == "a|b"
+    assert plain[0]["seeds"] == 2
+    assert plain[0]["rounds_to_0.99"] == {"mean": None, "sd": None, "n": 0}
+
+
+def test_markdown_has_the_same_columns_in_every_line() -> None:
+    lines = to_markdown(compare_table(RUNS)).splitlines()
+    table = [line.replace(r"\|", "") for line in lines[:4]]
+    assert len({line.count("|") for line in table}) == 1
+    assert "| 60.00 ± 14.14 |" in table[2]
+    assert lines[-1] == "Mean ± sample standard deviation over 1 to 2 seeds."
+    assert "Mean" not in to_markdown(compare_table({"one": [run([0.5])]}))
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_terminal_shows_whole_numbers_and_labels_as_they_are(copies: int) -> None:
+    rows = compare_table({label + "'" * i: runs for label, runs in RUNS.items() for i in range(copies)})
+    console = Console(file=io.StringIO(), width=80)
+    console.print(to_rich(rows))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    assert "[one]" in text
+    assert text.count("60.00") == copies
+    assert text.count("± 14.14") == copies

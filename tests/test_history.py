@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstrata.errors import DataError, SpecError
+from fedstrata.history import History, summarise
+from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, write_json
+
+RECORDS = [
+    {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},
+    {"round": 2, "bytes_up": 10, "seconds": 0.25, "sizes": [1, 2]},
+    {"round": 3, "accuracy": 0.8, "bytes_up": 10, "seconds": 0.25, "strata": {"a": 2.0}},
+    {"round": 4, "accuracy": 0.8, "bytes_up": 5, "seconds": 0.0},
+    {"round": 5, "accuracy": 0.6, "bytes_up": 5, "seconds": 0.0, "samples": 40},
+]
+
+
+def test_summary_by_hand() -> None:
+    summary = summarise(RECORDS, [0.5, 0.75, 0.9], method="fedavg", seed=3)
+    # 0.5, 0.8, 0.8, 0.6: squares of the deviations from 0.675 add up to 0.0675, over 3 is 0.15²
+    assert summary.pop("accuracy_sd_last20") == pytest.approx(0.15)
+    assert summary == {
+        "method": "fedavg",
+        "seed": 3,
+        "rounds": 5,
+        "final_accuracy": 0.6,
+        "best_accuracy": 0.8,
+        "best_round": 3,
+        "rounds_to_target": {"0.5": 1, "0.75": 3, "0.9": None},
+        "samples": 40,
+        "bytes_up": 40,
+        "bytes_down": 0,
+        "seconds": 1.0,
+    }
+
+
+def test_deviation_is_over_the_last_twenty_evaluated_rounds() -> None:
+    wild = [{"round": i + 1, "accuracy": float(i % 2)} for i in range(10)]
+    calm = [{"round": 11 + 2 * i, "accuracy": 0.5} for i in range(20)]
+    assert summarise(wild + calm)["accuracy_sd_last20"] == 0.0
+    assert summarise(wild[:1])["accuracy_sd_last20"] is None
+
+
+def test_summary_of_nothing_and_of_a_run_never_evaluated() -> None:
+    for records in ([], [{"round": 1, "bytes_up": 3}]):
+        summary = summarise(records)
+        assert summary["final_accuracy"] is summary["best_accuracy"] is summary["best_round"] is None
+        assert set(summary["rounds_to_target"].values()) == {None}
+
+
+def test_columns_skip_what_is_missing() -> None:
+    history = History(RECORDS)
+    rounds, values = history.column("accuracy")
+    assert rounds.tolist() == [1, 3, 4, 5]
+    assert values.tolist() == [0.5, 0.8, 0.8, 0.6]
+    assert history.column("strata.a")[1].tolist() == [1.0, 2.0]
+    assert history.columns == ["accuracy", "bytes_up", "seconds", "strata.a", "samples"]
+    assert history.column("loss")[0].tolist() == []  # every run may have one
+
+
+def test_unknown_column_names_the_nearest() -> None:
+    with pytest.raises(SpecError, match=r"'stratum.a'.*did you mean 'strata.a'"):
+        History(RECORDS).column("stratum.a")
+    with pytest.raises(SpecError, match="sizes"):
+        History(RECORDS).column("sizes")
+
+
+def test_a_diverged_run_has_no_final_loss_but_keeps_its_rounds() -> None:
+    history = History()
+    history.append({"round": 1, "accuracy": np.float32(0.5), "loss": torch.tensor(1.0)})
+    history.append({"round": 2, "accuracy": math.nan, "loss": math.inf})
+    assert history[1] == {"round": 2, "accuracy": None, "loss": None}
+    assert history.final_accuracy == 0.5
+    assert [record["round"] for record in history] == [1, 2]
+    assert len(history[:1]) == 1
+
+
+def test_repr_tells_what_it_is(tmp_path: Path) -> None:
+    text = repr(History(RECORDS, method="fedavg", seed=3, path=tmp_path))
+    assert text == f"History(fedavg, seed 3, 5 rounds, accuracy 0.6000 (best 0.8000 in round 3), {tmp_path})"
+    assert repr(History([{"round": 1}])) == "History(1 round)"
+
+
+def test_csv_reads_back(tmp_path: Path) -> None:
+    History(RECORDS).to_csv(tmp_path / "run.csv")
+    with (tmp_path / "run.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["accuracy"] for row in rows] == ["0.5", "", "0.8", "0.8", "0.6"]
+    assert json.loads(rows[1]["sizes"]) == [1, 2]
+    assert json.loads(rows[0]["strata"]) == {"a": 1.0}
+
+
+def test_plot_writes_a_picture(tmp_path: Path) -> None:
+    figure = History(RECORDS, method="fedavg").plot("accuracy", tmp_path / "a.png")
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [50, 80, 80, 60]
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_load_finds_method_seed_and_targets(tmp_path: Path) -> None:
+    MetricsLog(tmp_path / "metrics.jsonl").append(*RECORDS)
+    (tmp_path / "spec.toml").write_text('seed = 4\n[method]\nname = "moon"\n[evaluation]\ntargets = [0.7]\n')
+    history = History.load(tmp_path)
+    assert (history.method, history.seed, history.targets) == ("moon", 4, (0.7,))
+    assert list(history) == RECORDS
+    write_json(tmp_path / "summary.json", history.summary | {"method": "mine"})
+    again = History.load(tmp_path)
+    assert again.summary == history.summary | {"method": "mine"}
+
+
+def test_load_refuses_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no run folder.*metrics\.jsonl"):
+        History.load(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"round": 1}\n')
+    (tmp_path / "summary.json").write_text("[")
+    with pytest.raises(DataError, match=str(tmp_path)):
+        History.load(tmp_path)
+
+
+def test_log_survives_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append({"round": 1, "name": "é"}, {"round": 2, "loss": math.nan})
+    whole = path.read_bytes()
+    assert b"NaN" not in whole
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole + b'{"round": 3, "name": "\xc3')
+        assert [record["round"] for record in read_jsonl(path)] == [1, 2]
+        path.write_bytes(whole[:cut])
+        MetricsLog(path).append({"round": 9})
+        rounds = [record["round"] for record in read_jsonl(path)]
+        assert rounds in ([9], [1, 9], [1, 2, 9])
+        assert len(rounds) - 1 == whole[: cut + 1].count(b"\n")
+
+
+def test_truncate_for_resume(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = MetricsLog(path)
+    log.truncate_after(3)  # nothing there yet
+    assert not path.exists()
+    log.append(*({"round": round, "kind": "late"} for round in (0, 1, 1, 2, 3)))
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:3])
+    log.truncate_after(1)
+    assert path.read_bytes() == kept
+    assert [entry.name for entry in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"loss": 1}', '{"round": "1"}', '{"round": 1', '{"round": true}'])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"round": 1}}\n{line}\n{{"round": 3}}\n')
+    with pytest.raises(DataError, match="line 2"):
+        read_jsonl(path)
+    with pytest.raises(DataError, match="line 2"):
+        MetricsLog(path).append({"round": 4})
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(values)
+def test_jsonable_is_what_json_gives_back(value: object) -> None:
+    plain = jsonable(value)
+    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
+    assert jsonable(plain) == plain
+
+
+def test_jsonable_names_what_it_cannot_record() -> None:
+    assert jsonable({"t": torch.arange(2), "s": {3, 1}, "n": np.int64(2)}) == {"t": [0, 1], "s": [1, 3], "n": 2}
+    with pytest.raises(TypeError, match="complex"):
+        jsonable({"z": 1j})
