@@ -227,6 +227,8 @@ class _Run:
         self._log(METRICS, record)
         every = spec.evaluation.checkpoint_every
         if self.folder and every and (round % every == 0 or round == spec.training.rounds):
+            for log in self.logs.values():
+                log.sync()  # A checkpoint must never be ahead of the records that it stands for.
             checkpoint.save(self.folder / "checkpoint", round, state, self.store)
         for callback in self.callbacks:
             callback(self.history[-1])

@@ -39,6 +39,12 @@ class MetricsLog:
         with self.path.open("ab") as file:
             file.write(text.encode())
 
+    def sync(self) -> None:
+        """Wait until what was appended is on the disk: a power cut cannot take it away any more."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                os.fsync(file.fileno())
+
     def truncate_after(self, round: float) -> None:
         """Drop the records of later rounds, and a torn last line; the file is replaced in one step.
 

@@ -53,9 +53,6 @@ EVERYBODY, SOME, ONE = [0, 1, 2, 3, 4, 5], [1, 3, 4], [2]
     ],
 )
 def test_weights_by_hand(aggregator, returned, samples, expected):
-    if isinstance(aggregator, HorvitzThompson):
-        # p_k is the chance in a draw of the stratum; with N_h clients alike it is 1 / N_h and a_k = N_h / (N m_h).
-        expected = np.asarray(expected)
     found = aggregator.coefficients(INVITED, np.array(returned), np.array(samples))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 

@@ -50,8 +50,8 @@ class StraightLine:
     """
 
     def __init__(self, loss: Loss, params: Params, x: Tensor, y: Tensor, weight_decay: float = 0.0) -> None:
-        self._own = {name: tensor.detach().clone() for name, tensor in params.items()}
-        graph = _traced(loss, self._own, x, y)
+        self._own = {name: _plain_strides(tensor.detach().clone()) for name, tensor in params.items()}
+        graph = _traced(loss, self._own, _plain_strides(x), y)
         _simplify(graph, len(self._own))
         self.random = any(_is_random(node) for node in graph.nodes)
         """Whether a step draws random numbers (dropout)."""
@@ -83,9 +83,26 @@ class StraightLine:
         step, bound = self._step, self._bound
         # Batches of one are too small for oneDNN to repay its preparations.
         with torch.inference_mode(), _without_onednn():
-            losses = [step(*bound, sample, label, -lr) for sample, label in zip(x.split(1), y.split(1), strict=True)]
+            samples = zip(_plain_strides(x).split(1), y.split(1), strict=True)
+            losses = [step(*bound, sample, label, -lr) for sample, label in samples]
             total = torch.stack(losses) if losses else x.new_zeros(0)
         return total.clone()
+
+
+def _plain_strides(tensor: Tensor) -> Tensor:
+    """The same memory with the usual strides where it is contiguous.
+
+    Images of one channel are contiguous in two memory formats at once; convolutions choose by the strides, and the one
+    for many channels takes five times as long.
+    """
+    return tensor.as_strided(tensor.shape, _strides(tensor.shape)) if tensor.is_contiguous() else tensor
+
+
+def _strides(shape: torch.Size) -> list[int]:
+    strides = [1]
+    for side in reversed(shape[1:]):
+        strides.append(strides[-1] * side)
+    return strides[::-1] if len(shape) else []
 
 
 @contextmanager

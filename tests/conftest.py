@@ -1,0 +1,89 @@
+"""What most tests of the spine need: one thread, and a tiny federation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedstrata.clients.client import World
+from fedstrata.clients.store import StateStore
+from fedstrata.data import Assignment, from_arrays
+from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.availability import Always, Availability
+from fedstrata.federation.messages import Fit, Weights
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.nn.batchnorm import federate_batchnorm
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import CrossEntropy, Objective
+from fedstrata.rng import torch_seeded
+from fedstrata.settings import Training
+
+# For the processes that tests start: two of them on two cores must not fight.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+FEATURES, CLASSES = 5, 3
+
+
+class Tiny(Federation):
+    """A federation with what a test looks at within reach."""
+
+    engine: LocalEngine
+
+    @property
+    def weights(self) -> Weights:
+        """The initial model."""
+        return Weights(self.job.model.params(), self.job.model.buffers())
+
+    @property
+    def store(self) -> StateStore:
+        """The clients' states."""
+        return self.engine.store
+
+    def fits(self, *clients: int) -> dict[int, Fit]:
+        """A request to train for each client; all of them unless given."""
+        who = clients or range(self.job.clients)
+        return dict.fromkeys(who, Fit(self.round, self.weights, {}, 1.0, 1.0))
+
+    def reasons(self, kind: str) -> list[str]:
+        """Why, by the events of a kind."""
+        return [event["reason"] for event in self.events if event["kind"] == kind]
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Tiny]:
+    """Builds a federation of a few clients with eight samples each, in round 1."""
+
+    def build(
+        clients: int = 4,
+        *,
+        availability: Availability | None = None,
+        objective: Objective | None = None,
+        module: nn.Module | None = None,
+        sizes: list[int] | None = None,
+        store: StateStore | None = None,
+        **training: object,
+    ) -> Tiny:
+        sizes = sizes or [8] * clients
+        n, draw = sum(sizes), np.random.default_rng(0)
+        x = draw.normal(size=(n + 30, FEATURES)).astype(np.float32)
+        y = np.arange(n + 30) % CLASSES
+        data = from_arrays(x[:n], y[:n], x[n:], y[n:], normalize="none")
+        assignment = Assignment.from_lists(np.split(np.arange(n), np.cumsum(sizes)[:-1]))
+        if module is None:
+            with torch_seeded(0, "model"):
+                module = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
+        federate_batchnorm(module)
+        settings = Training(**{"batch_size": 4, **training})
+        job = Job(0, settings, Model(module), CLASSES, len(assignment), assignment.sizes)
+        world = World(job, data, assignment, objective or CrossEntropy())
+        federation = Tiny(LocalEngine(world, store or StateStore()), job, availability or Always(), "toy")
+        federation.begin(1)
+        return federation
+
+    return build

@@ -1,0 +1,221 @@
+"""FedSTS and FedSTaS end to end: strata, requested samples, privacy, and a run that goes on where it was killed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fedstrata as fs
+from fedstrata import records
+from fedstrata.sampling.squeeze import restore
+
+MODEL = {"name": "mlp", "hidden": [16]}
+
+
+def spec(method: dict, *, clients: int = 24, rounds: int = 6, **training) -> fs.Experiment:
+    return fs.Experiment(
+        partition={"name": "dirichlet", "alpha": 0.3, "clients": clients},
+        method=method,
+        model=MODEL,
+        training={"rounds": rounds, "clients_per_round": 6, "batch_size": 16, **training},
+        evaluation={"every": 0, "checkpoint_every": 2},
+    )
+
+
+FEDSTAS = {"name": "fedstas", "strata": 4, "coordinates": 64, "fraction": 0.25}
+
+
+def test_a_round_on_digits(start):
+    started = start(spec(FEDSTAS))
+    for _ in range(2):
+        metrics = started.step()
+        sizes, allocation = metrics["strata_sizes"], metrics["strata_allocation"]
+        assert sum(sizes) == 24
+        assert sum(allocation) == 6
+        assert all(1 <= m <= n for m, n in zip(allocation, sizes, strict=True))
+        assert len(metrics["strata_deviation"]) == len(sizes) <= 4
+        assert metrics["clients_invited"] == 24  # everybody sends a compressed gradient
+        assert metrics["exchanges"] == 3  # compressed gradients, sizes, training
+    assert started.state.clients.known.tolist() == list(range(24))
+    assert started.state.clients.points.shape == (24, 64)
+
+
+def test_the_server_sees_squeezed_gradients_and_pays_for_them_alone(start):
+    started = start(spec(FEDSTAS, clients_per_round=4))
+    metrics = started.step()
+    points = started.state.clients.points
+    assert all(len(np.unique(point)) <= 9 for point in points)
+    model = records.size(started.state.weights)
+    # 24 replies of 64 codes in 32 bytes, 4 sizes, 4 models.
+    assert 4 * model + 24 * 32 < metrics["bytes_up"] < 4 * (model + 1000) + 24 * (32 + 9 * 4 + 600)
+
+
+def test_about_the_requested_number_of_samples_is_used(start):
+    started = start(spec({**FEDSTAS, "fraction": 0.3}))
+    used, wanted, variance = 0, 0.0, 0.0
+    for _ in range(12):
+        metrics = started.step()
+        # Without privacy the estimate is the participants' true number of samples.
+        total, keep = metrics["estimated_samples"], metrics["keep"]
+        assert keep == pytest.approx(min(1, metrics["requested_samples"] / total))
+        used += metrics["samples"]
+        wanted += keep * total
+        variance += keep * (1 - keep) * total
+    assert abs(used - wanted) < 4 * np.sqrt(variance)
+    assert 0.2 < used / (12 * started.state.data.total / started.state.data.rounds) < 0.4
+
+
+def test_requested_samples_by_hand(start, seven):
+    clients = ((0, 1, 2, 3), (4, 5, 6))
+    method = {"name": "fedavg", "data_sampler": {"name": "fedstas", "fraction": 0.5}}
+    base = spec(method).model_copy(update={"partition": fs.Given(indices=clients)})
+    one = base.model_copy(update={"training": fs.Training(clients_per_round=1)})
+    started = start(one, seven)
+    totals = []
+    for _ in range(6):
+        metrics = started.step()
+        totals.append(metrics["estimated_samples"])
+        assert totals[-1] in (3, 4)
+        assert metrics["requested_samples"] == pytest.approx(0.5 * np.mean(totals))
+        assert metrics["keep"] == pytest.approx(0.5 * np.mean(totals) / totals[-1])
+    assert set(totals) == {3, 4}
+    fixed = base.model_copy(
+        update={
+            "method": fs.FedAvg(data_sampler={"name": "fedstas", "samples": 100}),
+            "training": fs.Training(clients_per_round=2),
+        }
+    )
+    metrics = start(fixed, seven).step()
+    assert (metrics["requested_samples"], metrics["keep"], metrics["samples"]) == (100, 1.0, 7)
+
+
+def test_private_sizes_estimate_the_total_and_clients_without_data_take_part(start):
+    owners = [tuple(range(k * 60, (k + 1) * 60)) for k in range(19)] + [()]
+    method = {"name": "fedstas", "strata": 2, "coordinates": 32, "fraction": 0.5, "epsilon": 4.0, "bound": 70}
+    wanted = fs.Experiment(
+        partition=fs.Given(indices=owners, min_size=0),
+        method=method,
+        model=MODEL,
+        training={"clients_per_round": 20, "batch_size": 30},
+    )
+    started = start(wanted)
+    found = []
+    for _ in range(20):
+        metrics = started.step()
+        assert metrics["clients_failed"] == 0
+        assert metrics["clients_returned"] == 20
+        assert torch.isfinite(started.state.weights.params["head.weight"]).all()
+        found.append(metrics["estimated_samples"])
+    # The empty client answers as if it had one sample: 19 · 60 + 1.
+    error = np.std(found, ddof=1) / np.sqrt(len(found))
+    assert error > 1  # noise there is
+    assert abs(np.mean(found) - 1141) < 4 * error
+
+
+def test_a_bound_that_clips_is_said():
+    method = {**FEDSTAS, "epsilon": 3.0, "bound": 40}
+    with pytest.warns(UserWarning, match=r"M = 40 clips \d+ of 24 clients, .* biased downwards"):
+        fs.prepare(spec(method))
+    fs.prepare(spec({**FEDSTAS, "bound": 40}))  # without privacy nothing is clipped
+    fs.prepare(spec({**method, "bound": 2000}))
+
+
+def test_fewer_clients_than_strata_is_said():
+    with pytest.warns(UserWarning, match="3 clients a round are fewer than 4 strata"):
+        fs.prepare(spec(FEDSTAS, clients_per_round=3))
+
+
+def test_participants_renew_and_the_others_keep_their_last(start):
+    started = start(spec({"name": "fedsts", "strata": 3, "coordinates": 32, "refresh": "participants"}))
+    for number in range(1, 7):
+        before = started.state.clients
+        metrics = started.step()
+        after = started.state.clients
+        # As many newcomers as a round has places, until everybody is known.
+        assert len(after.known) == min(24, 6 * number)
+        newcomers = np.setdiff1d(after.known, before.known)
+        assert metrics["clients_invited"] <= len(newcomers) + len(before.participants) + 6
+        kept = np.setdiff1d(before.known, before.participants)
+        old, new = np.searchsorted(before.known, kept), np.searchsorted(after.known, kept)
+        assert (before.points[old] == after.points[new]).all()
+        renewed = before.participants
+        old, new = np.searchsorted(before.known, renewed), np.searchsorted(after.known, renewed)
+        assert (before.points[old] != after.points[new]).any(axis=1).all()
+        assert set(after.participants) <= set(after.known)
+        assert len(after.participants) == 6
+        assert records.encode(records.decode(records.encode(after))) == records.encode(after)
+    assert len(kept) == 18
+
+
+def test_who_is_offline_keeps_an_old_gradient_and_is_no_candidate_when_announced(start):
+    settings = spec({"name": "fedsts", "strata": 3, "coordinates": 32})
+    started = start(settings.model_copy(update={"availability": fs.Bernoulli(p=0.5, announced=True)}))
+    for _ in range(3):
+        before = started.state.clients
+        metrics = started.step()
+        there = started.federation.candidates()
+        assert metrics["clients_dropped"] == 0
+        assert sum(metrics["strata_sizes"]) == len(there)
+        away = np.setdiff1d(before.known, there)
+        after = started.state.clients
+        old, new = np.searchsorted(before.known, away), np.searchsorted(after.known, away)
+        assert (before.points[old] == after.points[new]).all()
+
+
+def test_every_client_projects_alike(start):
+    """Two clients with the same data send the same bytes."""
+    data = fs.Data("digits").load()
+    half = [*range(40), *range(40)]
+    x, y = data.x_train[half], data.y_train[half]
+    twins = fs.from_arrays(x, y, data.x_test, data.y_test, class_names=data.class_names)
+    wanted = spec({"name": "fedsts", "strata": 1, "coordinates": 32}, clients_per_round=1)
+    wanted = wanted.model_copy(update={"partition": fs.Given(indices=(range(40), range(40, 80)))})
+    started = start(wanted, twins)
+    started.step()
+    first, second = started.state.clients.points
+    np.testing.assert_array_equal(first, second)
+    assert np.abs(first).max() > 0
+
+
+def test_a_full_gradient_of_many_centres_is_what_the_client_computes(start, seven):
+    wanted = spec({"name": "fedsts", "strata": 1, "coordinates": 0, "centres": 256}, clients_per_round=1)
+    wanted = wanted.model_copy(update={"partition": fs.Given(indices=((0, 1, 2), (3, 4, 5, 6)))})
+    started = start(wanted, seven)
+    weights = {name: w.requires_grad_(True) for name, w in started.job.model.params().items()}
+    x, y = seven.x_train[:3], seven.y_train[:3]
+    loss = torch.nn.functional.cross_entropy(started.job.model(weights, x), y)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(weights.values()))])
+    started.step()
+    # d' = 256 values for 131 coordinates lose nothing.
+    assert len(expected) < 256
+    np.testing.assert_allclose(started.state.clients.points[0], expected.numpy(), rtol=1e-5, atol=1e-7)
+    assert restore(np.float32([1, 2]), np.array([0x10], dtype=np.uint8), 2).tolist() == [2.0, 1.0]
+
+
+class Stop(Exception):
+    """Pulls the plug."""
+
+
+@pytest.mark.parametrize("method", [FEDSTAS, {**FEDSTAS, "refresh": "participants", "epsilon": 3.0, "bound": 500}])
+def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):
+    wanted = spec({**method, "aggregation": "horvitz-thompson"}, rounds=5)
+    whole = fs.run(wanted, out=tmp_path / "whole")
+
+    def stop(record):
+        if record["round"] == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        fs.run(wanted, out=tmp_path / "cut", callbacks=[stop])
+    resumed = fs.run(wanted, out=tmp_path / "cut", resume=True)
+    assert [record["round"] for record in resumed] == [1, 2, 3, 4, 5]
+    for name in ("model.safetensors",):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    same = [{k: v for k, v in record.items() if k != "seconds"} for record in whole]
+    assert [{k: v for k, v in record.items() if k != "seconds"} for record in resumed] == same
+
+
+def test_it_learns_digits():
+    wanted = spec({**FEDSTAS, "fraction": 0.5}, rounds=25, lr=0.2, local_epochs=2)
+    assert fs.run(wanted).final_accuracy > 0.7

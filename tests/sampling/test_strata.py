@@ -1,0 +1,105 @@
+"""Strata of compressed gradients, and draws within them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedstrata.sampling.stratified import draw, stratify
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.sampled_from([1e-30, 1e-6, 1.0, 1e25]), st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_no_stratum_is_empty(clients, count, scale, seed):
+    points = np.random.default_rng(seed).integers(-2, 3, size=(clients, 2)).astype(np.float32) * np.float32(scale)
+    strata = stratify(points, min(count, clients), seed, 1)
+    found = int(strata.max()) + 1
+    assert np.bincount(strata).min() >= 1
+    assert found <= min(count, len(np.unique(points, axis=0)))
+    # Points that are alike are never apart.
+    assert all(len(set(strata[(points == point).all(axis=1)])) == 1 for point in points)
+
+
+@pytest.mark.parametrize(
+    ("points", "strata"),
+    [
+        ([[1.0, 2.0]] * 5, 1),
+        ([[0.0, 0.0]] * 3 + [[1.0, 1.0]] * 2, 2),
+        ([[1.0], [1.0 + 2e-7], [1.0 + 4e-7], [9.0]], 2),  # alike but for the last bits
+        ([[0.0], [0.0]], 1),
+    ],
+)
+def test_more_strata_than_there_are_different_clients(points, strata):
+    found = stratify(np.array(points, dtype=np.float32), len(points), 0, 1)
+    assert strata <= len(np.unique(found)) <= len(np.unique(points, axis=0))
+
+
+def test_groups_far_apart_are_found_whatever_their_scale():
+    generator = np.random.default_rng(0)
+    group = np.repeat([0, 1, 2], 8)
+    points = 10 * np.eye(3, 6)[group] + 0.1 * generator.normal(size=(24, 6))
+    for scale in (1e-20, 1.0, 1e20):
+        strata = stratify((scale * points).astype(np.float32), 3, seed=4, round=2)
+        assert len({(int(g), int(s)) for g, s in zip(group, strata, strict=True)}) == 3
+
+
+STRATA = np.array([0, 0, 0, 1, 1, 1, 1, 2])
+CLIENTS = np.array([2, 3, 5, 7, 11, 13, 17, 19])
+NORMS = np.array([1.0, 2.0, 5.0, 1.0, 1.0, 0.0, 2.0, 3.0])
+SIZES = np.array([3, 4, 1])
+
+
+def test_a_draw_knows_how_it_was_made():
+    found = draw(CLIENTS, STRATA, SIZES, np.array([2, 3, 0]), NORMS, False, np.random.default_rng(0))
+    assert np.bincount(found.stratum, minlength=3).tolist() == [2, 3, 0]
+    assert found.draws.tolist() == [1] * 5
+    assert (np.diff(found.clients) > 0).all()
+    place = np.searchsorted(CLIENTS, found.clients)
+    np.testing.assert_allclose(found.probability, (NORMS / np.array([8, 4, 3])[STRATA])[place])
+    assert found.stratum.tolist() == STRATA[place].tolist()
+    assert found.stratum_sizes.tolist() == [3, 4, 1]
+
+
+@given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 1), st.booleans(), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_each_stratum_gives_as_many_as_were_allocated(a, b, c, replacement, seed):
+    allocation = np.array([a, b, c])
+    found = draw(CLIENTS, STRATA, SIZES, allocation, NORMS, replacement, np.random.default_rng(seed))
+    assert np.bincount(found.stratum, weights=found.draws, minlength=3).tolist() == allocation.tolist()
+    assert (found.draws >= 1).all()
+    assert replacement or (found.draws == 1).all()
+    # A client whose gradient is zero comes in only where all others of its stratum are in already.
+    assert (13 in found.clients) == (not replacement and b == 4)
+
+
+def counts(norms: np.ndarray, allocation: list[int], replacement: bool, times: int = 4000) -> np.ndarray:
+    generator, total = np.random.default_rng(5), np.zeros(20)
+    for _ in range(times):
+        found = draw(CLIENTS, STRATA, SIZES, np.array(allocation), norms, replacement, generator)
+        total[found.clients] += found.draws
+    return total[CLIENTS] / times
+
+
+def close(found: np.ndarray, expected: np.ndarray, draws: np.ndarray, times: int = 4000) -> None:
+    p = expected / np.maximum(draws, 1)
+    assert (np.abs(found - expected) <= 4.5 * np.sqrt(draws * p * (1 - p) / times) + 1e-12).all()
+
+
+def test_with_replacement_counts_are_multinomial():
+    allocation = np.array([5, 3, 2])  # more draws than clients are possible
+    expected = allocation[STRATA] * NORMS / np.array([8, 4, 3])[STRATA]
+    close(counts(NORMS, [5, 3, 2], True), expected, allocation[STRATA])
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+def test_clients_without_gradients_are_drawn_uniformly(replacement):
+    allocation = np.array([2, 1, 1])
+    found = counts(np.zeros(8), [2, 1, 1], replacement)
+    close(found, (allocation / SIZES)[STRATA], allocation[STRATA])
+
+
+def test_one_without_replacement_is_importance_sampling():
+    ones = np.array([1, 1, 1])
+    close(counts(NORMS, [1, 1, 1], False), NORMS / np.array([8, 4, 3])[STRATA], ones[STRATA])

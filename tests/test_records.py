@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.errors import WireError
+from fedstrata.federation.messages import FitReply, GradientReply, LabelReport, SizeReport, Weights
+from fedstrata.records import add, decode, encode, record, require_types, same, size
+
+
+@record
+class Pair:
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Stranger:
+    value: int
+
+
+class Bomb:
+    """Unpickling it would raise."""
+
+    def __reduce__(self):
+        return exec, ("raise SystemExit('unpickled')",)
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal in value and in kind, with NaN equal to itself."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and a.shape == b.shape and same_bits(a.numpy(), b.numpy())
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Pair):
+        return alike(a.first, b.first) and alike(a.second, b.second)
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            alike(x, y) for pair in zip(a.items(), b.items(), strict=True) for x, y in zip(*pair, strict=True)
+        )
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    return a == b
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.tobytes() == b.tobytes()
+
+
+arrays = st.builds(
+    lambda dtype, shape, seed: (np.random.default_rng(seed).normal(size=shape) * 100).astype(np.float64).astype(dtype),
+    st.sampled_from([np.float32, np.float64, np.int64, np.int32, np.bool_]),
+    st.lists(st.integers(0, 4), max_size=3).map(tuple),
+    st.integers(0, 1000),
+).map(np.asarray)
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+    | arrays
+    | arrays.map(torch.tensor)
+)
+keys = st.text(max_size=3) | st.integers() | st.sampled_from(["$t", "$r", "$i", "$m"])
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+@given(trees)
+@settings(max_examples=150, deadline=None)
+def test_a_tree_comes_back_as_it_was_and_its_size_is_known_without_encoding(tree):
+    data = encode(tree)
+    assert size(tree) == len(data)
+    assert alike(decode(data), tree)
+    assert encode(decode(data)) == data
+
+
+def test_nan_infinity_and_minus_zero_survive():
+    tree = {"n": [float("nan"), float("inf"), float("-inf"), -0.0], "t": torch.tensor([torch.nan, -torch.inf, -0.0])}
+    assert alike(decode(encode(tree)), tree)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [np.array(3.0), np.arange(6).reshape(2, 3).T, np.arange(4)[::-1], np.zeros((0, 3)), torch.ones(2, 3).t()],
+    ids=["0-d", "transposed", "reversed", "empty", "tensor"],
+)
+def test_arrays_of_any_layout(node):
+    back = decode(encode(node))
+    assert back.shape == node.shape
+    assert (back == node).all()
+
+
+def test_an_array_that_cannot_be_written_to():
+    frozen = np.arange(3)
+    frozen.flags.writeable = False
+    assert decode(encode(frozen)).tolist() == [0, 1, 2]
+
+
+def test_tensors_that_share_memory():
+    whole = torch.arange(6.0)
+    tree = {"a": whole, "b": whole, "c": whole[:3], "d": whole[1:]}
+    assert alike(decode(encode(tree)), tree)
+    assert size(tree) == len(encode(tree))
+
+
+def test_a_numpy_number_becomes_a_plain_one():
+    assert alike(decode(encode((np.float32(0.5), np.int64(3), np.bool_(True)))), (0.5, 3, True))
+
+
+def test_the_length_depends_on_shape_and_not_on_values():
+    def reply(samples: int, loss: float) -> GradientReply:
+        return GradientReply({"w": torch.full((3,), loss)}, samples, loss, {})
+
+    assert size(reply(1, 0.5)) == size(reply(123456789, -1.2345678901234567e-89)) == size(reply(0, float("nan")))
+
+
+def test_what_is_no_plain_value_is_not_encoded():
+    for node in (Stranger(1), object(), {1, 2}, np.array(["text"]), np.array([None])):
+        with pytest.raises(TypeError):
+            encode({"x": node})
+
+
+REPLY = FitReply(Weights({"w": torch.ones(2, 3)}, {"n": torch.tensor(4)}), 10, 2, 20, 0.25, {"c": {"w": torch.ones(1)}})
+
+
+def test_every_truncation_is_refused():
+    data = encode(REPLY)
+    for length in range(len(data)):
+        with pytest.raises(WireError):
+            decode(data[:length])
+
+
+def test_a_longer_message_is_refused():
+    with pytest.raises(WireError):
+        decode(encode(REPLY) + b"\0")
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_byte_is_refused_or_changes_a_value_and_never_anything_else(data):
+    message = bytearray(encode(REPLY))
+    message[data.draw(st.integers(0, len(message) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        decode(bytes(message))
+    except WireError:
+        return  # any other exception fails the test
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise):
+    with pytest.raises(WireError):
+        decode(noise)
+
+
+def test_a_message_over_the_limit_is_refused():
+    data = encode(torch.zeros(100))
+    assert decode(data, limit=len(data)).shape == (100,)
+    with pytest.raises(WireError, match=rf"{len(data)} bytes is over the limit of {len(data) - 1}"):
+        decode(data, limit=len(data) - 1)
+
+
+def skeleton(text: object) -> bytes:
+    """A message without tensors."""
+    data = json.dumps(text).encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+@pytest.mark.parametrize(
+    "kind", ["builtins.eval", "subprocess.Popen", f"{__name__}.Stranger", f"{__name__}.Bomb", "fedstrata.spec.Experiment"]
+)
+def test_a_record_that_was_not_declared_is_refused(kind):
+    with pytest.raises(WireError, match=f"unknown kind of record '{kind}'"):
+        decode(skeleton({"$r": kind, "f": {}}))
+
+
+def test_missing_and_additional_fields_are_refused():
+    kind = f"{__name__}.Pair"
+    assert decode(skeleton({"$r": kind, "f": {"first": None, "second": None}})) == Pair(None, None)
+    for fields in ({"first": None}, {"first": None, "second": None, "third": None}):
+        with pytest.raises(WireError):
+            decode(skeleton({"$r": kind, "f": fields}))
+
+
+def test_pickles_are_refused_and_never_loaded(tmp_path):
+    torch.save({"x": Bomb()}, tmp_path / "bomb.pt")
+    for data in (pickle.dumps(Bomb()), (tmp_path / "bomb.pt").read_bytes()):
+        for message in (data, struct.pack("<Q", len(data)) + data, skeleton(None) + data):
+            with pytest.raises(WireError):
+                decode(message)
+
+
+def test_references_to_tensors_that_are_not_there_are_refused():
+    for text in ({"$t": 0}, {"$a": 1}, {"$b": 0}, {"$i": 0}, {"$f": 3}, {"$u": None}, {"$m": [[1]]}, {"$t": {}}):
+        with pytest.raises(WireError):
+            decode(skeleton(text))
+
+
+def test_deep_nesting_is_refused():
+    text = b"[" * 100_000 + b"]" * 100_000
+    with pytest.raises(WireError):
+        decode(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"samples": 1.5}, "FitReply.samples"),
+        ({"samples": True}, "FitReply.samples"),
+        ({"samples": "10"}, "FitReply.samples"),
+        ({"loss": None}, "FitReply.loss"),
+        ({"loss": "low"}, "FitReply.loss"),
+        ({"message": {"c": torch.ones(1)}}, "FitReply.message.c"),
+        ({"message": {"c": {"w": 1.0}}}, "FitReply.message.c.w"),
+        ({"weights": {"params": {}, "buffers": {}}}, "FitReply.weights"),
+        ({"weights": Weights({"w": [1.0]}, {})}, "Weights.params.w"),
+        ({"weights": Weights({3: torch.ones(1)}, {})}, "Weights.params.3"),
+    ],
+)
+def test_a_message_with_a_field_of_another_type_is_refused(change, where):
+    wrong = dataclasses.replace(REPLY, **change)
+    with pytest.raises(WireError, match=where.replace(".", r"\.")):
+        decode(encode(wrong))
+    with pytest.raises(WireError, match=where.replace(".", r"\.")):
+        require_types(wrong)
+
+
+def test_messages_come_back():
+    for message in (REPLY, SizeReport(1, 100, 0.5), LabelReport()):
+        back = decode(encode(message))
+        assert type(back) is type(message)
+        require_types(back)
+    assert back == LabelReport()
+
+
+def test_sums_are_taken_leaf_by_leaf():
+    @record
+    class Part:
+        n: int
+        g: dict[str, Tensor]
+        shared: str = same()
+
+    total = add(Part(1, {"w": torch.ones(2)}, "s"), Part(2, {"w": torch.full((2,), 3.0)}, "t"))
+    assert (total.n, total.g["w"].tolist(), total.shared) == (3, [4.0, 4.0], "s")
+    with pytest.raises(TypeError, match="do not add up"):
+        add(Part(1, {"w": torch.ones(2)}, "s"), Part(2, {"v": torch.ones(2)}, "s"))
+    with pytest.raises(TypeError, match="do not add up"):
+        add(Part(1, {}, ""), Pair(1, 2))
+
+
+def test_leaves_come_in_order():
+    tree = Pair({"a": 1, "b": (torch.ones(1), "t")}, [None, 2.5])
+    assert [type(leaf).__name__ for leaf in records.leaves_of(tree)] == ["int", "Tensor", "str", "NoneType", "float"]
