@@ -79,10 +79,12 @@ def tiny() -> Callable[..., Tiny]:
             with torch_seeded(0, "model"):
                 module = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))
         federate_batchnorm(module)
-        settings = Training(**{"batch_size": 4, **training})
+        training = {"batch_size": 4} | ({} if "local_steps" in training else {"local_epochs": 1}) | training
+        settings = Training(**training)
         job = Job(0, settings, Model(module), CLASSES, len(assignment), assignment.sizes)
         world = World(job, data, assignment, objective or CrossEntropy())
-        federation = Tiny(LocalEngine(world, store or StateStore()), job, availability or Always(), "toy")
+        engine = LocalEngine(world, StateStore() if store is None else store)
+        federation = Tiny(engine, job, availability or Always(), "toy")
         federation.begin(1)
         return federation
 

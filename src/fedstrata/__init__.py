@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
-    from fedstrata.compare import compare as compare
+    from fedstrata.comparison import compare as compare
     from fedstrata.data import IID as IID
     from fedstrata.data import Assignment as Assignment
     from fedstrata.data import Classes as Classes
@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 
 # Where each public name lives: importing fedstrata alone must not wait for PyTorch.
 _HOMES = {
-    "compare": "compare",
+    "compare": "comparison",
     "run": "experiment",
     "prepare": "experiment",
     "Experiment": "spec",

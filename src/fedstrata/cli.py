@@ -79,6 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     report.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
     report.set_defaults(work=_report)
+
+    keys = commands.add_parser("keys", help="make the clients' keys for masked labels")
+    keys.add_argument("--out", type=Path, default=Path("keys"), metavar="DIR", help="the folder (default: keys)")
+    keys.set_defaults(work=_keys)
     return parser
 
 
@@ -117,7 +121,7 @@ def _located(options: argparse.Namespace, work: Any) -> Any:
 
 def _run(options: argparse.Namespace) -> int:
     from fedstrata import checkpoint
-    from fedstrata.compare import stamp
+    from fedstrata.comparison import stamp
     from fedstrata.errors import SpecError
     from fedstrata.experiment import SPEC, run
     from fedstrata.report.console import RunProgress
@@ -180,7 +184,7 @@ def _show(history: History) -> None:
 def _compare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from fedstrata.compare import compare, stamp
+    from fedstrata.comparison import compare, stamp
     from fedstrata.errors import SpecError
     from fedstrata.report.comparing import CompareProgress
     from fedstrata.report.tables import compare_table, to_rich
@@ -267,6 +271,14 @@ def _report(options: argparse.Namespace) -> int:
 
     page = write_report(options.folders, options.out or options.folders[0] / "report.html")
     print(page)
+    return 0
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from fedstrata.clients.keys import VARIABLE, Keys
+
+    path = Keys.make().write(options.out)
+    print(f"{path}: copy it to every client's site and set {VARIABLE} to its folder there; never give it to the server")
     return 0
 
 

@@ -97,6 +97,8 @@ def decode(data: bytes, *, limit: int = DEFAULT_LIMIT) -> Tree:
         raise WireError(f"a message of {len(data)} bytes is over the limit of {limit}")
     try:
         (length,) = _LENGTH.unpack_from(data)
+        if length > len(data) - _LENGTH.size:
+            raise WireError(f"a message that ends {length + _LENGTH.size - len(data)} bytes too early")
         skeleton = json.loads(data[_LENGTH.size : _LENGTH.size + length])
         block = data[_LENGTH.size + length :]
         tensors = safetensors.torch.load(block) if block else {}

@@ -10,13 +10,16 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 from fedstrata.config import Setting
 
 
+DEFAULT_EPOCHS = 5
+
+
 class Training(Setting):
     """How a round trains.
 
     Args:
         rounds: Rounds to run.
         clients_per_round: Clients invited each round; 10 (or all, where there are fewer) unless given.
-        local_epochs: Passes over its data that a client makes in a round.
+        local_epochs: Passes over its data that a client makes in a round, E; 5 unless given.
         local_steps: Mini-batch steps instead of epochs.
         batch_size: Samples in a mini-batch; all of a client's where it has fewer.
         lr: Learning rate η.
@@ -35,10 +38,10 @@ class Training(Setting):
 
     rounds: PositiveInt = 20
     clients_per_round: PositiveInt | None = None
-    local_epochs: PositiveInt = 1
+    local_epochs: PositiveInt | None = None
     local_steps: PositiveInt | None = None
     batch_size: PositiveInt = 32
-    lr: PositiveFloat = 0.05
+    lr: PositiveFloat = 0.1
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: NonNegativeFloat = 0.0
     schedule: Literal["constant", "inverse", "cosine"] = "constant"
@@ -49,9 +52,14 @@ class Training(Setting):
 
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> Training:
-        if self.local_steps is not None and "local_epochs" in self.model_fields_set and self.local_epochs != 1:
+        if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_epochs and local_steps exclude each other; give one")
         return self
+
+    @property
+    def epochs(self) -> int:
+        """E; for what is counted in epochs even where clients take steps."""
+        return self.local_epochs or DEFAULT_EPOCHS
 
     def lr_at(self, round: int) -> float:
         """η of a round, counted from 1.

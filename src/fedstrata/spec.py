@@ -229,6 +229,9 @@ def variants(table: Mapping[str, Any], labels: Sequence[str] | None = None) -> d
 
 def _over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
+    for one, other in (("local_epochs", "local_steps"), ("local_steps", "local_epochs")):
+        if one in overlay:
+            result.pop(other, None)  # They exclude each other: the overlay's replaces the spec's.
     for key, value in overlay.items():
         below = result.get(key)
         both = isinstance(value, Mapping) and isinstance(below, Mapping)

@@ -99,7 +99,9 @@ def test_nothing_to_learn_from_leaves_the_model(replies):
 
 def test_an_update_is_added_up_from_differences():
     params = {"w": torch.tensor([1.0, 2.0])}
-    found = weighted_update(params, [{"w": torch.tensor([2.0, 2.0])}, {"w": torch.tensor([1.0, 6.0])}], np.array([2, -1]))
+    found = weighted_update(
+        params, [{"w": torch.tensor([2.0, 2.0])}, {"w": torch.tensor([1.0, 6.0])}], np.array([2, -1])
+    )
     assert found["w"].tolist() == [2.0, -4.0]
     assert mean_buffers({"m": torch.tensor(3.0)}, [{"m": torch.tensor(9.0)}], np.array([0.0]))["m"].item() == 3.0
 

@@ -98,7 +98,11 @@ def test_a_batch_by_hand():
     assert set(found[wanted == 0]) <= {1, 4, 6, 9}
 
 
-@given(st.lists(st.integers(0, 2), max_size=12).map(lambda w: np.array(w, dtype=np.int64)), st.booleans(), st.integers(0, 99))
+@given(
+    st.lists(st.integers(0, 2), max_size=12).map(lambda w: np.array(w, dtype=np.int64)),
+    st.booleans(),
+    st.integers(0, 99),
+)
 def test_only_holders_are_chosen(wanted, weighted, seed):
     weights = {p: np.arange(1.0, 1 + len(clients)) for p, clients in AVAILABLE.items()} if weighted else None
     found = select_batch(wanted, AVAILABLE, weights, np.random.default_rng(seed))

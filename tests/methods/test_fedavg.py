@@ -13,7 +13,7 @@ CLIENTS = ((0, 1, 2, 3), (4, 5), (6,))
 
 
 def spec(availability="always", clients=CLIENTS, **training) -> fs.Experiment:
-    settings = {"lr": 0.3, "batch_size": 10, "clients_per_round": len(clients), **training}
+    settings = {"lr": 0.3, "local_epochs": 1, "batch_size": 10, "clients_per_round": len(clients), **training}
     return fs.Experiment(
         partition={"name": "given", "indices": clients}, availability=availability, method="fedavg", training=settings
     )
@@ -67,7 +67,7 @@ def net() -> nn.Module:
 
 
 def test_running_statistics_are_averaged_and_counters_take_the_largest(start, seven):
-    # Batches of 2 give 2, 1 and … the third client's single sample cannot train BatchNorm: two clients here.
+    # Two clients that take two steps and one: a single sample could not train BatchNorm.
     clients = ((0, 1, 2, 3), (4, 5))
     together = start(spec(clients=clients, batch_size=2), seven, net())
     together.step()
@@ -80,4 +80,3 @@ def test_running_statistics_are_averaged_and_counters_take_the_largest(start, se
     torch.testing.assert_close(found["0.running_mean"].double(), 4 / 6 * first + 2 / 6 * second, rtol=1e-6, atol=1e-7)
     counter = found["0.num_batches_tracked"]
     assert (int(counter), counter.dtype) == (2, torch.int64)  # not the mean 1.67, and no float
-

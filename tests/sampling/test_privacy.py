@@ -43,8 +43,8 @@ def test_answers_have_the_promised_frequencies(size):
 
 def estimates(sizes: np.ndarray, bound: int, alpha: float, times: int) -> np.ndarray:
     draw = np.random.default_rng(3)
-    once = lambda: estimated_total([randomised_size(int(n), bound, alpha, draw) for n in sizes], bound, alpha)  # noqa: E731
-    return np.array([once() for _ in range(times)])
+    rounds = ([randomised_size(int(n), bound, alpha, draw) for n in sizes] for _ in range(times))
+    return np.array([estimated_total(answers, bound, alpha) for answers in rounds])
 
 
 def test_the_estimate_is_unbiased_where_nothing_is_clipped():

@@ -98,7 +98,10 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float6
 
 
 class MeanBySize(Aggregator):
-    """a_k = n_k / Σ n over those who returned (FedAvg)."""
+    """a_k = n_k / Σ n over those who returned (FedAvg): every sample counts alike.
+
+    Where clients were drawn in proportion to n_k already, every draw counts alike instead, or size would count twice.
+    """
 
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
@@ -109,6 +112,8 @@ class MeanBySize(Aggregator):
         >>> MeanBySize().coefficients(who, np.array([0, 2]), np.array([30, 10])).tolist()
         [0.75, 0.25]
         """
+        if selection.stratum_samples is not None:
+            return StratumMean().coefficients(selection, returned, samples)
         sizes = samples * selection.draws[returned]
         result: NDArray[np.float64] = sizes / max(int(sizes.sum()), 1)
         return result
@@ -131,7 +136,8 @@ class StratumMean(Aggregator):
 
     With importance sampling inside the strata this is biased, although the papers say otherwise: clients with large
     gradients are drawn more often and not weighted down. ``HorvitzThompson`` is unbiased. m_h counts those who
-    returned; strata of which nobody did are left out and the others weighted up.
+    returned; strata of which nobody did are left out and the others weighted up. Where clients were drawn in
+    proportion to their samples, a stratum counts for its samples and not for its clients.
     """
 
     def coefficients(
@@ -145,8 +151,9 @@ class StratumMean(Aggregator):
         """
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
-        present = selection.stratum_sizes[per_stratum > 0].sum()
-        share = selection.stratum_sizes[stratum] / max(int(present), 1)
+        sizes = selection.stratum_sizes if selection.stratum_samples is None else selection.stratum_samples
+        present = sizes[per_stratum > 0].sum()
+        share = sizes[stratum] / max(int(present), 1)
         result: NDArray[np.float64] = share * draws / per_stratum[stratum]
         return result
 

@@ -13,13 +13,17 @@ from fedstrata.federation.messages import (
     CompressReply,
     Fit,
     FitReply,
-    LabelReply,
-    LabelReport,
+    LossReply,
+    LossReport,
     SizeReply,
     SizeReport,
+    Sketch,
+    SketchReply,
     Weights,
 )
+from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.privacy import randomised_size
+from fedstrata.sampling.sketches import sketch
 from fedstrata.sampling.squeeze import pack, project, squeeze
 
 OBJECTIVE, BUFFERS = "objective", "buffers"
@@ -62,13 +66,6 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
     return SizeReply(randomised_size(len(client), request.bound, request.alpha, draw))
 
 
-@answers(LabelReport)
-def report_labels(client: Client, request: LabelReport) -> LabelReply:
-    """The labels held, and how many samples of each."""
-    labels, counts = np.unique(client.labels, return_counts=True)
-    return LabelReply(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(counts.astype(np.int64)))
-
-
 @answers(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
     """The gradient of the mean cross-entropy over all samples at the global model, projected and squeezed."""
@@ -85,3 +82,24 @@ def compress(client: Client, request: Compress) -> CompressReply:
     projected = project(flat, request.coordinates, job.seed)
     centres, codes = squeeze(projected.numpy(), request.centres)
     return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), projected.numel())
+
+
+@answers(Sketch)
+def send_sketch(client: Client, request: Sketch) -> SketchReply:
+    """Train as in any round, and keep nothing of it but the sketch."""
+    data = LocalData(client, np.arange(len(client)))
+    outcome = train(client, request.weights, data, round=request.round, message={}, objective=CrossEntropy())
+    values = sketch(outcome.weights.params, request.coordinates, client.world.job.seed)
+    return SketchReply(torch.from_numpy(values))
+
+
+@answers(LossReport)
+@torch.no_grad()
+def report_loss(client: Client, request: LossReport) -> LossReply:
+    """Mean cross-entropy over all samples at the global model; 0 without samples."""
+    data = LocalData(client, np.arange(len(client)))
+    total = 0.0
+    with client.model.loaded(request.weights.params, request.weights.buffers, train=False) as params:
+        for batch in data.in_order():
+            total += float(F.cross_entropy(client.model(params, batch.x), batch.y, reduction="sum"))
+    return LossReply(total / max(len(data), 1))

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.clients.keys import KeyRing
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partition import Assignment
 from fedstrata.errors import FedstrataError
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.federation.seam import Job
+from fedstrata.federation.seam import Failure, Job
 from fedstrata.nn.batchnorm import Group
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Objective
@@ -32,12 +33,16 @@ class World:
         data: The data set; a client sees only its own indices of it.
         assignment: Which samples belong to whom.
         objective: What clients minimise.
+        prepared: What handlers made ready once for all clients of the process, by name; nothing of a client's own.
+        keys: The keys that all clients share and the server does not have.
     """
 
     job: Job
     data: Dataset
     assignment: Assignment
     objective: Objective
+    prepared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    keys: KeyRing = field(default_factory=KeyRing.of_site, compare=False, repr=False)
 
 
 class Client:
@@ -95,9 +100,29 @@ Handler = Callable[[Client, Any], Reply]
 FusedHandler = Callable[[Mapping[ClientId, Client], Mapping[ClientId, Any]], Reply]
 Carrier = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 
+
+class Carriage(Protocol):
+    """What carries a relay of one kind of task through a process in which all its clients live.
+
+    See ``fedstrata.federation.seam.Ride``; an exception in ``hop`` is that client's failure.
+    """
+
+    def hop(self, client: Client, task: Any) -> Reply:
+        """Take up one client's part."""
+
+    def keep(self, accepted: bool) -> None:
+        """Whether the last part counts."""
+
+    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+        """The model after all parts that count, and their replies."""
+
+
+CarriageMaker = Callable[[World, Weights], Carriage]
+
 _HANDLERS: dict[type[Request], Handler] = {}
 _FUSED: dict[type[Request], FusedHandler] = {}
 _CARRIERS: dict[type[Request], Carrier] = {}
+_CARRIAGES: dict[type[Request], CarriageMaker] = {}
 
 
 def answers(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[[Client, R], Reply]]:
@@ -130,6 +155,16 @@ def carries(kind: type[R]) -> Callable[[Carrier], Carrier]:
     return declare
 
 
+def carries_fused(kind: type[R]) -> Callable[[CarriageMaker], CarriageMaker]:
+    """Declare how a whole relay is computed in one pass."""
+
+    def declare(maker: CarriageMaker) -> CarriageMaker:
+        _CARRIAGES[kind] = maker
+        return maker
+
+    return declare
+
+
 def handler_of(kind: type[Request]) -> Handler:
     """The handler for a kind of request."""
     if kind not in _HANDLERS:
@@ -147,3 +182,8 @@ def carrier_of(kind: type[Request]) -> Carrier:
     if kind not in _CARRIERS:
         raise FedstrataError(f"clients do not know how to carry {kind.__name__}: declare it with @carries")
     return _CARRIERS[kind]
+
+
+def carriage_maker_of(kind: type[Request]) -> CarriageMaker | None:
+    """What carries a whole relay of a kind of task in one pass, if there is anything."""
+    return _CARRIAGES.get(kind)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.clients.client import Client, World, answers, answers_fused
-from fedstrata.federation.messages import ClientId, Gradient, GradientReply, Reply, Reserve, ReserveReply
+from fedstrata.federation.messages import ClientId, Gradient, GradientReply, Reply, Reserve, ReserveReply, Steps
 from fedstrata.nn.batchnorm import federated
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
@@ -18,12 +18,16 @@ from fedstrata.records import record
 from fedstrata.rng import torch_seeded
 
 Ints = NDArray[np.int64]
-STATE = "stratify"
+STATE, PLACEHOLDERS = "stratify", "placeholders"
+"""Names under which a client keeps its pools, and the label behind each placeholder where labels are masked."""
+
+ALL = (0.0, 1.0)
+"""The window in which every sample is there."""
 
 
 @record
 class Pool:
-    """One label's samples, drawn without replacement.
+    """One placeholder's samples, drawn without replacement.
 
     Args:
         order: Their places among the client's own, shuffled.
@@ -42,7 +46,7 @@ class Reserved:
 
     Args:
         round: The epoch.
-        pools: By label.
+        pools: By placeholder.
         batches: The batch of every sample set aside, ascending.
         places: Where that sample is among the client's own.
     """
@@ -53,32 +57,61 @@ class Reserved:
     places: Ints
 
 
-def _pool(client: Client, round: int, label: int, refills: int) -> Pool:
-    order = np.flatnonzero(client.labels == label)
+def places_of(client: Client, placeholder: int) -> Ints:
+    """Where the samples of a placeholder are among the client's own, ascending; empty where it holds none."""
+    label = label_of(client, placeholder)
+    return np.empty(0, dtype=np.int64) if label is None else np.flatnonzero(client.labels == label)
+
+
+def label_of(client: Client, placeholder: int) -> int | None:
+    """The label behind a placeholder: itself unless labels are masked; None for one that the client does not know."""
+    known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
+    return placeholder if known is None else known.get(placeholder)
+
+
+def new_pool(client: Client, round: int, placeholder: int, window: tuple[float, float], refills: int = 0) -> Pool:
+    """The samples of a placeholder that are there, shuffled.
+
+    Randomness is keyed by the real label, so that masking changes nothing. The samples of each label arrive in an order
+    of their own, drawn once for the whole run; those from ``window[0]`` to ``window[1]`` of them are there.
+    """
+    order, label = places_of(client, placeholder), label_of(client, placeholder)
+    if window != ALL:
+        arriving = client.rng(f"arrival/{label}", 0).permutation(order)
+        # A hair more, for products such as 0.29 · 100 that lie below the whole number that is meant.
+        first, last = (int(part * len(order) + 1e-9) for part in window)
+        order = np.sort(arriving[first:last])
     return Pool(client.rng(f"pool/{label}/{refills}", round).permutation(order), 0, refills)
+
+
+def refilled(client: Client, pools: Mapping[int, Pool], request: Reserve | Steps) -> dict[int, Pool]:
+    """The pools after those that the request names began anew."""
+    result = dict(pools)
+    for p in request.refill.tolist():
+        refills = result[p].refills + 1 if p in result else 0
+        result[p] = new_pool(client, request.round, p, request.window, refills)
+    return result
 
 
 @answers(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
-    """Set one sample aside for every position as long as the label's pool lasts."""
+    """Set one sample aside for every position as long as the placeholder's pool lasts."""
     before = client.state.get(STATE)
     empty = np.empty(0, dtype=np.int64)
-    if request.fresh or before is None or before.round != request.round:
+    if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
         before = Reserved(request.round, {}, empty, empty)
-    pools: dict[int, Pool] = dict(before.pools)
-    batches, labels = request.batches.numpy(), request.labels.numpy()
-    for label in request.refill.tolist():
-        pools[label] = _pool(client, request.round, label, pools[label].refills + 1 if label in pools else 0)
-    places = np.full(len(labels), -1, dtype=np.int64)
+    pools = refilled(client, before.pools, request)
+    batches, wanted = request.batches.numpy(), request.labels.numpy()
+    places = np.full(len(wanted), -1, dtype=np.int64)
     exhausted = []
-    for label in np.unique(labels).tolist():
-        pool = pools.get(label) or _pool(client, request.round, label, 0)
-        positions = np.flatnonzero(labels == label)
+    for p in np.unique(wanted).tolist():
+        pool = pools.get(p) or new_pool(client, request.round, p, request.window)
+        positions = np.flatnonzero(wanted == p)
         taken = pool.order[pool.used : pool.used + len(positions)]
         places[positions[: len(taken)]] = taken
-        pools[label] = Pool(pool.order, pool.used + len(taken), pool.refills)
-        if pools[label].used == len(pool.order):
-            exhausted.append(label)
+        pools[p] = Pool(pool.order, pool.used + len(taken), pool.refills)
+        if pools[p].used == len(pool.order):
+            exhausted.append(p)
     served = places >= 0
     all_batches = np.concatenate([before.batches, batches[served]])
     all_places = np.concatenate([before.places, places[served]])

@@ -57,7 +57,7 @@ class LocalData:
         if n == 0:
             return
         whole = training.local_steps is not None
-        steps = training.local_steps if whole else training.local_epochs * -(-n // size)
+        steps = training.local_steps if whole else training.epochs * -(-n // size)
         assert steps is not None
         done = 0
         while done < steps:

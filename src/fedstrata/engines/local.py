@@ -6,13 +6,22 @@ import traceback
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from fedstrata.clients import answers, reserving  # noqa: F401  they declare how clients answer
-from fedstrata.clients.client import Client, World, carrier_of, fused_handler_of, handler_of
+from fedstrata.clients import answers, masking, reserving, stepping, tandem, visiting  # noqa: F401  how clients answer
+from fedstrata.clients.client import (
+    Carriage,
+    Client,
+    World,
+    carriage_maker_of,
+    carrier_of,
+    fused_handler_of,
+    handler_of,
+)
 from fedstrata.clients.store import StateStore
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.seam import Failure
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.nn.model import Model
+from fedstrata.records import Tree
 
 
 class LocalEngine:
@@ -65,6 +74,11 @@ class LocalEngine:
         except Exception as error:
             return failure(error)
 
+    def ride(self, kind: type[Request], cargo: Weights) -> LocalRide | None:
+        """A relay in one pass where there is something that carries it."""
+        maker = carriage_maker_of(kind)
+        return None if maker is None else LocalRide(self, maker(self.world, cargo))
+
     def settle(self, accepted: Iterable[ClientId]) -> None:
         """Keep what the accepted clients changed in their state."""
         for number in accepted:
@@ -102,6 +116,44 @@ class LocalEngine:
 
         with ThreadPoolExecutor(max_workers=len(numbers)) as pool:
             return dict(zip(numbers, pool.map(answer, numbers), strict=True))
+
+
+class LocalRide:
+    """A relay through this process; see ``fedstrata.federation.seam.Ride``.
+
+    Args:
+        engine: Where its clients live.
+        carriage: What carries it.
+    """
+
+    def __init__(self, engine: LocalEngine, carriage: Carriage) -> None:
+        self._engine, self._carriage = engine, carriage
+        self._states: dict[ClientId, Mapping[str, Tree]] = {}
+        self._last: Client | None = None
+
+    def hop(self, client: ClientId, task: Request) -> Reply | Failure:
+        """One client's part."""
+        # States go back to the store at the end: it measures what it is given, and a client comes by many times.
+        if client not in self._states:
+            self._states[client] = self._engine.store.get(client)
+        self._last = Client(client, self._engine.world, self._states[client])
+        try:
+            return self._carriage.hop(self._last, task)
+        except Exception as error:
+            return failure(error)
+
+    def keep(self, accepted: bool) -> None:
+        """Let the last part and its client's new state count, or neither."""
+        self._carriage.keep(accepted)
+        if accepted and self._last is not None:
+            self._states[self._last.number] = self._last.state
+
+    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+        """The end of the relay."""
+        for client, state in self._states.items():
+            if state is not self._engine.store.get(client):
+                self._engine.store.put(client, state)
+        return self._carriage.arrive()
 
 
 def failure(error: Exception) -> Failure:

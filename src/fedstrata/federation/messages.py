@@ -148,6 +148,66 @@ class CompressReply(Reply):
 
 
 @record
+class Sketch(Request):
+    """Train once, starting at ``weights``, and send a sketch of the parameters that this leads to (FedSSAR).
+
+    Plain cross-entropy, on all samples: an objective's own state belongs to the rounds that a client takes part in.
+
+    Args:
+        round: The round, counted from 1.
+        weights: The global model.
+        coordinates: K, the length of the sketch; 0 for the parameters themselves.
+    """
+
+    round: int
+    weights: Weights
+    coordinates: int
+
+    def work(self, samples: int) -> float:
+        """One pass over all samples."""
+        return float(samples)
+
+
+@record
+class SketchReply(Reply):
+    """A sketch of a locally trained model.
+
+    Args:
+        values: Shape (K,), float32; see ``fedstrata.sampling.sketches``.
+    """
+
+    values: Tensor
+
+
+@record
+class LossReport(Request):
+    """How bad is the global model for you?
+
+    Args:
+        round: The round, counted from 1.
+        weights: The global model.
+    """
+
+    round: int
+    weights: Weights
+
+    def work(self, samples: int) -> float:
+        """A forward pass over all samples: a third of a gradient."""
+        return samples / 3
+
+
+@record
+class LossReply(Reply):
+    """The answer.
+
+    Args:
+        loss: Mean cross-entropy over a client's samples.
+    """
+
+    loss: float
+
+
+@record
 class LabelReport(Request):
     """Which labels do you hold, and how many samples of each?"""
 
@@ -157,7 +217,7 @@ class LabelReply(Reply):
     """A client's labels.
 
     Args:
-        labels: The labels it holds, int64, ascending.
+        labels: The labels it holds, int64, in an order of the client's own.
         counts: How many samples of each, int64.
     """
 
@@ -175,6 +235,8 @@ class Reserve(Request):
         labels: The placeholder wanted at every position, int64.
         refill: Placeholders whose pools start anew, int64.
         fresh: Whether an earlier reservation of this epoch is forgotten first.
+        window: The part of each label's samples, in the order in which they arrive, that is there: from and to, in
+            [0, 1].
     """
 
     round: int
@@ -182,6 +244,7 @@ class Reserve(Request):
     labels: Tensor
     refill: Tensor
     fresh: bool
+    window: tuple[float, float] = (0.0, 1.0)
 
 
 @record
@@ -227,3 +290,88 @@ class GradientReply(Reply):
     samples: int
     loss: float
     buffers: Params = same()
+
+
+@record
+class Steps(Request):
+    """One SGD step on one sample for each placeholder, on the travelling model (Stratify, Algorithm 3).
+
+    Args:
+        round: The epoch, counted from 1.
+        labels: The placeholders to train, in order, int64.
+        refill: Placeholders whose pools start anew, int64.
+        fresh: Whether what was drawn earlier in this epoch is forgotten first.
+        window: See ``Reserve``.
+    """
+
+    round: int
+    labels: Tensor
+    refill: Tensor
+    fresh: bool
+    window: tuple[float, float] = (0.0, 1.0)
+
+
+@record
+class StepsReply(Reply):
+    """What could not be trained.
+
+    Args:
+        missing: One bool a placeholder: True where the pool was empty (``not_trained``).
+        exhausted: Placeholders whose pool is empty now, int64.
+        loss: The summed loss of the samples, each before its step; a scalar, float32.
+    """
+
+    missing: Tensor
+    exhausted: Tensor
+    loss: Tensor
+
+
+@record
+class Visit(Request):
+    """Train the travelling model on all your data, as in ``Fit`` (sequential federated learning).
+
+    Args:
+        round: The round, counted from 1.
+        passes: How often the data are gone through, for simulated time only.
+    """
+
+    round: int
+    passes: float
+
+    def work(self, samples: int) -> float:
+        """Samples seen."""
+        return samples * self.passes
+
+
+@record
+class VisitReply(Reply):
+    """What local training saw.
+
+    Args:
+        samples: n_k.
+        seen: Sample-gradients computed.
+        loss: Mean training loss over the steps.
+    """
+
+    samples: int
+    seen: int
+    loss: float
+
+
+@record
+class FitTogether(Request):
+    """Train locally as in ``Fit``, the first step in tandem with the round's other clients (FedTAN); ``FitReply``.
+
+    Args:
+        round: The round, counted from 1.
+        weights: The global model.
+        passes: How often the data are gone through, for simulated time only.
+    """
+
+    round: int
+    weights: Weights
+    passes: float
+
+    def work(self, samples: int) -> float:
+        """Samples seen."""
+        return samples * self.passes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,6 +68,19 @@ class Failure:
     bystander: bool = False
 
 
+class Ride(Protocol):
+    """A relay that is computed where its clients live: the model stays, and each client's part comes to it."""
+
+    def hop(self, client: ClientId, task: Request) -> Reply | Failure:
+        """Take up one client's part. What the reply says about the model's work may still be missing."""
+
+    def keep(self, accepted: bool) -> None:
+        """Whether the last part and what changed in its client's state count."""
+
+    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+        """The model after all parts that count, and for each of them, in order, the whole reply or why it failed."""
+
+
 class Engine(Protocol):
     """Where clients live. What a client changed in its own state counts only once ``settle`` accepted its answer."""
 
@@ -79,6 +92,9 @@ class Engine(Protocol):
 
     def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
         """Let one client work on the travelling model."""
+
+    def ride(self, kind: type[Request], cargo: Weights) -> Ride | None:
+        """A relay of tasks of one kind in one pass, or None where the engine has no such pass."""
 
     def settle(self, accepted: Iterable[ClientId]) -> None:
         """Keep the new state of these clients, drop that of all others that were just asked."""
@@ -252,34 +268,115 @@ class Federation:
         return Summed(summed, clients)
 
     def relay(
-        self, tasks: Sequence[tuple[ClientId, Request]], weights: Weights, *, check: Check | None = None
+        self,
+        tasks: Iterable[tuple[ClientId, Request]],
+        weights: Weights,
+        *,
+        check: Check | None = None,
+        heard: Callable[[int, Any], None] | None = None,
     ) -> Relayed:
         """Send the model from client to client; each works on it and passes it on.
 
         A hop that fails, or whose client is not there, is skipped: the next client gets the last good model.
+
+        Args:
+            tasks: Clients and their tasks, all of one kind. Each is taken only when the hop before it is over, so that
+                a generator may decide what comes next by what it ``heard``.
+            weights: The model that sets out.
+            check: Refuses replies that are well-formed and still wrong.
+            heard: Called after each hop with its position and its reply, None where there is none. An engine that
+                computes the relay in one pass may learn of a failure only at the end, and then calls once more with
+                None.
         """
+        heard = heard or (lambda position, reply: None)
         replies: dict[int, Any] = {}
+        failures: list[tuple[ClientId, Failure]] = []
         cargo = records.size(weights)
+        ride: Ride | None = None
+        riders: list[tuple[int, ClientId]] = []
+        kind: type[Request] | None = None
         for position, (client, task) in enumerate(tasks):
-            if not self._reach({client: task}, None, None, count=False):
+            if not self._present(client, task):
+                heard(position, None)
                 continue
-            outcome = self.engine.hop(client, task, weights)
-            received = records.size(task) + cargo
+            if kind is None:
+                kind = type(task)
+                ride = self.engine.ride(kind, weights) if self.job.training.execution == "fused" else None
             self.tally.hops += 1
-            self.tally.bytes_down += received
-            if isinstance(outcome, Failure):
-                self._fail(client, outcome)
-                continue
-            moved, reply = outcome
-            defect = _defect(moved, check_like(weights)) or _defect(reply, check)
-            self.engine.settle([] if defect else [client])
-            if defect:
-                self._refuse(client, defect)
-                continue
-            weights = moved
-            replies[position] = reply
-            self._count_up([client], records.size(reply))
+            self.tally.bytes_down += records.size(task) + cargo
+            if ride is not None:
+                reply = self._join(ride, client, task, check)
+            else:
+                weights, reply = self._hop(client, task, weights, check)
+            if isinstance(reply, Failure):
+                self._fail(client, reply)
+                failures.append((client, reply))
+                reply = None
+            elif reply is not None and ride is not None:
+                riders.append((position, client))
+            elif reply is not None:
+                replies[position] = reply
+                self._count_up([client], records.size(reply))
+            heard(position, reply)
+        if ride is not None:
+            weights, outcomes = ride.arrive()
+            for (position, client), outcome in zip(riders, outcomes, strict=True):
+                if isinstance(outcome, Failure):
+                    self._fail(client, outcome)
+                    failures.append((client, outcome))
+                    heard(position, None)
+                else:
+                    replies[position] = outcome
+                    self._count_up([client], records.size(outcome))
+        if replies and kind is not None:
+            self._answered.add(kind)
+        elif kind is not None:
+            self._refuse_total_failure(kind, failures)
         return Relayed(weights, replies)
+
+    def _refuse_total_failure(self, kind: type[Request], failures: list[tuple[ClientId, Failure]]) -> None:
+        """Raise where every failure of a relay without a reply was an exception and no such task was ever done."""
+        if failures and all(failure.error is not None for _, failure in failures) and kind not in self._answered:
+            client, failure = failures[0]
+            raise ClientsFailedError(
+                f"all {len(failures)} hops failed in round {self.round} of {self.method}; "
+                f"client {client}: {failure.reason}"
+            ) from failure.error
+
+    def _hop(
+        self, client: ClientId, task: Request, weights: Weights, check: Check | None
+    ) -> tuple[Weights, Reply | Failure | None]:
+        """The model after one hop and its reply; the model as it was, and why or None, where it does not count."""
+        outcome = self.engine.hop(client, task, weights)
+        if isinstance(outcome, Failure):
+            return weights, outcome
+        moved, reply = outcome
+        defect = _defect(moved, check_like(weights)) or _defect(reply, check)
+        self.engine.settle([] if defect else [client])
+        if defect:
+            self._refuse(client, defect)
+            return weights, None
+        return moved, reply
+
+    def _join(self, ride: Ride, client: ClientId, task: Request, check: Check | None) -> Reply | Failure | None:
+        """What one part of a ride replies; why or None where it does not count."""
+        outcome = ride.hop(client, task)
+        if isinstance(outcome, Failure):
+            ride.keep(False)
+            return outcome
+        defect = _defect(outcome, check)
+        ride.keep(defect is None)
+        if defect:
+            self._refuse(client, defect)
+            return None
+        return outcome
+
+    def _present(self, client: ClientId, task: Request) -> bool:
+        """Whether a hop reaches its client; cheap for one that was reached before in this round."""
+        simulates_time = self.availability.deadline is not None or self.availability.speed_spread > 0
+        if not simulates_time and client in self.tally.invited and self._online.get(client, False):
+            return True
+        return bool(self._reach({client: task}, None, None, count=False))
 
     def _reach(
         self,

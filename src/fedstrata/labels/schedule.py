@@ -121,3 +121,69 @@ def select_batch(
         replace = len(positions) > (len(clients) if shares is None else int((shares > 0).sum()))
         chosen[positions] = draw.choice(clients, size=len(positions), replace=replace, p=shares)
     return chosen
+
+
+def select_batches(
+    wanted: Ints,
+    batch_of: Ints,
+    available: Mapping[int, Ints],
+    weights: Mapping[int, NDArray[np.float64]] | None,
+    draw: np.random.Generator,
+) -> Ints:
+    """``select_batch`` for many batches at once.
+
+    Args:
+        wanted: The placeholder of every position, shape (L,).
+        batch_of: The batch of every position, ascending, shape (L,).
+        available: Clients by placeholder.
+        weights: Selection weights by placeholder, alike in shape; None for uniform selection.
+        draw: Randomness.
+
+    Returns:
+        The client of every position, −1 where nobody is available, shape (L,).
+    """
+    chosen = np.full(len(wanted), -1, dtype=np.int64)
+    for p in np.unique(wanted).tolist():
+        clients = available[p]
+        if len(clients) == 0:
+            continue
+        positions = np.flatnonzero(wanted == p)
+        _, begins, group, sizes = np.unique(
+            batch_of[positions], return_index=True, return_inverse=True, return_counts=True
+        )
+        shares = None if weights is None else weights[p] / weights[p].sum()
+        possible = len(clients) if shares is None else int((shares > 0).sum())
+        place = np.arange(len(positions)) - begins[group]
+        crowded = sizes[group] > possible
+        chosen[positions[crowded]] = draw.choice(clients, size=int(crowded.sum()), p=shares)
+        drawn = _orders(sizes <= possible, len(clients), shares, int(sizes.max()), draw)
+        chosen[positions[~crowded]] = clients[drawn[group[~crowded], place[~crowded]]]
+    return chosen
+
+
+def _orders(
+    groups: NDArray[np.bool_], clients: int, shares: NDArray[np.float64] | None, most: int, draw: np.random.Generator
+) -> Ints:
+    """For each of some groups, up to ``most`` clients drawn one after another without replacement, shape (G, most).
+
+    Weighted draws follow the smallest of keys Exp(1) / share (Efraimidis and Spirakis 2006).
+    """
+    most = min(most, clients)
+    orders = np.zeros((len(groups), most), dtype=np.int64)
+    rows = np.flatnonzero(groups)
+    if clients == 1:
+        return orders
+    if shares is None and clients > 32 * most:
+        # Few among many: a draw each costs less than a key for everybody.
+        for row in rows.tolist():
+            orders[row] = draw.choice(clients, size=most, replace=False)
+        return orders
+    block = max(1, (1 << 21) // clients)
+    for begin in range(0, len(rows), block):
+        part = rows[begin : begin + block]
+        keys = draw.standard_exponential((len(part), clients))
+        if shares is not None:
+            with np.errstate(divide="ignore"):
+                keys /= shares
+        orders[part] = np.argsort(keys, axis=1)[:, :most]
+    return orders

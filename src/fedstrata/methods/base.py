@@ -164,7 +164,7 @@ class Recipe(Method):
 
         request = Fit(federation.round, weights, objective.message(state.objective), keep, passes(job))
         expected = objective.expected(weights, job.classes)
-        replies = federation.ask(dict.fromkeys(invited, request), check=_check(weights, expected))
+        replies = federation.ask(dict.fromkeys(invited, request), check=fit_check(weights, expected))
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         answers = list(replies.values())
@@ -183,7 +183,7 @@ def passes(job: Job) -> float:
     """How often a client goes through its data in a round; for steps, a guess from the mean size."""
     training = job.training
     if training.local_steps is None or job.sizes is None:
-        return float(training.local_epochs)
+        return float(training.epochs)
     return training.local_steps * training.batch_size / max(float(job.sizes.mean()), 1.0)
 
 
@@ -194,7 +194,8 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     return {"samples": seen, "train_loss": loss}
 
 
-def _check(weights: Weights, expected: Extra) -> Check:
+def fit_check(weights: Weights, expected: Extra) -> Check:
+    """A check that a trained model is like ``weights`` and its message like ``expected``."""
     like = check_like(weights)
 
     def check(reply: FitReply) -> None:
@@ -214,9 +215,16 @@ METHODS: Registry[Method] = Registry(
     Method,  # type: ignore[type-abstract]
     {
         "fedavg": "fedstrata.methods.fedavg:FedAvg",
+        "fedprox": "fedstrata.methods.fedprox:FedProx",
         "scaffold": "fedstrata.methods.scaffold:SCAFFOLD",
         "fedsts": "fedstrata.methods.fedstas:FedSTS",
         "fedstas": "fedstrata.methods.fedstas:FedSTaS",
+        "fedsampling": "fedstrata.methods.fedsampling:FedSampling",
+        "fedssar": "fedstrata.methods.fedssar:FedSSAR",
+        "clustered": "fedstrata.methods.clustered:ClusteredSampling",
+        "power-of-choice": "fedstrata.methods.power_of_choice:PowerOfChoice",
         "stratify": "fedstrata.methods.stratify:Stratify",
+        "sfl": "fedstrata.methods.sfl:SFL",
+        "fedtan": "fedstrata.methods.fedtan:FedTAN",
     },
 )

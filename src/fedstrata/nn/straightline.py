@@ -16,7 +16,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -83,7 +83,7 @@ class StraightLine:
         step, bound = self._step, self._bound
         # Batches of one are too small for oneDNN to repay its preparations.
         with torch.inference_mode(), _without_onednn():
-            samples = zip(_plain_strides(x).split(1), y.split(1), strict=True)
+            samples = zip(torch.split(_plain_strides(x), 1), torch.split(y, 1), strict=True)
             losses = [step(*bound, sample, label, -lr) for sample, label in samples]
             total = torch.stack(losses) if losses else x.new_zeros(0)
         return total.clone()
@@ -171,13 +171,13 @@ def _simplify(graph: fx.Graph, params: int) -> None:
         if node.target in _MAKES_MUTABLE:
             replacement = source
         elif node.target is _ATEN.t.default and source.target is _ATEN.t.default:
-            replacement = source.args[0]  # type: ignore[assignment]
+            replacement = cast(fx.Node, source.args[0])
         elif (
             node.target is _ATEN.sum.dim_IntList
             and len(node.args) == 3
             and node.args[2] is True
             and source not in changed
-            and all(_value(source).shape[axis] == 1 for axis in node.args[1])  # type: ignore[union-attr]
+            and all(_value(source).shape[axis] == 1 for axis in node.args[1])
         ):
             replacement = source
         if replacement is not None:
@@ -206,7 +206,7 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     """Let the graph update the parameters at its end and return the loss alone."""
     output = next(node for node in graph.nodes if node.op == "output")
     (results,) = output.args
-    *gradients, loss = results  # type: ignore[misc]
+    *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
     changed = _mutated(graph)
@@ -223,7 +223,7 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     for gradient in dict.fromkeys(gradients):
         if not gradient.users:
             graph.erase_node(gradient)
-    graph.lint()  # type: ignore[no-untyped-call]
+    graph.lint()
 
 
 def _append_update(
@@ -246,5 +246,5 @@ def _roots(product: fx.Node) -> set[fx.Node]:
         node = factor
         while isinstance(node, fx.Node):
             found.add(node)
-            node = node.args[0] if node.target in _VIEWS else None  # type: ignore[assignment]
+            node = node.args[0] if node.target in _VIEWS else None
     return found

@@ -27,6 +27,8 @@ class Selection:
         probability: The probability p_k of each in a single draw of its stratum, shape (m,).
         stratum: The stratum of each, shape (m,).
         stratum_sizes: N_h, clients in every stratum, shape (H,).
+        stratum_samples: Σ n_k of every stratum, shape (H,), where clients were drawn in proportion to n_k: a mean by
+            size then counts every draw of a stratum alike. None where size played no part.
         metrics: What the sampler adds to the round's metrics.
     """
 
@@ -35,6 +37,7 @@ class Selection:
     probability: NDArray[np.float64]
     stratum: NDArray[np.int64]
     stratum_sizes: NDArray[np.int64]
+    stratum_samples: NDArray[np.int64] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -128,7 +131,12 @@ CLIENT_SAMPLERS: Registry[ClientSampler] = Registry(
     ClientSampler,  # type: ignore[type-abstract]
     {
         "uniform": "fedstrata.sampling.base:Uniform",
+        "weighted": "fedstrata.sampling.weighted:Weighted",
+        "all": "fedstrata.sampling.fedsampling:Everyone",
         "fedsts": "fedstrata.sampling.stratified:Stratified",
+        "fedssar": "fedstrata.sampling.ssar:Similar",
+        "clustered": "fedstrata.sampling.clustered:Clustered",
+        "power-of-choice": "fedstrata.sampling.power_of_choice:PowerOfChoice",
     },
 )
 
@@ -138,5 +146,6 @@ DATA_SAMPLERS: Registry[DataSampler] = Registry(
     {
         "all": "fedstrata.sampling.base:AllData",
         "fedstas": "fedstrata.sampling.privacy:Requested",
+        "fedsampling": "fedstrata.sampling.fedsampling:Pooled",
     },
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import kmeans1d
 import numpy as np
 import torch
@@ -28,10 +30,16 @@ def project(gradient: Tensor, coordinates: int, seed: int) -> Tensor:
     d = gradient.numel()
     if coordinates == 0 or d <= coordinates:
         return gradient
+    bucket, sign = _hashes(d, coordinates, seed)
+    return torch.zeros(coordinates, dtype=gradient.dtype).index_add_(0, bucket, gradient * sign.to(gradient.dtype))
+
+
+@lru_cache(maxsize=4)
+def _hashes(d: int, coordinates: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The bucket and the sign of every coordinate: drawn once, and not by each client anew."""
     draw = rng(seed, "projection")
     bucket = torch.from_numpy(draw.integers(coordinates, size=d))
-    sign = torch.from_numpy(draw.integers(2, size=d, dtype=np.int8)).to(gradient.dtype).mul_(2).sub_(1)
-    return torch.zeros(coordinates, dtype=gradient.dtype).index_add_(0, bucket, gradient * sign)
+    return bucket, torch.from_numpy(draw.integers(2, size=d, dtype=np.int8)).float().mul_(2).sub_(1)
 
 
 def squeeze(values: NDArray[np.float32], centres: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:

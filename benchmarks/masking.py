@@ -1,0 +1,219 @@
+"""What masked labels cost: time and bytes of enrolling, by mode, number of classes and number of clients.
+
+    python benchmarks/masking.py [--out docs/masking] [--quick]
+
+Writes OUT.md, OUT.json and OUT.png. The cells are those of Stratify's Table IV: each client holds 1 of 2, 5 of 10 or
+50 of 100 classes. All modes of a cell run one after another in one process with one thread, on the same labels; the
+fast ones several times (the median counts). ``ckks-paper`` in the largest cells takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedstrata.clients.client import World
+from fedstrata.clients.store import StateStore
+from fedstrata.data import Assignment, from_arrays
+from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.availability import Always
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.labels.enrolment import Masking, enrol
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import CrossEntropy
+from fedstrata.settings import Training
+
+CELLS = ((2, 1), (10, 5), (100, 50))
+CLIENTS = (5, 10, 20)
+MODES: tuple[Masking, ...] = ("ckks-paper", "ckks", "prf", "none")
+PHASES = ("unique list", "mapping", "counts")
+GROWTH_LABELS = 10
+GROWTH_CLIENTS, GROWTH_CLASSES = (10, 100, 1000), (10, 100, 1000)
+
+
+def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federation:
+    """Clients with so many random classes each, one sample of each; every class has a holder where that is possible."""
+    draw = np.random.default_rng(seed)
+    held = [draw.choice(classes, size=labels, replace=False) for _ in range(clients)]
+    uses = np.bincount(np.concatenate(held), minlength=classes)
+    for missing in np.flatnonzero(uses == 0).tolist():
+        spare = [(k, i) for k in range(clients) for i in range(labels) if uses[held[k][i]] > 1]
+        if spare:
+            k, i = spare[int(draw.integers(len(spare)))]
+            uses[held[k][i]] -= 1
+            held[k][i], uses[missing] = missing, 1
+    y = np.concatenate(held)
+    names = [f"class {c}" for c in range(classes)]
+    data = from_arrays(np.zeros((len(y), 1), np.float32), y, np.zeros((1, 1), np.float32), y[:1], class_names=names)
+    assignment = Assignment.from_lists(np.split(np.arange(len(y)), clients))
+    job = Job(seed, Training(), Model(nn.Linear(1, classes)), classes, clients, assignment.sizes)
+    engine = LocalEngine(World(job, data, assignment, CrossEntropy()), StateStore())
+    made = Federation(engine, job, Always(), "stratify")
+    made.begin(0)
+    return made
+
+
+def measure(masking: Masking, clients: int, classes: int, labels: int) -> dict[str, Any]:
+    """One enrolment: seconds of each phase, and bytes a client. Making and loading the keys is counted apart."""
+    asked = federation(clients, classes, labels)
+    marks: list[tuple[str, float]] = [("keys", time.perf_counter())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        roll = enrol(asked, masking, watch=lambda phase: marks.append((phase, time.perf_counter())))
+    marks.append(("end", time.perf_counter()))
+    assert len(roll.held) == clients
+    assert (roll.totals == np.bincount(np.concatenate(list(roll.held.values())))).all()
+    seconds = {name: after - at for (name, at), (_, after) in itertools.pairwise(marks)}
+    tally = asked.tally
+    return {
+        "masking": masking,
+        "clients": clients,
+        "classes": classes,
+        "labels": labels,
+        **{name: seconds.get(name, 0.0) for name in ("keys", *PHASES)},
+        "seconds": sum(seconds[name] for name in PHASES),
+        "up": tally.bytes_up / clients,
+        "down": tally.bytes_down / clients,
+    }
+
+
+def typical(masking: Masking, clients: int, classes: int, labels: int, repeats: int) -> dict[str, Any]:
+    """The run of median time."""
+    runs = [measure(masking, clients, classes, labels) for _ in range(repeats)]
+    return sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
+
+
+def table_iv(quick: bool) -> list[dict[str, Any]]:
+    """The cells of Table IV, in every mode."""
+    found = []
+    for classes, labels in CELLS[: 2 if quick else 3]:
+        for clients in CLIENTS:
+            for masking in MODES:
+                slow = masking == "ckks-paper"
+                found.append(typical(masking, clients, classes, labels, 1 if slow else 5))
+                print(line(found[-1]), flush=True)
+    return found
+
+
+def growth(quick: bool) -> list[dict[str, Any]]:
+    """More clients, more classes; each client holds ten of them."""
+    found = []
+    pairs = {(n, 100) for n in GROWTH_CLIENTS} | {(100, c) for c in GROWTH_CLASSES}
+    if not quick:
+        pairs |= {(1000, 1000)}
+    for masking in ("ckks", "prf"):
+        for clients, classes in sorted(pairs):
+            found.append(measure(masking, clients, classes, GROWTH_LABELS))  # type: ignore[arg-type]
+            print(line(found[-1]), flush=True)
+    return found
+
+
+def duration(seconds: float) -> str:
+    """As a reader wants it."""
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def size(count: float) -> str:
+    """As a reader wants it."""
+    return f"{count / 1e6:.3g} MB" if count >= 1e5 else f"{count / 1e3:.3g} kB"
+
+
+def line(run: dict[str, Any]) -> str:
+    """One row of a table."""
+    phases = " + ".join(duration(run[name]) for name in PHASES)
+    what = f"| {run['classes']:,} / {run['labels']} | {run['clients']:,} | {run['masking']} "
+    return what + f"| {phases} | {duration(run['seconds'])} | {size(run['up'])} | {size(run['down'])} |"
+
+
+def ratios(cells: list[dict[str, Any]]) -> list[str]:
+    """How many times as fast as the printed protocol, in the largest cell."""
+    last = max((run["classes"], run["clients"]) for run in cells)
+    there = {run["masking"]: run["seconds"] for run in cells if (run["classes"], run["clients"]) == last}
+    printed = there["ckks-paper"]
+    return [
+        f"- `{masking}` takes 1/{printed / there[masking]:,.0f} of the time of `ckks-paper` with {last[0]} classes and "
+        f"{last[1]} clients."
+        for masking in ("ckks", "prf")
+    ]
+
+
+def picture(runs: list[dict[str, Any]], path: Path) -> None:
+    """Time and bytes against clients and classes."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(8, 5.5), sharex="col", sharey="row", layout="constrained")
+    for column, (axis, fixed) in enumerate((("clients", "classes"), ("classes", "clients"))):
+        for masking, style in (("ckks", "o-"), ("prf", "s--")):
+            part = sorted(
+                (run for run in runs if run["masking"] == masking and run[fixed] == 100), key=lambda run: run[axis]
+            )
+            x = [run[axis] for run in part]
+            axes[0, column].loglog(x, [run["seconds"] for run in part], style, label=f"masking = {masking}")
+            axes[1, column].loglog(x, [(run["up"] + run["down"]) / 1e6 for run in part], style)
+        axes[0, column].set_title(f"100 {fixed}, {GROWTH_LABELS} labels a client", fontsize=10)
+        axes[1, column].set_xlabel(axis)
+    axes[0, 0].set_ylabel("seconds, all clients")
+    axes[1, 0].set_ylabel("MB a client, up + down")
+    axes[0, 0].legend(frameon=False)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/masking"), help="where, without an ending")
+    parser.add_argument("--quick", action="store_true", help="leave out what takes minutes")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for masking in MODES[1:]:
+        measure(masking, 2, 2, 1)  # imports, first allocations
+    cells, grown = table_iv(options.quick), growth(options.quick)
+    seconds_of_keys = statistics.median(run["keys"] for run in cells if run["masking"] == "ckks")
+    head = [
+        "| classes / labels a client | clients | masking | unique list + mapping + counts | in all | up | down |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    text = [
+        "# What masked labels cost",
+        "",
+        f"Made by `make bench-masking` on {platform.machine()}, one thread, all clients and the server in one process; "
+        f"bytes are a client's. Making and loading the keys takes another {duration(seconds_of_keys)}, once.",
+        "",
+        *head,
+        *map(line, cells),
+        "",
+        *ratios(cells),
+        "",
+        f"Growth, {GROWTH_LABELS} labels a client:",
+        "",
+        *head,
+        *map(line, grown),
+        "",
+        f"![time and bytes against clients and classes]({options.out.name}.png)",
+        "",
+    ]
+    options.out.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")
+    options.out.with_suffix(".json").write_text(json.dumps({"cells": cells, "growth": grown}, indent=1) + "\n")
+    picture(grown, options.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""FedTAN (Wang et al. 2023): FedAvg that tends to BatchNorm's statistics layer by layer, once a round."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fedstrata.errors import SpecError
+from fedstrata.federation.messages import FitTogether
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.methods.base import Recipe, RecipeState, fit_check, passes, training_metrics
+from fedstrata.nn.batchnorm import has_batchnorm
+
+
+class FedTAN(Recipe):
+    """Uniform clients and the mean by size; BatchNorm's statistics are tended to in the first local step.
+
+    In that step every BatchNorm layer normalises with the mean and the variance averaged over the round's clients, and
+    the gradients of both are averaged on the way back: one exchange a layer in each direction. Later local steps keep
+    these statistics, and so does the global model. The clients of a round train at the same time; if one of them fails
+    in the first step, the round is void.
+
+    Data samplers and objectives other than the plain ones are refused.
+    """
+
+    paper: ClassVar[str] = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
+
+    def check(self, job: Job) -> None:
+        """Only for models with BatchNorm whose statistics travel."""
+        super().check(job)
+        if not has_batchnorm(job.model.module):
+            raise SpecError(
+                "method.name", "FedTAN is about BatchNorm and the model has none; fedavg is the same", "fedtan"
+            )
+        if job.training.batch_norm == "local":
+            raise SpecError("training.batch_norm", "FedTAN's statistics are the federation's; use average", "local")
+        for key in ("data_sampler", "objective"):
+            if getattr(self, key) is not None:
+                raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
+
+    def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
+        """Select, train together, combine."""
+        sampler, _, _, aggregator = self.choices()
+        weights = state.weights
+        selection, clients = sampler.select(federation, state.clients, weights)
+        request = FitTogether(federation.round, weights, passes(federation.job))
+        replies = federation.ask(
+            dict.fromkeys(selection.clients.tolist(), request), check=fit_check(weights, {}), together=True
+        )
+        after, memory = aggregator.combine(weights, state.aggregator, selection, replies)
+        state = RecipeState(
+            weights=after,
+            clients=sampler.observe(clients, replies),
+            data=state.data,
+            objective=state.objective,
+            aggregator=memory,
+        )
+        return state, {**training_metrics(list(replies.values())), **selection.metrics}

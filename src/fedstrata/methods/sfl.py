@@ -1,0 +1,77 @@
+"""SFL, sequential federated learning (Li and Lyu 2023; the baseline of Stratify)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import field_validator
+
+from fedstrata.config import under
+from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.federation.costs import communication
+from fedstrata.federation.messages import Visit, VisitReply, Weights
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.methods.base import Method, passes
+from fedstrata.records import Tree, record
+from fedstrata.sampling.base import CLIENT_SAMPLERS, ClientSampler, Uniform
+
+
+@record
+class SFLState:
+    """The global model, and what the client sampler remembers."""
+
+    weights: Weights
+    clients: Tree
+
+
+class SFL(Method):
+    """The model visits the round's clients in random order; each trains E epochs on its data and passes it on.
+
+    Nothing is averaged, so the model drifts towards those it visited last: the more, the less alike the clients are.
+
+    Args:
+        client_sampler: Whom the model visits; unless given, training's ``clients_per_round``, uniformly.
+    """
+
+    paper: ClassVar[str] = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"
+
+    client_sampler: ClientSampler | None = None
+
+    @field_validator("client_sampler", mode="before")
+    @classmethod
+    def _client_sampler(cls, value: object) -> object:
+        return value if value is None else under("client_sampler", lambda: CLIENT_SAMPLERS.parse(value))
+
+    def check(self, job: Job) -> None:
+        """The sampler against the federation."""
+        if job.training.batch_norm == "local":
+            raise SpecError(
+                "training.batch_norm", "one travelling model has one set of statistics; use average", "local"
+            )
+        self._sampler().check(job)
+
+    def init(self, federation: Federation, weights: Weights) -> SFLState:
+        """The sampler's own beginning."""
+        return SFLState(weights, self._sampler().init(federation))
+
+    def run_round(self, federation: Federation, state: SFLState) -> tuple[SFLState, dict[str, Any]]:
+        """One journey."""
+        job, sampler = federation.job, self._sampler()
+        selection, clients = sampler.select(federation, state.clients, state.weights)
+        order = federation.rng("journey").permutation(selection.clients).tolist()
+        request = Visit(federation.round, passes(job))
+        relayed = federation.relay([(client, request) for client in order], state.weights, check=_check)
+        replies: list[VisitReply] = list(relayed.replies.values())
+        seen = sum(reply.seen for reply in replies)
+        loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
+        metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
+        metrics |= communication(relayed.weights, federation.tally.hops, job.clients, federation.round)
+        return SFLState(relayed.weights, sampler.observe(clients, {})), metrics
+
+    def _sampler(self) -> ClientSampler:
+        return self.client_sampler or Uniform()
+
+
+def _check(reply: VisitReply) -> None:
+    if reply.samples < 0 or reply.seen < 0:
+        raise ReplyRefusedError("a negative count")

@@ -1,0 +1,98 @@
+"""FedSampling (Qi et al. 2023): one sample of the data of all clients together, instead of a sample of clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.messages import SizeReply, SizeReport, Weights
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.records import Tree, record
+from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
+from fedstrata.sampling.privacy import Requested, estimated_total, truth_probability
+
+
+class Everyone(ClientSampler):
+    """All clients that may be invited, every round; ``training.clients_per_round`` is not looked at."""
+
+    def check(self, job: Job) -> None:
+        """Nothing can be wrong."""
+
+    def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
+        """All of them."""
+        candidates = federation.candidates()
+        return Selection.plain(candidates, len(candidates)), state
+
+
+@record
+class AnswersState:
+    """The sizes that clients gave, as they gave them.
+
+    Args:
+        known: Who answered, ascending, int64.
+        answers: What, int64.
+    """
+
+    known: NDArray[np.int64]
+    answers: NDArray[np.int64]
+
+
+class Pooled(DataSampler):
+    """Each sample of the participants is kept with probability K/ñ, whoever holds it.
+
+    Args:
+        samples: K, samples wanted in a round over all participants.
+        epsilon: ε of local differential privacy for the clients' sizes; none by default: they answer plainly.
+        bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.privacy``.
+        reuse: Ask each client once and keep its answer, so that ε is spent once. Otherwise everybody answers anew
+            every round: the estimates' errors average out, and the privacy of T rounds is only T ε.
+    """
+
+    samples: PositiveInt = 1000
+    epsilon: PositiveFloat | None = None
+    bound: int = Field(default=100, gt=1)
+    reuse: bool = True
+
+    def check(self, job: Job) -> None:
+        """Warn where M clips."""
+        Requested(epsilon=self.epsilon, bound=self.bound).check(job)
+
+    def init(self, federation: Federation) -> Tree:
+        """No answers yet."""
+        nobody = np.empty(0, dtype=np.int64)
+        return AnswersState(nobody, nobody)
+
+    def keep(
+        self, federation: Federation, state: Tree, clients: Sequence[int]
+    ) -> tuple[float, Tree, Mapping[str, Any]]:
+        """Ask those whose size is not known, estimate ñ, divide."""
+        private = self.epsilon is not None
+        bound = self.bound if private else 0
+        alpha = truth_probability(self.epsilon, bound) if self.epsilon is not None else 1.0
+
+        def check(reply: SizeReply) -> None:
+            if reply.samples < 0 or (private and not 1 <= reply.samples < bound):
+                raise ReplyRefusedError(f"size {reply.samples} is impossible")
+
+        participants = np.array(sorted(clients), dtype=np.int64)
+        asked = np.setdiff1d(participants, state.known) if self.reuse else participants
+        request = SizeReport(federation.round, bound, alpha)
+        replies = federation.ask(dict.fromkeys(asked.tolist(), request), check=check) if len(asked) else {}
+        fresh = np.fromiter(replies, dtype=np.int64)
+        answers = np.array([reply.samples for reply in replies.values()], dtype=np.int64)
+        stays = ~np.isin(state.known, fresh) & self.reuse
+        known = np.concatenate([state.known[stays], fresh])
+        answers = np.concatenate([state.answers[stays], answers])
+        order = np.argsort(known)
+        state = AnswersState(known[order], answers[order])
+        heard = state.answers[np.isin(state.known, participants)]
+        if len(heard) == 0:
+            return 1.0, state, {}
+        estimate = estimated_total(heard.tolist(), bound, alpha)
+        keep = min(1.0, self.samples / estimate)
+        return keep, state, {"estimated_samples": estimate, "requested_samples": float(self.samples), "keep": keep}

@@ -1,0 +1,110 @@
+"""What the server remembers of every client's model: a short sketch of it instead of the model.
+
+A sketch is the seeded random projection of ``squeeze.project``. It is linear, so that the sketch of an update is the
+difference of two sketches, and it keeps squared distances in expectation with a relative standard deviation of
+√(2/K): 3 % for K = 2,048 whatever the model's size. Clusters that differ by less are none. A model of no more than K
+parameters is kept as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.messages import FitReply, Params, SketchReply
+from fedstrata.federation.seam import Check
+from fedstrata.records import record
+from fedstrata.sampling.squeeze import project
+
+
+@record
+class Sketches:
+    """The last sketch of each client that ever sent a model.
+
+    Args:
+        known: Those clients, ascending, int64.
+        points: Their sketches, shape (len(known), K), float32.
+        sent: The sketch of the model that went out last, shape (K,), float32; empty before the first round.
+    """
+
+    known: NDArray[np.int64]
+    points: NDArray[np.float32]
+    sent: NDArray[np.float32]
+
+
+def nobody() -> Sketches:
+    """No client is known."""
+    empty = np.empty(0, dtype=np.float32)
+    return Sketches(np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32), empty)
+
+
+def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
+    """The sketch of a model.
+
+    Args:
+        params: By name.
+        coordinates: K; 0 for all of them.
+        seed: The experiment's seed.
+
+    Returns:
+        Shape (min(d, K),).
+    """
+    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
+    found: NDArray[np.float32] = project(flat, coordinates, seed).numpy()
+    return found
+
+
+def length(params: Params, coordinates: int) -> int:
+    """How long a sketch is."""
+    d = sum(tensor.numel() for tensor in params.values())
+    return min(d, coordinates or d)
+
+
+def remember(state: Sketches, clients: NDArray[np.int64], points: NDArray[np.float32]) -> Sketches:
+    """Put new sketches in the place of the old ones.
+
+    Args:
+        state: What is remembered.
+        clients: Whose are new, shape (n,).
+        points: The new ones, shape (n, K).
+    """
+    if len(clients) == 0:
+        return state
+    stays = ~np.isin(state.known, clients)
+    known = np.concatenate([state.known[stays], clients])
+    merged = np.concatenate([state.points[stays], points]) if stays.any() else points
+    order = np.argsort(known)
+    return replace(state, known=known[order], points=merged[order])
+
+
+def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool) -> Sketches:
+    """Sketch what the participants of a round sent.
+
+    Args:
+        state: What is remembered.
+        replies: The models.
+        coordinates: K.
+        seed: The experiment's seed.
+        updates: Whether what counts is the difference from the model that was sent out.
+    """
+    if not replies:
+        return state
+    points = np.stack([sketch(reply.weights.params, coordinates, seed) for reply in replies.values()])
+    return remember(state, np.fromiter(replies, dtype=np.int64), points - state.sent if updates else points)
+
+
+def check_sketch(expected: int) -> Check:
+    """A check that a reply holds a sketch of the right length."""
+
+    def check(reply: SketchReply) -> None:
+        if reply.values.dtype != torch.float32 or tuple(reply.values.shape) != (expected,):
+            raise ReplyRefusedError(
+                f"a sketch {tuple(reply.values.shape)} {reply.values.dtype}, expected ({expected},) torch.float32"
+            )
+
+    return check

@@ -1,0 +1,131 @@
+"""Sampling by size or with replacement (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data, schemes I and II)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.federation.messages import Weights
+from fedstrata.federation.seam import Federation
+from fedstrata.records import Tree
+from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.sizes import ask_sizes
+
+
+class Weighted(ClientSampler):
+    """m draws with a fixed probability for each client.
+
+    Drawn by size, the aggregators ``size`` and ``stratum`` count every draw alike, which is unbiased for the mean by
+    size: E[weight of k] = n_k / Σn.
+
+    Args:
+        by: ``size``: in proportion to n_k, which everybody is asked for once; ``uniform``: all alike.
+        replacement: Whether a client may be drawn more than once. Without, clients that hold more than 1/m of the
+            data are always drawn and keep their weight n_k / Σn, the others share the rest (systematic sampling in
+            random order, Madow 1949).
+    """
+
+    by: Literal["size", "uniform"] = "size"
+    replacement: bool = True
+
+    def init(self, federation: Federation) -> Tree:
+        """The sizes."""
+        return ask_sizes(federation) if self.by == "size" else None
+
+    def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
+        """Draw."""
+        clients, job = federation.candidates(), federation.job
+        sizes = np.ones(len(clients), dtype=np.int64)
+        if self.by == "size":
+            clients, sizes = state.among(clients)
+        m = job.training.invited(job.clients)
+        generator = federation.rng("client-sampling")
+        if len(clients) == 0:
+            return Selection.plain(clients, 0), state
+        if self.replacement:
+            return with_replacement(clients, sizes, m, generator, by_size=self.by == "size"), state
+        if self.by == "uniform":
+            chosen = generator.choice(clients, size=min(m, len(clients)), replace=False)
+            return Selection.plain(chosen, len(clients)), state
+        return without_replacement(clients, sizes, m, generator), state
+
+
+def with_replacement(
+    clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, draw: np.random.Generator, *, by_size: bool = True
+) -> Selection:
+    """m independent draws, each in proportion to ``sizes``.
+
+    Args:
+        clients: Ascending, shape (N,).
+        sizes: n_k, shape (N,), not all zero.
+        m: Draws.
+        draw: Randomness.
+        by_size: Whether ``sizes`` count samples; otherwise the draws say nothing of how much a client holds.
+    """
+    p = sizes / sizes.sum()
+    times = draw.multinomial(m, p)
+    drawn = times > 0
+    return Selection(
+        clients=clients[drawn],
+        draws=times[drawn],
+        probability=p[drawn],
+        stratum=np.zeros(int(drawn.sum()), dtype=np.int64),
+        stratum_sizes=np.array([len(clients)]),
+        stratum_samples=np.array([sizes.sum()]) if by_size else None,
+    )
+
+
+def without_replacement(
+    clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, draw: np.random.Generator
+) -> Selection:
+    """m different clients, each with the probability min(1, c n_k), where c makes these add up to m.
+
+    Clients with probability one are strata of their own; all others are stratum 0.
+
+    Args:
+        clients: Ascending, shape (N,).
+        sizes: n_k, shape (N,), positive.
+        m: Clients to draw; all of them where there are fewer.
+        draw: Randomness.
+    """
+    m = min(m, len(clients))
+    certain = certainties(sizes, m)
+    others = np.flatnonzero(~certain)
+    places, total = m - int(certain.sum()), int(sizes[others].sum())
+    chosen = certain.copy()
+    if places:
+        # Whole numbers: client k covers m n_k of a line, a pointer falls on every Σn of it.
+        order = draw.permutation(others)
+        ends = np.cumsum(sizes[order] * places)
+        pointers = draw.integers(total) + total * np.arange(places)
+        chosen[order[np.searchsorted(ends, pointers, side="right")]] = True
+    stratum = np.zeros(len(clients), dtype=np.int64)
+    stratum[certain] = np.arange(1, certain.sum() + 1)
+    probability = np.where(certain, 1.0, sizes / max(total, 1))
+    return Selection(
+        clients=clients[chosen],
+        draws=np.ones(m, dtype=np.int64),
+        probability=probability[chosen],
+        stratum=stratum[chosen],
+        stratum_sizes=np.concatenate([[len(others)], np.ones(int(certain.sum()), dtype=np.int64)]),
+        stratum_samples=np.concatenate([[total], sizes[certain]]),
+    )
+
+
+def certainties(sizes: NDArray[np.int64], m: int) -> NDArray[np.bool_]:
+    """Who is drawn for certain when m are drawn in proportion to size: m' n_k ≥ Σn among those that are not.
+
+    >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
+    [True, False, False, False]
+    >>> certainties(np.array([1, 1]), 2).tolist()
+    [True, True]
+    """
+    certain = np.zeros(len(sizes), dtype=bool)
+    while True:
+        left = m - int(certain.sum())
+        more = ~certain & (left * sizes >= sizes[~certain].sum()) if left else np.zeros_like(certain)
+        if not more.any():
+            return certain
+        certain |= more

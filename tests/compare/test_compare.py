@@ -1,0 +1,167 @@
+"""Several methods and seeds side by side: in processes or not, again, after a kill, and with settings per label."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.comparison import compare
+from fedstrata.errors import SpecError
+from fedstrata.spec import variants
+
+SPEC = """
+seed = 0
+[partition]
+name = "dirichlet"
+alpha = 0.5
+clients = 6
+[training]
+rounds = 3
+clients_per_round = 3
+local_epochs = 1
+lr = 0.1
+[model]
+name = "mlp"
+hidden = [12]
+[evaluation]
+every = 3
+checkpoint_every = 1
+[method]
+name = "fedavg"
+[compare.prox]
+method = { name = "fedavg", objective = { name = "fedprox", mu = 2.0 } }
+training = { lr = 0.02 }
+[compare.uncapped]
+method = { name = "stratify", schedule = "uncapped" }
+partition = { name = "classes", per_client = 2 }
+"""
+TABLE = tomllib.loads(SPEC)
+METHODS = ["fedavg", "scaffold"]
+
+
+def models(out: Path) -> dict[str, bytes]:
+    return {str(path.parent.relative_to(out)): path.read_bytes() for path in out.glob("*/*/model.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def in_turn(tmp_path_factory):
+    """Two methods with two seeds, one after another."""
+    out = tmp_path_factory.mktemp("compare") / "in-turn"
+    told: list[tuple[str, int, int]] = []
+    histories = compare(
+        variants(TABLE, METHODS), seeds=(0, 1), out=out, jobs=1, watch=lambda *progress: told.append(progress)
+    )
+    return out, histories, told
+
+
+def test_every_method_runs_with_every_seed(in_turn):
+    out, histories, told = in_turn
+    assert list(histories) == METHODS
+    for label, runs in histories.items():
+        assert [(run.method, run.seed, len(run)) for run in runs] == [(label, 0, 3), (label, 1, 3)]
+    assert told == [(label, seed, t) for label in METHODS for seed in (0, 1) for t in (1, 2, 3)]
+    found = models(out)
+    assert sorted(found) == [f"{label}/seed-{seed}" for label in METHODS for seed in (0, 1)]
+    assert len(set(found.values())) == 4
+    assert (out / "report.html").stat().st_size > 1000
+
+
+def test_a_compared_run_is_the_run_itself(in_turn, tmp_path):
+    out, histories, _ = in_turn
+    alone = fs.run({**{key: TABLE[key] for key in TABLE if key != "compare"}, "seed": 1}, out=tmp_path / "alone")
+    assert (tmp_path / "alone" / "model.safetensors").read_bytes() == models(out)["fedavg/seed-1"]
+    assert alone.final_accuracy == histories["fedavg"][1].final_accuracy
+
+
+def test_processes_give_the_same_bytes(in_turn, tmp_path):
+    out, histories, _ = in_turn
+    both = compare(variants(TABLE, METHODS), seeds=(0, 1), out=tmp_path, jobs=2)
+    assert models(tmp_path) == models(out)
+    for label in METHODS:
+        for one, two in zip(histories[label], both[label], strict=True):
+            assert [{**r, "seconds": 0} for r in one] == [{**r, "seconds": 0} for r in two]
+
+
+def test_again_nothing_is_repeated_and_more_seeds_are_added(in_turn):
+    out, _, _ = in_turn
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/*/*") if path.is_file()}
+    told: list[tuple[str, int, int]] = []
+    compare(variants(TABLE, ["fedavg"]), seeds=(0, 2), out=out, jobs=1, watch=lambda *p: told.append(p))
+    assert told == [("fedavg", 2, t) for t in (1, 2, 3)]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_run_that_was_killed_goes_on(in_turn, tmp_path):
+    out, _, _ = in_turn
+
+    def kill(label: str, seed: int, rounds: int) -> None:
+        if (label, seed, rounds) == ("scaffold", 0, 2):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(variants(TABLE, METHODS), seeds=(0, 1), out=tmp_path, jobs=1, watch=kill)
+    assert not (tmp_path / "scaffold" / "seed-0" / "summary.json").exists()
+    assert not (tmp_path / "scaffold" / "seed-1").exists()
+    told: list[tuple[str, int, int]] = []
+    histories = compare(variants(TABLE, METHODS), seeds=(0, 1), out=tmp_path, jobs=1, watch=lambda *p: told.append(p))
+    # Round 3 of the one that was killed, and the other seed from its beginning: nothing else.
+    assert told == [("scaffold", 0, 3), *(("scaffold", 1, t) for t in (1, 2, 3))]
+    assert [record["round"] for record in histories["scaffold"][0]] == [1, 2, 3]
+    expected = models(out)
+    assert models(tmp_path) == {run: expected[run] for run in models(tmp_path)}
+    assert len(models(tmp_path)) == 4
+
+
+def test_labels_lay_their_settings_over_the_spec():
+    found = variants(TABLE)
+    assert list(found) == ["prox", "uncapped"]
+    prox, uncapped = found.values()
+    assert (prox.method.name, prox.method.objective.mu, prox.training.lr) == ("fedavg", 2.0, 0.02)
+    assert (prox.training.rounds, prox.partition.clients) == (3, 6)  # the rest is the spec's
+    assert (uncapped.method.schedule, uncapped.training.lr) == ("uncapped", 0.1)
+    # Another kind of partition starts from its own defaults.
+    assert (uncapped.partition.name, uncapped.partition.per_client) == ("classes", 2)
+    assert uncapped.partition.clients == type(uncapped.partition)().clients
+    assert list(variants(TABLE, ["stratify", "prox"])) == ["stratify", "prox"]
+
+
+def test_a_methods_settings_are_inherited_by_the_same_method_alone():
+    base = {"method": {"name": "fedavg", "objective": {"name": "fedprox", "mu": 0.5}}}
+    overlays = {"strong": {"method": {"name": "fedavg", "data_sampler": "fedstas"}}}
+    found = variants({**base, "compare": overlays}, ["fedavg", "stratify", "strong"])
+    assert found["fedavg"].method.objective.mu == found["strong"].method.objective.mu == 0.5
+    assert found["strong"].method.data_sampler.name == "fedstas"
+    assert found["stratify"].method.to_spec() == fs.Stratify().to_spec()
+
+
+def test_labels_are_the_folders(tmp_path):
+    histories = compare(variants(TABLE, ["prox"]), out=tmp_path, jobs=1)
+    assert histories["prox"][0].method == "fedavg"
+    spec = tomllib.loads((tmp_path / "prox" / "seed-0" / "spec.toml").read_text())
+    assert spec["method"]["objective"] == {"name": "fedprox", "mu": 2.0}
+    changed = variants({**TABLE, "training": {**TABLE["training"], "rounds": 4}}, ["prox"])
+    with pytest.raises(SpecError, match="holds a run of another spec"):
+        compare(changed, out=tmp_path, jobs=1)
+
+
+@pytest.mark.parametrize(
+    ("labels", "changes", "key", "words"),
+    [
+        (["fedavg", "fedvag"], {}, "--methods", "did you mean 'fedavg'"),
+        (["fedavg", "bad"], {"compare": {"bad": {"method": "fedavg", "training": {"lr": -1}}}}, "compare.bad.", "lr"),
+        (["fedavg", "scaffold"], {"training": {"momentum": 0.9}}, "training.momentum", "SCAFFOLD"),
+        (["fedavg"], {"training": {"clients_per_round": 7}}, "training.clients_per_round", "6 clients"),
+        (["fedavg"], {"data": "digitz"}, "data", "digits"),
+        ([], {"compare": {}}, "--methods", "which"),
+        (["fedavg", "a/b"], {"compare": {"a/b": {"method": "fedavg"}}}, "--methods", "folder"),
+    ],
+)
+def test_everything_is_checked_before_anything_is_written(labels, changes, key, words, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(SpecError, match=words) as caught:
+        compare(variants({**TABLE, **changes}, labels), out=out, jobs=1)
+    assert caught.value.key.startswith(key)
+    assert not out.exists()

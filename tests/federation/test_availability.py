@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+import fedstrata as fs
+from fedstrata.errors import SpecError
+from fedstrata.federation.availability import Group
+
+EVERYBODY = np.arange(400)
+
+
+def drawn(model, rounds, seed=0):
+    """Who is there, (rounds, clients)."""
+    return np.array([model.online(EVERYBODY, round, seed) for round in rounds])
+
+
+def near(share, p, count):
+    """Within five standard errors of a binomial share."""
+    return abs(share - p) < 5 * math.sqrt(p * (1 - p) / count)
+
+
+def test_always():
+    assert drawn(fs.Always(), range(1, 4)).all()
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0])
+def test_bernoulli_frequencies(p):
+    there = drawn(fs.Bernoulli(p=p), range(1, 101))
+    assert near(there.mean(), p, there.size) if p < 1 else there.all()
+    # Neither clients nor rounds have a frequency of their own.
+    for axis in (0, 1):
+        spread = there.mean(axis=axis).std()
+        assert spread == pytest.approx(math.sqrt(p * (1 - p) / there.shape[axis]), rel=0.25)
+
+
+def test_bernoulli_rounds_are_independent():
+    there = drawn(fs.Bernoulli(p=0.5), range(1, 101))
+    repeats = (there[1:] == there[:-1]).mean()
+    assert near(repeats, 0.5, there[1:].size)
+    assert (drawn(fs.Bernoulli(p=0.5), [1], seed=1) != there[:1]).any()
+
+
+def test_persistent_draws_hold_for_a_period_and_no_longer():
+    model = fs.Persistent(p=0.3, period=5)
+    there = drawn(model, range(1, 501))
+    periods = there.reshape(100, 5, -1)
+    assert (periods == periods[:, :1]).all()
+    assert near(periods[:, 0].mean(), 0.3, periods[:, 0].size)
+    changes = (periods[1:, 0] != periods[:-1, 0]).mean()
+    assert near(changes, 2 * 0.3 * 0.7, periods[1:, 0].size)
+
+
+def test_groups_have_frequencies_of_their_own():
+    model = fs.Grouped(groups=[Group(clients=100, p=0.2), Group(clients=50, p=1.0), Group(clients=250, p=0.8)])
+    there = drawn(model, range(1, 101))
+    for part, p in ((slice(0, 100), 0.2), (slice(150, 400), 0.8)):
+        assert near(there[:, part].mean(), p, there[:, part].size)
+    assert there[:, 100:150].all()
+    assert (model.online(np.array([399, 120]), 7, 0) == there[6, [399, 120]]).all()
+    model.check(400)
+    with pytest.raises(SpecError, match="add up to 400; the partition has 401 clients"):
+        model.check(401)
+
+
+@pytest.mark.parametrize("model", [fs.Bernoulli(p=0.4), fs.Persistent(p=0.4, period=3)])
+def test_nobodys_fate_depends_on_who_else_is_asked(model):
+    there = drawn(model, range(1, 6))
+    some = np.array([399, 0, 17])
+    for round in range(1, 6):
+        assert (model.online(some, round, 0) == there[round - 1, some]).all()
+        assert (model.online(np.arange(1000), round, 0)[:400] == there[round - 1]).all()
+
+
+def trace(tmp_path, text, mode="w"):
+    path = tmp_path / "trace.csv"
+    path.write_text(text) if mode == "w" else path.write_bytes(text)
+    return str(path)
+
+
+def test_trace(tmp_path):
+    text = "client,first,last\n0,1,3\n2,2,2\n0,5,5\n"
+    model = fs.Trace(file=trace(tmp_path, text))
+    seen = {round: model.online(np.array([2, 0, 1]), round, 0).tolist() for round in range(1, 7)}
+    assert seen == {
+        1: [False, True, False],
+        2: [True, True, False],
+        3: [False, True, False],
+        4: [False, False, False],
+        5: [False, True, False],
+        6: [False, False, False],
+    }
+    model.check(3)
+    with pytest.raises(SpecError, match=r"names client 2; there are clients 0 to 1"):
+        model.check(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("client,from,to\n0,1,2\n", r"the columns are \['client', 'from', 'to'\]; expected client,first,last"),
+        ("", "the columns are None; expected client,first,last"),
+        ("client,first,last\n0,1,2\n1,x,2\n", r"line 3: expected three whole numbers, got \['1', 'x', '2'\]"),
+        ("client,first,last\n0,1\n", "line 2: expected three whole numbers"),
+        ("client,first,last\n0,3,2\n", "line 2: expected 1 <= first <= last, got 3 and 2"),
+        ("client,first,last\n0,0,2\n", "line 2: expected 1 <= first <= last, got 0 and 2"),
+        (b"\x80\xff\x00", "cannot be read as a trace"),
+    ],
+)
+def test_traces_with_errors(tmp_path, text, problem):
+    path = trace(tmp_path, text, "w" if isinstance(text, str) else "b")
+    with pytest.raises(SpecError, match=problem) as caught:
+        fs.Trace(file=path)
+    assert (caught.value.key, caught.value.value) == ("file", path)
+
+
+def test_speeds_are_lognormal_and_a_clients_own():
+    model = fs.Always(speed_spread=0.5, seconds_per_sample=0.01)
+    work = np.full(400, 100.0)
+    seconds = model.seconds(EVERYBODY, work, seed=0)
+    assert np.log(seconds).mean() == pytest.approx(0.0, abs=5 * 0.5 / 20)
+    assert np.log(seconds).std() == pytest.approx(0.5, rel=0.15)
+    some = np.array([7, 3])
+    assert (model.seconds(some, np.array([100.0, 200.0]), 0) == seconds[some] * [1, 2]).all()
+    assert (fs.Always().seconds(some, np.array([1.0, 2.0]), 0) == [0.001, 0.002]).all()
+
+
+# What the federation makes of it.
+
+
+def test_a_client_is_there_or_not_for_a_whole_round(tiny):
+    federation = tiny(40, availability=fs.Bernoulli(p=0.5))
+    first = set(federation.ask(federation.fits()))
+    assert first == set(np.flatnonzero(fs.Bernoulli(p=0.5).online(np.arange(40), 1, 0)))
+    assert set(federation.ask(federation.fits())) == first
+    tally = federation.tally
+    assert (tally.invited, tally.returned, tally.dropped) == (set(range(40)), first, set(range(40)) - first)
+    assert [event["kind"] for event in federation.events] == ["dropped"]  # recorded once
+    federation.begin(2)
+    assert set(federation.ask(federation.fits())) != first
+
+
+def test_everybody_is_there_when_clients_enrol(tiny):
+    federation = tiny(availability=fs.Bernoulli(p=1e-9))
+    federation.begin(0)
+    assert len(federation.ask(federation.fits())) == 4
+    assert len(federation.candidates()) == 4
+
+
+def test_announced_availability_is_what_the_server_invites_from(tiny):
+    hidden = tiny(40, availability=fs.Bernoulli(p=0.5))
+    assert hidden.candidates().tolist() == list(range(40))
+    federation = tiny(40, availability=fs.Bernoulli(p=0.5, announced=True))
+    candidates = federation.candidates().tolist()
+    assert 0 < len(candidates) < 40
+    assert list(federation.ask(federation.fits(*candidates))) == candidates
+    assert federation.tally.dropped == set()
+
+
+def test_late_dropped_failed_and_returned_are_different_counts(tiny, broken):
+    # Clients 0 … 7 hold 8, 16, … samples and take 8, 16, … milliseconds for a pass.
+    federation = tiny(
+        sizes=[8 * (k + 1) for k in range(8)],
+        availability=fs.Grouped(
+            groups=[Group(clients=2, p=1e-9), Group(clients=6, p=1)], deadline=0.041, seconds_per_sample=0.001
+        ),
+        objective=broken(culprits=[2, 3], how="raise 2, nan 3"),
+    )
+    replies = federation.ask(federation.fits())
+    assert list(replies) == [4]
+    tally = federation.tally
+    assert tally.dropped == {0, 1}
+    assert tally.late == {5, 6, 7}
+    assert tally.failed == {2, 3}
+    assert tally.absent() == {0, 1, 2, 3, 5, 6, 7}
+    assert tally.metrics() | {"bytes_up": 0, "bytes_down": 0} == {
+        "clients_invited": 8,
+        "clients_returned": 1,
+        "clients_dropped": 2,
+        "clients_late": 3,
+        "clients_failed": 2,
+        "exchanges": 1,
+        "hops": 0,
+        "bytes_up": 0,
+        "bytes_down": 0,
+        "simulated_seconds": 0.041,
+    }
+    assert {event["kind"]: event["clients"] for event in federation.events} == {
+        "dropped": [0, 1],
+        "late": [5, 6, 7],
+        "failed": [2],
+        "refused": [3],
+    }
+
+
+def test_without_a_deadline_the_slowest_sets_the_time(tiny):
+    federation = tiny(sizes=[8, 80, 16], availability=fs.Always(speed_spread=1.0, seconds_per_sample=0.01))
+    assert len(federation.ask(federation.fits())) == 3
+    slowest = fs.Always(speed_spread=1.0, seconds_per_sample=0.01).seconds(np.arange(3), np.array([8.0, 80, 16]), 0)
+    assert federation.tally.simulated_seconds == pytest.approx(slowest.max())
+    assert tiny(sizes=[8, 80]).tally.simulated_seconds == 0
+
+
+def test_a_deadline_of_the_method_goes_before_that_of_the_spec(tiny):
+    federation = tiny(sizes=[8, 80], availability=fs.Always(deadline=1000.0))
+    assert list(federation.ask(federation.fits(), deadline=0.02)) == [0]
+    assert federation.tally.late == {1}
+
+
+def test_a_late_client_keeps_the_state_it_had(tiny, broken):
+    federation = tiny(sizes=[8, 80], objective=broken(), availability=fs.Always())
+    federation.ask(federation.fits())
+    before = dict(federation.store.get(1))
+    federation.ask(federation.fits(), deadline=0.02)
+    assert federation.store.get(1) == before == {"objective": {"visits": 1}}
+    assert federation.store.get(0) == {"objective": {"visits": 2}}
+
+
+def test_a_round_in_which_nobody_returns_leaves_the_model_as_it_was():
+    settings = {"partition": fs.IID(clients=10), "availability": fs.Bernoulli(p=1e-9)}
+    for method in ("fedavg", "scaffold", "fedsts", "fedstas", "stratify"):
+        spec = fs.Experiment(method=method, training={"rounds": 2}, **settings)
+        initial = fs.prepare(spec).job.model.params()
+        history = fs.run(spec)
+        assert all((history.params[name] == tensor).all() for name, tensor in initial.items()), method
+        assert [record["clients_returned"] for record in history] == [0, 0]
+        assert all(record["clients_dropped"] == record["clients_invited"] > 0 for record in history)
+
+
+def test_the_draws_of_others_do_not_move_when_a_client_joins():
+    for model in (fs.Bernoulli(p=0.5), fs.Always(speed_spread=1.0)):
+        work = np.ones(11)
+        assert (model.online(np.arange(11), 4, 0)[:10] == model.online(np.arange(10), 4, 0)).all()
+        assert (model.seconds(np.arange(11), work, 0)[:10] == model.seconds(np.arange(10), work[:10], 0)).all()

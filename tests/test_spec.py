@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.data import PARTITIONS
+from fedstrata.errors import SpecError
+from fedstrata.federation.availability import AVAILABILITIES
+from fedstrata.methods.base import METHODS
+from fedstrata.spec import Experiment, apply_override, line_of, read_table, variants
+
+TEXT = """seed = 4  # of everything
+
+[data]
+name = "digits"
+
+[partition]
+name = "dirichlet"
+alpha = 0.1
+clients = 20
+
+[method]
+name = "fedavg"
+objective = { name = "fedprox", mu = 0.5 }
+
+[training]
+rounds = 3
+"""
+
+
+def write(path, text=TEXT):
+    path = path / "spec.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_a_table_and_python_give_the_same_experiment(tmp_path):
+    from fedstrata.objectives.fedprox import Proximal
+
+    spec = fs.Experiment(
+        seed=4,
+        data=fs.Data(name="digits"),
+        partition=fs.Dirichlet(alpha=0.1, clients=20),
+        method=fs.FedAvg(objective=Proximal(mu=0.5)),
+        training=fs.Training(rounds=3),
+    )
+    assert Experiment.from_toml(write(tmp_path)) == spec
+    assert Experiment.from_table(read_table(write(tmp_path))) == spec
+    assert Experiment.from_table(spec.to_spec()) == spec
+
+
+def test_what_is_written_reads_back(tmp_path):
+    spec = Experiment.from_toml(write(tmp_path))
+    (tmp_path / "again.toml").write_text(spec.to_toml())
+    again = Experiment.from_toml(tmp_path / "again.toml")
+    assert again == spec
+    assert again.to_toml() == spec.to_toml()
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_every_method_round_trips(tmp_path, method):
+    spec = Experiment(method=method)
+    assert Experiment.from_toml(write(tmp_path, spec.to_toml())) == spec
+
+
+NEEDS = {
+    "given": {"indices": [[0, 1], [2]]},
+    "groups": {"groups": [{"clients": 2, "classes": 3}]},
+}
+
+
+@pytest.mark.parametrize("name", list(PARTITIONS))
+def test_every_partition_round_trips(tmp_path, name):
+    spec = Experiment(partition={"name": name, **NEEDS.get(name, {})})
+    assert Experiment.from_toml(write(tmp_path, spec.to_toml())) == spec
+
+
+@pytest.mark.parametrize("name", list(AVAILABILITIES))
+def test_every_availability_round_trips(tmp_path, name):
+    (tmp_path / "trace.csv").write_text("client,first,last\n0,1,2\n")
+    needs = {"groups": {"groups": [{"clients": 2, "p": 0.5}]}, "trace": {"file": str(tmp_path / "trace.csv")}}
+    spec = Experiment(availability={"name": name, "deadline": 2.0, **needs.get(name, {})})
+    again = Experiment.from_toml(write(tmp_path, spec.to_toml()))
+    assert again.to_toml() == spec.to_toml()
+    assert type(again.availability) is type(spec.availability)
+
+
+def test_a_section_without_a_name_is_of_the_default_kind():
+    spec = Experiment.from_table({"partition": {"alpha": 3.0}, "method": {}, "availability": {}})
+    assert spec.partition == fs.Dirichlet(alpha=3.0)
+    assert (spec.method.name, spec.availability.name, spec.model.name) == ("fedavg", "always", "mlp")
+
+
+def test_overrides():
+    table = {"method": "scaffold", "training": {"rounds": 3}}
+    for override in ("training.rounds=9", "partition.name=iid", "method.objective.name = fedprox", "seed=2"):
+        apply_override(table, override)
+    apply_override(table, "evaluation.targets=[0.5, 0.6]")
+    apply_override(table, 'data.name="a=b"')
+    assert table == {
+        "method": {"name": "scaffold", "objective": {"name": "fedprox"}},
+        "training": {"rounds": 9},
+        "partition": {"name": "iid"},
+        "seed": 2,
+        "evaluation": {"targets": [0.5, 0.6]},
+        "data": {"name": "a=b"},
+    }
+
+
+@pytest.mark.parametrize("override", ["training.rounds", "=3", "training.=3", ".rounds=3", "seed.x=1"])
+def test_overrides_that_say_nothing(override):
+    with pytest.raises(SpecError, match="--set = "):
+        apply_override({"seed": 1}, override)
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        ("seed", 1),
+        ("partition.alpha", 8),
+        ("partition.clients", 9),
+        ("method.objective.mu", 13),
+        ("training.rounds", 16),
+        ("training.lr", 15),  # not there: the section
+        ("model.name", None),
+    ],
+)
+def test_lines_are_found(key, line):
+    assert line_of(TEXT, key) == line
+
+
+def test_an_error_names_file_and_line(tmp_path):
+    path = write(tmp_path, TEXT.replace("alpha", "alfa"))
+    with pytest.raises(SpecError) as caught:
+        Experiment.from_toml(path)
+    assert (caught.value.key, caught.value.value) == ("partition.alfa", 0.1)
+    assert str(caught.value).endswith(f"did you mean 'alpha'? ({path}, line 8)")
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(SpecError, match=r"missing\.toml': no such file"):
+        Experiment.from_toml(tmp_path / "missing.toml")
+    with pytest.raises(SpecError, match=r"cannot be read as TOML: .*line 1"):
+        Experiment.from_toml(write(tmp_path, "[method\n"))
+    (tmp_path / "spec.toml").write_bytes(b"seed = 1 # \xff\n")
+    with pytest.raises(SpecError, match="cannot be read as TOML"):
+        Experiment.from_toml(tmp_path / "spec.toml")
+
+
+def test_variants_lay_their_sections_over_the_spec():
+    table = {
+        "method": {"name": "fedavg", "objective": "fedprox"},
+        "partition": {"name": "dirichlet", "alpha": 0.1, "clients": 7},
+        "compare": {
+            "steep": {"method": "fedavg", "training": {"lr": 1.0}, "partition": {"alpha": 5.0}},
+            "iid": {"method": "scaffold", "partition": {"name": "iid"}},
+        },
+    }
+    found = variants(table)
+    assert list(found) == ["steep", "iid"]
+    assert found["steep"].partition == fs.Dirichlet(alpha=5.0, clients=7)
+    assert found["steep"].method.objective.name == "fedprox"
+    assert found["steep"].training.lr == 1.0
+    assert found["iid"].partition == fs.IID()
+    assert found["iid"].method == fs.SCAFFOLD()
+    assert list(variants(table, ["stratify", "iid"])) == ["stratify", "iid"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "overlays", "message"),
+    [
+        (["fedavgg"], {}, "--methods = 'fedavgg': no such method or label; did you mean 'fedavg'"),
+        ([], {}, "--methods: which"),
+        (["a"], {"a": {"method": "fedavg", "training": {"lr": -1}}}, r"compare\.a\.training\.lr = -1"),
+        (["a"], {"a": {"method": "fedavg", "trainin": {}}}, r"compare\.a\.trainin = \{\}: unknown key"),
+    ],
+)
+def test_variants_that_are_wrong(labels, overlays, message):
+    with pytest.raises(SpecError, match=message):
+        variants({"compare": overlays}, labels)
