@@ -28,7 +28,7 @@ def experiment(method: str, rounds: int = 5, every: int | None = None) -> fs.Exp
     return fs.Experiment.from_table(
         {
             "method": method,
-            "data": {"name": "digits", "limit": 400},
+            "data": {"name": "digits", "limit": 200},
             "partition": {"alpha": 0.5, "clients": 8},
             "availability": {"name": "bernoulli", "p": 0.7},
             "training": {"rounds": rounds, "local_epochs": 1, "clients_per_round": 4},
@@ -95,7 +95,7 @@ for method in methods:
         finished = os.WIFEXITED(status)
         assert finished or os.WTERMSIG(status) == signal.SIGKILL
         assert not finished or os.WEXITSTATUS(status) == 0
-        moment = moment + 4 if moment < 5 else int(moment * 1.7)
+        moment = moment + 4 if moment < 5 else int(moment * 1.9)
 """
 """Kills runs at ever later moments, until one comes to its end."""
 
@@ -215,7 +215,7 @@ def test_two_checkpoints_are_kept_and_only_files_that_they_need(undisturbed):
         path.name
         for kept in ("round-00000004", "round-00000005")
         for path in checkpoint._read(folder / kept).clients.values()
-    }  # noqa: E501
+    }
     assert {path.name for path in (folder / "clients").iterdir()} == needed
 
 

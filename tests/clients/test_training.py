@@ -12,13 +12,14 @@ import fedstrata as fs
 from fedstrata.clients.client import Client
 from fedstrata.clients.training import LocalData, train
 from fedstrata.federation.messages import Fit, Weights
-from fedstrata.methods.base import _check
+from fedstrata.federation.seam import check_like
 
 
 def one_fit(federation, client=0, **change):
     fit = federation.fits(client)[client]
     fields = {**vars(fit), "round": federation.round, **change}
-    return federation.ask({client: Fit(**fields)}, check=_check(federation.weights, {}))[client]
+    like = check_like(federation.weights)
+    return federation.ask({client: Fit(**fields)}, check=lambda reply: like(reply.weights))[client]
 
 
 def by_hand(federation, *, lr, steps, momentum=0.0, decay=0.0, clip=None):

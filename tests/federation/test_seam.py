@@ -22,7 +22,6 @@ from fedstrata.federation.messages import (
     SizeReport,
     Weights,
 )
-from fedstrata.methods.base import _check
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.records import encode, record
 
@@ -149,8 +148,8 @@ def test_a_question_that_nobody_declared(tiny):
     with pytest.raises(FedstrataError, match="do not know how to answer Unheard: declare it with @answers"):
         tiny().ask({0: Unheard()})
     federation = tiny()
-    federation.relay([(0, Unheard())], federation.weights)
-    assert "do not know how to carry Unheard: declare it with @carries" in federation.reasons("failed")[0]
+    with pytest.raises(ClientsFailedError, match="do not know how to carry Unheard: declare it with @carries"):
+        federation.relay([(0, Unheard())], federation.weights)
 
 
 # Bad clients.
@@ -328,6 +327,16 @@ def test_a_relay_hands_the_model_on(tiny):
     assert federation.store.get(1) == {"carried": {"times": 1}}
 
 
+def test_when_every_hop_raises_the_program_is_at_fault(tiny):
+    federation = tiny(5)
+    with pytest.raises(ClientsFailedError, match="in round 1 of toy; client 3: LookupError: stumbled"):
+        federation.relay([(3, Pass(3, "raise"))] * 2, federation.weights)
+    federation.relay([(1, Pass(3, "raise")), (3, Pass(3, "raise"))], federation.weights)
+    assert federation.tally.returned == {1}
+    relayed = federation.relay([(3, Pass(3, "raise"))], start := federation.weights)
+    assert all(torch.equal(relayed.weights.params[n], w) for n, w in start.params.items())
+
+
 @pytest.mark.parametrize(
     ("way", "reason"),
     [("raise", "LookupError: stumbled"), ("nan", "NaN or infinity"), ("shape", "params['0.weight'] is (1, 5)")],
@@ -441,20 +450,11 @@ def test_sizes_and_labels(tiny):
     sizes: dict[int, SizeReply] = federation.ask(dict.fromkeys((0, 1), SizeReport(1, 0, 1.0)))
     assert {k: reply.samples for k, reply in sizes.items()} == {0: 8, 1: 3}
     labels: dict[int, LabelReply] = federation.ask(dict.fromkeys((0, 1), LabelReport()))
-    assert {k: (r.labels.tolist(), r.counts.tolist()) for k, r in labels.items()} == {
-        0: ([0, 1, 2], [3, 3, 2]),
-        1: ([0, 1, 2], [1, 1, 1]),
-    }
+    held = {k: dict(zip(r.labels.tolist(), r.counts.tolist(), strict=True)) for k, r in labels.items()}
+    assert held == {0: {0: 3, 1: 3, 2: 2}, 1: {0: 1, 1: 1, 2: 1}}
 
 
 def test_the_work_of_a_fit_is_what_it_trains():
     fit = Fit(1, Weights({}, {}), {}, keep=0.5, passes=3.0)
     assert fit.work(40) == 60
     assert SizeReport(1, 0, 1.0).work(40) == 0
-
-
-def test_the_check_of_models_takes_what_is_right(tiny):
-    federation = tiny()
-    replies = federation.ask(federation.fits(), check=_check(federation.weights, {}))
-    assert len(replies) == 4
-    assert federation.events == []

@@ -79,6 +79,10 @@ class Site(Federation):
         return sum(asked is kind for _, asked in self.engine.asked)
 
 
+SHARED = KeyRing()
+"""Making keys takes longer than most tests do."""
+
+
 def build(
     holdings: Sequence[Mapping[Any, int]], *, names: Sequence[Any] | None = None, keys: KeyRing | None = None
 ) -> Site:
@@ -87,7 +91,7 @@ def build(
     Args:
         holdings: {label: samples} of each client.
         names: All labels; those that somebody holds unless given.
-        keys: The clients' ring.
+        keys: The clients' ring; one that tests share unless given.
     """
     labels = [label for held in holdings for label, n in held.items() for _ in range(n)]
     everything = list(names) if names is not None else sorted(set(labels))
@@ -98,7 +102,7 @@ def build(
     parts = np.split(np.arange(len(labels)), ends[:-1])
     assignment = Assignment.from_lists(parts)
     job = Job(7, Training(), Model(nn.Linear(1, data.classes)), data.classes, len(holdings), assignment.sizes)
-    world = World(job, data, assignment, CrossEntropy(), keys=keys or KeyRing())
+    world = World(job, data, assignment, CrossEntropy(), keys=keys or SHARED)
     site = Site(Wire(LocalEngine(world, StateStore())), job, Always(), "toy")
     site.begin(0)
     return site

@@ -132,7 +132,7 @@ def test_the_printed_comparison_shows_the_difference(comparing: Pair) -> None:
 
 def test_the_error_of_a_product_is_drowned(comparing: Pair) -> None:
     """The part of a decrypted number that is not whole is the flood, which knows nothing of the factor."""
-    opener, sealer = comparing
+    opener, _ = comparing
     grid = Grid(5000)
     sealed = opener.seal(np.full(grid.slots, 4999.0)) - opener.seal(np.zeros(grid.slots))
     factors, _ = grid.blind()

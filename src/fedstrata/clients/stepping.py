@@ -170,7 +170,7 @@ class Stepper(Protocol):
         """Go on from this model."""
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """One step a sample, in order; the losses, (n,)."""
+        """One step a sample, in order, at least one; the losses, (n,)."""
 
     def weights(self) -> Weights:
         """A copy of the model as it is now."""
@@ -262,7 +262,7 @@ class AutogradStepper:
                 losses.append(loss.detach())
             after = {name: tensor.detach().clone() for name, tensor in params.items()}
             self._weights = Weights(after, model.current_buffers())
-        return torch.stack(losses) if losses else x.new_zeros(0)
+        return torch.stack(losses)
 
     def weights(self) -> Weights:
         """The model as it is now."""
@@ -285,6 +285,8 @@ def _run(world: World, stepper: Stepper, parts: list[tuple[int, int, Ints]], rou
 
 
 def _steps(world: World, stepper: Stepper, indices: Ints, lr: float) -> Tensor:
+    if len(indices) == 0:
+        return torch.zeros(0)
     where = torch.from_numpy(indices)
     return stepper.run(world.data.inputs(where), world.data.y_train[where], lr)
 

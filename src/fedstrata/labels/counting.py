@@ -22,19 +22,19 @@ TOGETHER = 64
 """So many clients' ciphertexts are held at a time."""
 
 
-def sum_packed(federation: Federation, public: Public, held: Held, size: int) -> tuple[Held, tuple[bytes, ...]]:
+def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
     """Tell clients their placeholders and add up their encrypted counts.
 
     Args:
         federation: To ask clients.
         public: Their public keys.
         held: Placeholders of each client.
-        size: P.
+        names: What clients call them, shape (P,).
 
     Returns:
-        Those of ``held`` that answered, and E(N(p)) over exactly them.
+        Those of ``held`` that answered, and E(N(p)) over exactly them, by name.
     """
-    slots = COUNTING.slots
+    slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
 
     def load(reply: CountReply) -> list[Cipher]:
@@ -50,7 +50,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, size: int) ->
     clients = list(held)
     for begin in range(0, len(clients), TOGETHER):
         chunk = clients[begin : begin + TOGETHER]
-        requests = {client: CountReport(torch.from_numpy(held[client]), size) for client in chunk}
+        requests = {client: CountReport(torch.from_numpy(names[held[client]]), size) for client in chunk}
         for client, reply in federation.ask(requests, check=check).items():
             pages = load(reply)
             sums = [total.add_(page) for total, page in zip(sums, pages, strict=True)] if sums else pages
@@ -58,34 +58,36 @@ def sum_packed(federation: Federation, public: Public, held: Held, size: int) ->
     return counted, tuple(total.serialize() for total in sums)
 
 
-def sum_printed(public: Public, held: Held, sealed: Mapping[ClientId, Sequence[bytes]], size: int) -> tuple[bytes, ...]:
+def sum_printed(
+    public: Public, held: Held, sealed: Mapping[ClientId, Sequence[bytes]], names: Ints
+) -> tuple[bytes, ...]:
     """Add up E(n(l)) by placeholder, one ciphertext each.
 
     Args:
         public: The clients' public keys.
         held: Placeholders of each client.
         sealed: E(n(l)) for each of them.
-        size: P.
+        names: What clients call them, shape (P,).
 
     Returns:
-        E(N(p)), P ciphertexts; an encrypted zero where nobody is left that holds p.
+        E(N(p)), P ciphertexts, by name; an encrypted zero where nobody is left that holds p.
     """
     sums: dict[int, Cipher] = {}
     for client, placeholders in held.items():
-        for placeholder, data in zip(placeholders.tolist(), sealed[client], strict=True):
+        for name, data in zip(names[placeholders].tolist(), sealed[client], strict=True):
             count = public.counting.load(data, length=1)
-            sums[placeholder] = sums[placeholder].add_(count) if placeholder in sums else count
-    return tuple((sums[p] if p in sums else public.counting.seal([0.0])).serialize() for p in range(size))
+            sums[name] = sums[name].add_(count) if name in sums else count
+    return tuple((sums[p] if p in sums else public.counting.seal([0.0])).serialize() for p in range(len(names)))
 
 
-def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, size: int, *, packed: bool) -> Ints:
+def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints, *, packed: bool) -> Ints:
     """N(p), decrypted by the first client that answers.
 
     Args:
         federation: To ask clients.
-        pages: E(N(p)).
+        pages: E(N(p)), by name.
         held: Placeholders of each client that is counted.
-        size: P.
+        names: What clients call them, shape (P,).
         packed: Whether a ciphertext holds many totals.
 
     Returns:
@@ -94,6 +96,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, si
     Raises:
         QuorumError: Nobody could: a client that finds a total that is not whole refuses to round it.
     """
+    size = len(names)
     if size == 0 or not held:
         return np.zeros(size, dtype=np.int64)
     holders = np.bincount(np.concatenate(list(held.values())), minlength=size)
@@ -102,13 +105,13 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, si
         totals = reply.totals
         if totals.dtype != torch.int64 or totals.shape != (size,):
             raise ReplyRefusedError(f"totals {totals.dtype} {tuple(totals.shape)}, expected whole numbers ({size},)")
-        found = totals.numpy()
+        found = totals.numpy()[names]
         if (found < holders).any() or (found[holders == 0] != 0).any():
             raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
 
     request = OpenTotals(pages, size, packed)
     _, reply = ask_until(federation, held, request, check, "decrypt the totals")
-    totals: Ints = reply.totals.numpy()
+    totals: Ints = reply.totals.numpy()[names]
     return totals
 
 

@@ -1,9 +1,9 @@
 """Clients enrol: the server learns who shares a label and how many samples there are, without learning the labels.
 
-It asks clients like any method does, before the first round, and again when clients join. Labels become
-placeholders 0 … P − 1 in the order in which they are discovered: client after client, each in an order of its own.
-So every mode of masking leads to the same training. Nothing in this module or in what it imports can reach a secret
-key.
+It asks clients like any method does, before the first round, and again when clients join. Labels are numbered in the
+order in which they are discovered, client after client, each in an order of its own, so that every mode of masking
+leads to the same training. Clients are told random names instead of these numbers, which would say who brought a
+label. Nothing in this module or in what it imports can reach a secret key.
 
 Reference:
     Stratify §IV-A. What each party learns in each mode is in ``docs/privacy.md``.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -24,12 +25,12 @@ from fedstrata.federation.messages import ClientId, LabelReply, LabelReport
 from fedstrata.federation.seam import Federation
 from fedstrata.labels.ckks import tenseal
 from fedstrata.labels.counting import open_totals, shares, sum_packed, sum_printed
-from fedstrata.labels.grid import MOST_CLASSES
+from fedstrata.labels.grid import MOST_CLASSES, shuffled
 from fedstrata.labels.messages import Assign, Assigned, PublicKeys, TagReply, TagReport
 from fedstrata.labels.prf import TAG_SIZE
 from fedstrata.labels.schedule import Holders
 from fedstrata.labels.serving import Public
-from fedstrata.labels.unique import PackedList, PackedRegister, PrintedList, PrintedRegister
+from fedstrata.labels.unique import PackedList, PrintedList
 from fedstrata.records import Tree, record
 
 Ints = NDArray[np.int64]
@@ -44,6 +45,8 @@ class Roll:
 
     Args:
         masking: The mode.
+        names: What clients call each of the P placeholders: a permutation of 0 … P − 1. Everything else here is by
+            the order of discovery.
         held: The placeholders of each client, in its own order.
         counts: How many samples of each; only of clients that gave them (no masking, or weighted selection).
         totals: N(p), shape (P,).
@@ -51,6 +54,7 @@ class Roll:
     """
 
     masking: str
+    names: Ints
     held: dict[int, Ints]
     counts: dict[int, Ints]
     totals: Ints
@@ -76,7 +80,8 @@ class Roll:
                 rest[placeholders] -= counts
                 unknown[placeholders] -= 1
             replies[client] = LabelReply(torch.from_numpy(placeholders), torch.from_numpy(counts))
-        return Holders.of(replies)
+        found = Holders.of(replies)
+        return replace(found, placeholders=self.names[found.placeholders])
 
 
 @record
@@ -145,12 +150,12 @@ def enrol(
         raise ValueError(f"the roll was made with masking {before.masking!r}, not {masking!r}")
     joined = before.held if before is not None else {}
     clients = [client for client in range(federation.job.clients) if client not in joined]
-    roll = _MODES[masking](federation, clients, before.register if before is not None else None, watch, weighted)
+    roll = _MODES[masking](federation, clients, before, watch, weighted)
     if before is not None:
         totals = roll.totals.copy()
         totals[: len(before.totals)] += before.totals
         held, counts = {**before.held, **roll.held}, {**before.counts, **roll.counts}
-        roll = Roll(masking, held, counts, totals, roll.register)
+        roll = replace(roll, held=held, counts=counts, totals=totals)
     if not roll.held:
         raise QuorumError(f"no client of {len(clients)} enrolled")
     reason = f"{len(roll.totals)} placeholders, masking {masking}"
@@ -159,26 +164,27 @@ def enrol(
 
 
 def _in_the_clear(
-    federation: Federation, clients: Sequence[ClientId], register: OpenRegister | None, watch: Watch, weighted: bool
+    federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
     watch("unique list")
     replies = federation.ask(dict.fromkeys(clients, LabelReport()), check=_check_labels)
-    known = list(register.labels.tolist()) if register else []
+    known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
-    held = _assign(federation, held)
+    names = np.arange(len(known))  # nothing is hidden, and a run's files are the same every time
+    held = _assign(federation, held, names)
     counts = {client: replies[client].counts.numpy() for client in held}
     watch("counts")
     totals = np.zeros(len(known), dtype=np.int64)
     for client, placeholders in held.items():
         totals[placeholders] += counts[client]
-    return Roll("none", held, counts, totals, OpenRegister(np.array(known, dtype=np.int64)))
+    return Roll("none", names, held, counts, totals, OpenRegister(np.array(known, dtype=np.int64)))
 
 
 def _by_tag(
-    federation: Federation, clients: Sequence[ClientId], register: TagRegister | None, watch: Watch, weighted: bool
+    federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
-    public = _public(federation, clients, register, comparing=False)
+    public = _public(federation, clients, before, comparing=False)
 
     def check_tags(reply: TagReply) -> None:
         public.check_key(reply.key)
@@ -190,77 +196,78 @@ def _by_tag(
 
     watch("unique list")
     replies = federation.ask(dict.fromkeys(clients, TagReport()), check=check_tags)
-    known = list(register.tags) if register else []
+    known: list[bytes] = list(before.register.tags) if before else []
     presented = {client: [bytes(tag) for tag in reply.tags.numpy()] for client, reply in replies.items()}
     watch("mapping")
     held = _discover(known, presented)
-    return _counted(
-        "prf", federation, public, held, len(known), TagRegister(public.keys, tuple(known)), watch, weighted
-    )
+    watch("counts")
+    names = _names(before, len(known))
+    held, totals, counts = _counted(federation, public, held, names, weighted)
+    return Roll("prf", names, held, counts, totals, TagRegister(public.keys, tuple(known)))
 
 
 def _packed(
-    federation: Federation, clients: Sequence[ClientId], register: PackedRegister | None, watch: Watch, weighted: bool
+    federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
-    public = _public(federation, clients, register, comparing=True)
-    unique = PackedList(federation, public, register)
+    public = _public(federation, clients, before, comparing=True)
+    unique = PackedList(federation, public, before.register if before else None)
     held = _match(unique, clients, watch)
-    return _counted("ckks", federation, public, held, len(unique), unique.register(), watch, weighted)
+    watch("counts")
+    names = _names(before, len(unique))
+    held, totals, counts = _counted(federation, public, held, names, weighted)
+    return Roll("ckks", names, held, counts, totals, unique.register())
 
 
 def _printed(
-    federation: Federation, clients: Sequence[ClientId], register: PrintedRegister | None, watch: Watch, weighted: bool
+    federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
     warnings.warn(
         "masking = 'ckks-paper' is the protocol as printed: a client that decrypts the difference between its label "
         "and another learns the other client's label. It is here for comparison; use 'ckks'.",
         stacklevel=3,
     )
-    public = _public(federation, clients, register, comparing=True)
-    unique = PrintedList(federation, public, register)
+    public = _public(federation, clients, before, comparing=True)
+    unique = PrintedList(federation, public, before.register if before else None)
     held = _match(unique, clients, watch)
     watch("counts")
-    held = _assign(federation, held)
-    sealed = {client: unique.counts[client] for client in held}
-    pages = sum_printed(public, held, sealed, len(unique))
-    totals = open_totals(federation, pages, held, len(unique), packed=False)
+    names = _names(before, len(unique))
+    held = _assign(federation, held, names)
+    pages = sum_printed(public, held, {client: unique.counts[client] for client in held}, names)
+    totals = open_totals(federation, pages, held, names, packed=False)
     counts = shares(federation, held, totals) if weighted else {}
-    return Roll("ckks-paper", held, counts, totals, unique.register())
+    return Roll("ckks-paper", names, held, counts, totals, unique.register())
 
 
-_Mode = Callable[[Federation, Sequence[ClientId], Any, Watch, bool], Roll]
+_Mode = Callable[[Federation, Sequence[ClientId], Roll | None, Watch, bool], Roll]
 _MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _packed, "ckks-paper": _printed}
 
 
-def _public(federation: Federation, clients: Sequence[ClientId], register: Any, *, comparing: bool) -> Public:
+def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
     """The clients' public keys: known from before, or from the first client that answers."""
-    return Public(register.keys) if register is not None else Public.ask(federation, clients, comparing=comparing)
+    return Public(before.register.keys) if before else Public.ask(federation, clients, comparing=comparing)
+
+
+def _names(before: Roll | None, size: int) -> Ints:
+    """Random names for placeholders; those that have one keep it."""
+    old = before.names if before else np.empty(0, dtype=np.int64)
+    return np.concatenate([old, len(old) + shuffled(size - len(old))])
 
 
 def _match(unique: PackedList | PrintedList, clients: Sequence[ClientId], watch: Watch) -> Held:
     """Build the unique list, until it is complete, and map the labels of all other clients."""
     watch("unique list")
-    held = unique.discover(clients)
+    held, rest = unique.discover(clients)
     watch("mapping")
-    refused = unique.federation.tally.absent()
-    return held | unique.locate([client for client in clients if client not in held and client not in refused])
+    return held | unique.locate(rest)
 
 
 def _counted(
-    masking: Masking,
-    federation: Federation,
-    public: Public,
-    held: Held,
-    size: int,
-    register: Tree,
-    watch: Watch,
-    weighted: bool,
-) -> Roll:
+    federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
+) -> tuple[Held, Ints, dict[int, Ints]]:
     """Encrypted counts summed, totals decrypted by clients, and shares where selection is weighted."""
-    watch("counts")
-    held, pages = sum_packed(federation, public, held, size)
-    totals = open_totals(federation, pages, held, size, packed=True)
-    return Roll(masking, held, shares(federation, held, totals) if weighted else {}, totals, register)
+    held, pages = sum_packed(federation, public, held, names)
+    totals = open_totals(federation, pages, held, names, packed=True)
+    return held, totals, shares(federation, held, totals) if weighted else {}
 
 
 def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
@@ -276,9 +283,9 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
     return held
 
 
-def _assign(federation: Federation, held: Held) -> Held:
+def _assign(federation: Federation, held: Held, names: Ints) -> Held:
     """Tell clients their placeholders; those that know them now."""
-    requests = {client: Assign(torch.from_numpy(placeholders)) for client, placeholders in held.items()}
+    requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
     replies: dict[ClientId, Assigned] = federation.ask(requests)
     return {client: held[client] for client in replies}
 

@@ -20,7 +20,7 @@ class Holders:
     """Which clients hold each placeholder, and how many samples.
 
     Args:
-        placeholders: The placeholders, ascending, shape (P,).
+        placeholders: What clients call the placeholders, shape (P,); everything else knows them by their place here.
         offsets: Where each one's holders begin, shape (P + 1,).
         clients: Holders, ascending within a placeholder, shape (offsets[-1],).
         counts: n_k(p), the same shape.

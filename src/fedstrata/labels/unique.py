@@ -98,12 +98,16 @@ class UniqueList(Generic[S]):
     def enlist(self, client: ClientId, sealed: S, labels: Ints) -> bool:
         """Add a client's labels to the list; whether it worked."""
 
-    def discover(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
-        """Client after client until the list is complete; the placeholders of those that were asked."""
+    def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
+        """Client after client until the list is complete.
+
+        Returns:
+            The placeholders of those that answered, and the clients that there was no need to ask.
+        """
         held: dict[ClientId, Ints] = {}
-        for client in clients:
+        for position, client in enumerate(clients):
             if len(self) >= self.classes:
-                break
+                return held, clients[position:]
             sealed = self.sealed([client])
             found = self.match(sealed).get(client)
             if found is None:
@@ -116,7 +120,7 @@ class UniqueList(Generic[S]):
                 continue
             found[new] = np.arange(number, number + len(new))
             held[client] = found
-        return held
+        return held, ()
 
     def locate(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
         """The placeholders of clients whose labels must all be on the list."""

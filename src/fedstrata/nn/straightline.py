@@ -73,7 +73,7 @@ class StraightLine:
         """One step a sample, in order.
 
         Args:
-            x: Inputs, (n, …).
+            x: Inputs, (n, …), n ≥ 1.
             y: Labels, (n,).
             lr: η.
 
@@ -85,7 +85,7 @@ class StraightLine:
         with torch.inference_mode(), _without_onednn():
             samples = zip(torch.split(_plain_strides(x), 1), torch.split(y, 1), strict=True)
             losses = [step(*bound, sample, label, -lr) for sample, label in samples]
-            total = torch.stack(losses) if losses else x.new_zeros(0)
+            total = torch.stack(losses)
         return total.clone()
 
 

@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.rng import rng
+from fedstrata.sampling.segments import segment
+
+SMALL = 10_000
+"""Different values up to which the plain dynamic programme is the faster of the two."""
 
 
 def project(gradient: Tensor, coordinates: int, seed: int) -> Tensor:
@@ -56,9 +60,16 @@ def squeeze(values: NDArray[np.float32], centres: int) -> tuple[NDArray[np.float
     >>> X.round(2).tolist(), codes.tolist()
     ([0.10000000149011612, 8.899999618530273], [0, 1, 0, 1])
     """
-    distinct = len(np.unique(values))
-    codes, found = kmeans1d.cluster(values.astype(np.float64), min(centres, distinct))
-    return np.asarray(found, dtype=np.float32), np.asarray(codes, dtype=np.uint8)
+    distinct, counts = np.unique(values, return_counts=True)
+    k = min(centres, len(distinct))
+    cuts = segment(distinct.astype(np.float64), counts, k) if len(distinct) > SMALL and k > 1 else None
+    if cuts is None:
+        codes, found = kmeans1d.cluster(values.astype(np.float64), k)
+        return np.asarray(found, dtype=np.float32), np.asarray(codes, dtype=np.uint8)
+    begins = np.concatenate([[0], cuts])
+    sums = np.add.reduceat(distinct.astype(np.float64) * counts, begins)
+    means = (sums / np.add.reduceat(counts, begins)).astype(np.float32)
+    return means, np.searchsorted(distinct[cuts], values, side="right").astype(np.uint8)
 
 
 def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
