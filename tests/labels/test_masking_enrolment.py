@@ -59,14 +59,21 @@ def roll_of(federation: Any, masking: str, **options: Any) -> Roll:
         return enrol(federation, masking, **options)
 
 
+def numbered(federation: Any, roll: Roll, client: int) -> dict[int, int]:
+    """What a client was told, by the server's own numbers for the placeholders: {number: class}."""
+    numbers = {name: number for number, name in enumerate(roll.names.tolist())}
+    return {numbers[name]: label for name, label in federation.map_of(client).items()}
+
+
 def check_against(federation: Any, roll: Roll, holdings: list[dict[Any, int]], clients: set[int] | None = None) -> None:
     """The roll says of those clients exactly what they hold."""
     names = federation.engine.engine.world.data.class_names
     clients = set(range(len(holdings))) if clients is None else clients
     assert set(roll.held) == clients
     meaning: dict[int, str] = {}
+    assert sorted(roll.names.tolist()) == list(range(len(roll.totals)))
     for client in clients:
-        told = {p: names[label] for p, label in federation.map_of(client).items()}
+        told = {p: names[label] for p, label in numbered(federation, roll, client).items()}
         assert set(told) == set(roll.held[client].tolist())
         assert sorted(told.values()) == sorted(map(str, holdings[client]))
         for p, name in told.items():
@@ -77,10 +84,10 @@ def check_against(federation: Any, roll: Roll, holdings: list[dict[Any, int]], c
     found = {meaning[p]: n for p, n in enumerate(roll.totals.tolist()) if n}
     assert found == dict(expected)
     holders = roll.holders()
-    assert dict(zip(holders.placeholders.tolist(), holders.totals().tolist(), strict=True)) == {
-        p: n for p, n in enumerate(roll.totals.tolist()) if n
-    }
-    for place, p in enumerate(holders.placeholders.tolist()):
+    present = np.flatnonzero(roll.totals)
+    assert holders.totals().tolist() == roll.totals[present].tolist()
+    assert holders.placeholders.tolist() == roll.names[present].tolist()
+    for place, p in enumerate(present.tolist()):
         who, counts = holders.of_placeholder(place)
         assert set(who.tolist()) == {c for c in clients if meaning[p] in map(str, holdings[c])}
         assert (counts > 0).all()
@@ -98,11 +105,25 @@ def test_all_modes_number_the_labels_alike(site: Sites) -> None:
     for masking in MODES:
         federation = site(HOLDINGS)
         rolls.append(roll_of(federation, masking))
-        maps.append([federation.map_of(client) for client in range(5)])
+        maps.append([numbered(federation, rolls[-1], client) for client in range(5)])
     for one, other in pairwise(zip(rolls, maps, strict=True)):
         assert one[1] == other[1]
         assert one[0].totals.tolist() == other[0].totals.tolist()
         assert [held.tolist() for held in one[0].held.values()] == [held.tolist() for held in other[0].held.values()]
+
+
+@pytest.mark.parametrize("masking", ["prf", "ckks"])
+def test_names_do_not_say_who_brought_a_label(masking: str, site: Sites) -> None:
+    """Numbers in the order of discovery would: what a client is told is a random permutation of them."""
+    holdings = [dict.fromkeys(range(30), 1)]
+    told = []
+    for _ in range(2):
+        federation = site(holdings)
+        roll = roll_of(federation, masking)
+        told.append(roll.names.tolist())
+    assert sorted(told[0]) == sorted(told[1]) == list(range(30))
+    assert told[0] != told[1]
+    assert list(range(30)) not in told
 
 
 AWKWARD: dict[str, list[dict[Any, int]]] = {
@@ -173,7 +194,7 @@ def test_shares_give_the_counts_for_weighted_selection(masking: str, site: Sites
     check_against(federation, roll, HOLDINGS)
     names = federation.engine.engine.world.data.class_names
     for client, held in enumerate(HOLDINGS):
-        told = federation.map_of(client)
+        told = numbered(federation, roll, client)
         counts = zip(roll.held[client].tolist(), roll.counts[client].tolist(), strict=True)
         assert {names[told[p]]: n for p, n in counts} == held
 
@@ -209,7 +230,7 @@ def test_a_client_that_gives_no_share_leaves_the_rest_to_itself(site: Sites) -> 
     names = federation.engine.engine.world.data.class_names
     told = federation.map_of(4)
     found = {}
-    for place, p in enumerate(holders.placeholders.tolist()):
+    for place, p in enumerate(holders.placeholders.tolist()):  # what the client calls it
         who, counts = holders.of_placeholder(place)
         if 4 in who:
             found[names[told[p]]] = int(counts[who == 4][0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
@@ -23,6 +23,7 @@ def scrambled(grid: Grid, differences: Floats) -> NDArray[np.int64]:
     return np.rint(z).astype(np.int64)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_every_label_finds_its_entry_and_no_other(data: st.DataObject) -> None:
     classes = data.draw(st.integers(1, 40))

@@ -129,8 +129,8 @@ def test_the_order_in_which_labels_are_presented_is_no_sorted_one(folder: Path, 
     orders = []
     for ring in (KeyRing(), KeyRing(folder)):
         federation = site([dict.fromkeys(range(12), 1)], keys=ring)
-        enrol(federation, "prf")
-        orders.append([federation.map_of(0)[p] for p in range(12)])
+        roll = enrol(federation, "prf")
+        orders.append([federation.map_of(0)[p] for p in roll.names.tolist()])
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(12))
     assert orders[0] != orders[1]
     assert list(range(12)) not in orders

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -85,12 +86,7 @@ def test_too_many_classes_and_a_missing_extra_are_said_before_anything_starts(mo
         fs.Stratify(masking="ckks").check(type(job)(**{**vars(job), "classes": 60_001}))
     with pytest.raises(SpecError, match=r"method.masking = 'rot13': .*'none', 'prf', 'ckks' or 'ckks-paper'"):
         fs.Experiment.from_table({"method": {"name": "stratify", "masking": "rot13"}})
-    from fedstrata.labels import ckks
-
-    def absent(name: str) -> Any:
-        raise ImportError(name)
-
-    monkeypatch.setattr(ckks.importlib, "import_module", absent)
+    monkeypatch.setitem(sys.modules, "tenseal", None)
     with pytest.raises(ExtraMissingError, match=re.escape("fedstrata[he]")):
         experiment.prepare(spec("prf"))
 

@@ -295,10 +295,12 @@ class Federation:
         ride: Ride | None = None
         riders: list[tuple[int, ClientId]] = []
         kind: type[Request] | None = None
+        reached: set[ClientId] = set()
         for position, (client, task) in enumerate(tasks):
             if not self._present(client, task):
                 heard(position, None)
                 continue
+            reached.add(client)
             if kind is None:
                 kind = type(task)
                 ride = self.engine.ride(kind, weights) if self.job.training.execution == "fused" else None
@@ -328,18 +330,22 @@ class Federation:
                 else:
                     replies[position] = outcome
                     self._count_up([client], records.size(outcome))
-        if replies and kind is not None:
-            self._answered.add(kind)
-        elif kind is not None:
-            self._refuse_total_failure(kind, failures)
+        if kind is not None:
+            self._refuse_total_failure(kind, reached, failures)
         return Relayed(weights, replies)
 
-    def _refuse_total_failure(self, kind: type[Request], failures: list[tuple[ClientId, Failure]]) -> None:
-        """Raise where every failure of a relay without a reply was an exception and no such task was ever done."""
-        if failures and all(failure.error is not None for _, failure in failures) and kind not in self._answered:
+    def _refuse_total_failure(
+        self, kind: type[Request], reached: set[ClientId], failures: list[tuple[ClientId, Failure]]
+    ) -> None:
+        """Raise where each client of a relay raised an exception and nobody ever got such tasks done."""
+        raised = {client for client, failure in failures if failure.error is not None}
+        if raised < reached:
+            # A task that asks for nothing may succeed and prove nothing, so that replies alone do not count.
+            self._answered.add(kind)
+        elif kind not in self._answered:
             client, failure = failures[0]
             raise ClientsFailedError(
-                f"all {len(failures)} hops failed in round {self.round} of {self.method}; "
+                f"all {len(reached)} clients failed in round {self.round} of {self.method}; "
                 f"client {client}: {failure.reason}"
             ) from failure.error
 

@@ -12,7 +12,7 @@ r·d of real numbers still shows about how large d is. So the server computes
 
 with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S whole numbers and |u| ≤ 1/16. Modulo p
 that is r·d: zero for d = 0, and for every other d uniform over 1 … p − 1, exactly. What is left of z, its multiple of
-p, is s plus at most p steps: its distribution changes with d by no more than p / S (2⁻²⁰ up to 4,096 classes). And u
+p, is s plus at most p steps: its distribution changes with d by no more than p / S (2⁻¹⁹ up to 5,000 classes). And u
 drowns CKKS's own error, which is proportional to r: together they stay below 1/4, so that rounding is exact. The p·s +
 u that is added is a fresh encryption, which hides how the ciphertext came about.
 """

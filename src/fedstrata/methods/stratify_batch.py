@@ -208,10 +208,9 @@ class Plan:
             if len(self.available[p]):
                 continue
             if len(self._holding[p]) == 0:
-                label = int(self.holders.placeholders[p])
                 count = int((self.wanted[positions] == p).sum())
                 self.federation.note(
-                    "label skipped", reason=f"{count} positions of placeholder {label}: no holder is there"
+                    "label skipped", reason=f"{count} positions of placeholder {p}: no holder is there"
                 )
                 continue
             self.available[p] = self._holding[p]

@@ -220,9 +220,8 @@ class Route:
                 self._refill.setdefault(client, set()).add(p)
             return
         count = int((self._left == p).sum())
-        label = int(self.holders.placeholders[p])
         self._left = self._left[self._left != p]
-        self.federation.note("label skipped", reason=f"{count} positions of placeholder {label}: no holder is there")
+        self.federation.note("label skipped", reason=f"{count} positions of placeholder {p}: no holder is there")
 
     def _leave(self, client: int) -> None:
         """A client that failed or is not there is not chosen again in this epoch."""

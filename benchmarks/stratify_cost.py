@@ -1,0 +1,198 @@
+"""What Stratify costs: batch epochs, single steps and hops, each beside what it is measured against.
+
+    python benchmarks/stratify_cost.py [--data mnist] [--samples 12800] [--labels cifar10]
+
+Times are taken in one process, turn about, with one thread: an epoch of batch mode in the local engine against an
+epoch of centralised training (same model, batch size, optimiser and data), and a single-sample step against the plain
+PyTorch loop. Medians over the turns go to ``benchmarks/results/stratify_cost.json``. Hops are counted on the labels of
+a data set alone, and drawn in ``benchmarks/results/stratify_hops.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import fedstrata as fs
+from fedstrata.clients.client import World
+from fedstrata.clients.stepping import stepper_of
+from fedstrata.clients.store import StateStore
+from fedstrata.engines import make_engine
+from fedstrata.experiment import Prepared, prepare
+from fedstrata.federation.messages import Weights
+from fedstrata.federation.seam import Federation
+from fedstrata.labels.schedule import schedule
+from fedstrata.labels.single import assign_runs, tasks_of
+
+RESULTS = Path(__file__).parent / "results"
+CHUNKS = (1, 2, 3, 5, 8, 12, 20, 35, 50, 75, 100, 150)
+
+
+def spec_of(data: dict[str, Any], model: str, partition: dict[str, Any], **method: Any) -> fs.Experiment:
+    training = {"batch_size": 64, "lr": 0.01}
+    table = {"data": data, "model": model, "training": training, "method": {"name": "stratify", **method}}
+    return fs.Experiment.from_table(table | {"partition": {"clients": 10, **partition}})
+
+
+class Turns:
+    """Medians of several pieces of work that take turns."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns = turns
+
+    def __call__(self, **work: Callable[[], Any]) -> dict[str, float]:
+        seconds: dict[str, list[float]] = {name: [] for name in work}
+        for _ in range(self.turns):
+            for name, run in work.items():
+                began = time.perf_counter()
+                run()
+                seconds[name].append(time.perf_counter() - began)
+        return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def world_of(prepared: Prepared) -> World:
+    return World(prepared.job, prepared.data, prepared.assignment, prepared.spec.method.objective_in_use())
+
+
+def batch_epochs(spec: fs.Experiment, turns: Turns) -> dict[str, float]:
+    """An epoch of batch mode and one of centralised training, in seconds."""
+    prepared = prepare(spec)
+    job, data = prepared.job, prepared.data
+    federation = Federation(make_engine("local", world_of(prepared), StateStore()), job, spec.availability)
+    federation.begin(0)
+    state = spec.method.init(federation, Weights(job.model.params(), job.model.buffers()))
+    round = 0
+
+    def stratify() -> None:
+        nonlocal state, round
+        round += 1
+        federation.begin(round)
+        state, _ = spec.method.run_round(federation, state)
+
+    module = prepare(spec).job.model.module.train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    draw = np.random.default_rng(0)
+
+    def centralised() -> None:
+        for batch in np.array_split(draw.permutation(data.train_size), -(-data.train_size // 64)):
+            where = torch.from_numpy(batch)
+            optimizer.zero_grad()
+            F.cross_entropy(module(data.inputs(where)), data.y_train[where]).backward()
+            optimizer.step()
+
+    stratify(), centralised()  # warm up
+    found = turns(centralised=centralised, stratify=stratify)
+    return found | {"ratio": found["stratify"] / found["centralised"]}
+
+
+def single_steps(spec: fs.Experiment, turns: Turns, count: int = 400) -> dict[str, float]:
+    """A single-sample step of the client's loop, and one of the plain PyTorch loop, in microseconds."""
+    prepared = prepare(spec)
+    data, model = prepared.data, prepared.job.model
+    stepper = stepper_of(world_of(prepared), model)
+    where = torch.arange(count)
+    x, y = data.inputs(where), data.y_train[where]
+    module = prepare(spec).job.model.module.train()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+
+    def plain() -> None:
+        for i in range(count):
+            optimizer.zero_grad()
+            F.cross_entropy(module(x[i : i + 1]), y[i : i + 1]).backward()
+            optimizer.step()
+
+    def ours() -> None:
+        stepper.run(x, y, 0.01)
+
+    plain(), ours()
+    found = {name: 1e6 * seconds / count for name, seconds in turns(plain=plain, stratify=ours).items()}
+    return found | {"ratio": found["stratify"] / found["plain"]}
+
+
+def single_epoch(spec: fs.Experiment) -> dict[str, float]:
+    """A whole epoch of single-sample mode in the local engine: everything that is not a step is overhead."""
+    history = fs.run(fs.Experiment.from_table(spec.to_spec() | {"evaluation": {"every": 0}, "training": _two()}))
+    record = history[0]  # the second evaluates
+    return {"us_a_sample": 1e6 * record["seconds"] / record["samples"], "hops": record["hops"]}
+
+
+def _two() -> dict[str, Any]:
+    return {"rounds": 2, "lr": 0.01}
+
+
+def hops(spec: fs.Experiment, epochs: int = 3) -> dict[str, Any]:
+    """Hops an epoch by chunk size, as parts of those of chunk size 1, for each selection."""
+    prepared = prepare(spec)
+    labels = prepared.data.y_train.numpy()
+    counts = prepared.assignment.counts(labels, prepared.data.classes).T
+    found: dict[str, Any] = {"chunk_sizes": list(CHUNKS)}
+    for name, retain, weights in (
+        ("uniform, retain 0.5", 0.5, None),
+        ("weighted, retain 0.5", 0.5, counts.astype(float)),
+        ("all retained", 1.0, None),
+    ):
+        curve = []
+        for chunk_size in CHUNKS:
+            total = 0
+            for epoch in range(epochs):
+                draw = np.random.default_rng(epoch)
+                wanted = schedule(counts.sum(axis=1), draw)
+                owner = assign_runs(wanted, counts > 0, weights, chunk_size=chunk_size, retain=retain, draw=draw)
+                total += len(tasks_of(owner, chunk_size)[0])
+            curve.append(total / epochs / counts.sum())
+        found[name] = [round(part, 4) for part in curve]
+    return found
+
+
+def draw_hops(found: dict[str, Any], path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
+    for name, curve in found.items():
+        if name != "chunk_sizes":
+            axes.plot(found["chunk_sizes"], curve, marker="o", markersize=3, label=name)
+    axes.axvline(5, color="0.8", zorder=0)
+    axes.set(xscale="log", xlabel="chunk size", ylabel="hops / samples", ylim=(0, 1.02))
+    axes.set_title("CIFAR-10, Dirichlet(0.5), 10 clients", fontsize=9)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--data", default="mnist")
+    parser.add_argument("--samples", type=int, default=12_800)
+    parser.add_argument("--labels", default="cifar10")
+    parser.add_argument("--turns", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    turns = Turns(arguments.turns)
+    data = {"name": arguments.data, "limit": arguments.samples}
+    dirichlet = {"name": "dirichlet", "alpha": 0.5}
+    path = RESULTS / "stratify_cost.json"
+    found: dict[str, Any] = {"torch": torch.__version__, "threads": 1}
+    for model in ("mlp", "cnn"):
+        # Uncapped: the same samples as the centralised epoch.
+        found[f"batch epoch, {model}"] = batch_epochs(spec_of(data, model, dirichlet, schedule="uncapped"), turns)
+        found[f"single step, {model}"] = single_steps(spec_of(data, model, dirichlet), turns)
+        found[f"single epoch, {model}"] = single_epoch(spec_of(data, model, dirichlet, mode="single"))
+        print(json.dumps(found, indent=1), flush=True)
+    if arguments.labels:
+        found["hops"] = hops(spec_of({"name": arguments.labels}, "cnn", dirichlet))
+        draw_hops(found["hops"], RESULTS / "stratify_hops.png")
+    RESULTS.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found.get("hops", {}), indent=1))
+
+
+if __name__ == "__main__":
+    main()

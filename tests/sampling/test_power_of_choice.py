@@ -1,0 +1,59 @@
+"""Power-of-choice: the candidates for whom the model is worst."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fedstrata.errors import SpecError
+from fedstrata.federation.messages import LossReport
+from fedstrata.sampling.power_of_choice import PowerOfChoice
+
+
+def losses(federation) -> dict[int, float]:
+    world = federation.engine.world
+    result = {}
+    with torch.no_grad(), world.job.model.loaded(federation.weights.params, federation.weights.buffers) as params:
+        for client in range(world.job.clients):
+            where = torch.from_numpy(world.assignment[client].copy())
+            logits = world.job.model(params, world.data.inputs(where))
+            result[client] = float(F.cross_entropy(logits, world.data.y_train[where]))
+    return result
+
+
+def test_clients_know_how_bad_the_model_is(tiny):
+    federation = tiny(4)
+    replies = federation.ask(dict.fromkeys(range(4), LossReport(1, federation.weights)))
+    assert {c: reply.loss for c, reply in replies.items()} == pytest.approx(losses(federation))
+    assert len(federation.store) == 0
+
+
+def test_the_worst_of_all_are_taken(tiny):
+    federation = tiny(6, clients_per_round=2)
+    sampler = PowerOfChoice(candidates=6)
+    selection, _ = sampler.select(federation, sampler.init(federation), federation.weights)
+    truth = losses(federation)
+    assert selection.clients.tolist() == sorted(sorted(truth, key=truth.__getitem__)[-2:])
+    assert selection.draws.tolist() == [1, 1]
+
+
+def test_only_candidates_are_asked_and_large_clients_are_candidates_more_often(tiny):
+    federation = tiny(6, sizes=[8, 8, 8, 8, 8, 80], clients_per_round=1)
+    sampler = PowerOfChoice(candidates=2)
+    state = sampler.init(federation)
+    asked = np.zeros(6)
+    for round in range(1, 60):
+        federation.begin(round)
+        sampler.select(federation, state, federation.weights)
+        assert len(federation.tally.invited) == 2
+        asked[list(federation.tally.invited)] += 1
+    assert asked[5] > 40 > asked[:5].max()
+
+
+@pytest.mark.parametrize(("candidates", "words"), [(7, "the partition has 6 clients"), (1, "give at least that")])
+def test_bad_numbers_of_candidates(tiny, candidates, words):
+    with pytest.raises(SpecError, match=words) as caught:
+        PowerOfChoice(candidates=candidates).check(tiny(6, clients_per_round=2).job)
+    assert caught.value.key == "method.client_sampler.candidates"
