@@ -9,7 +9,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_
 
 from fedstrata.config import Setting
 
-
 DEFAULT_EPOCHS = 5
 
 

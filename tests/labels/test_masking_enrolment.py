@@ -407,7 +407,7 @@ def test_the_servers_side_imports_neither_keys_nor_clients() -> None:
             modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             assert not [name for name in modules if name.startswith("fedstrata.clients")], path
-    server = {"enrolment.py", "unique.py", "counting.py", "serving.py"}
+    server = {"enrolment.py", "unique.py", "packed.py", "printed.py", "counting.py", "serving.py"}
     assert server <= {path.name for path in folder.glob("*.py")}
     for name in server:
         assert "Opener" not in (folder / name).read_text(encoding="utf-8")

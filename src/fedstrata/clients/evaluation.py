@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -48,8 +50,10 @@ def evaluate(
         norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         for layer in norms:
             layer.train(batch_statistics)
-        for begin in range(0, n, batch_size):
-            part = slice(begin, min(begin + batch_size, n))
+        # Batches of nearly equal size: a last one of a single sample would have no batch statistics.
+        bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()
+        for begin, end in itertools.pairwise(bounds):
+            part = slice(begin, end)
             y = data.labels(part, "test")
             logits = model(params, data.inputs(part, "test"))
             loss += float(F.cross_entropy(logits, y, reduction="sum"))

@@ -8,146 +8,21 @@ somebody is absent.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedstrata import records
-from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError, WireError
+from fedstrata.errors import ClientsFailedError, QuorumError
 from fedstrata.federation.availability import Availability
-from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
-from fedstrata.nn.model import Model
+from fedstrata.federation.engine import Engine, Failure, Job, Ride
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.screening import Check, check_like, defect_of, require_like
+from fedstrata.federation.tally import Relayed, Summed, Tally
 from fedstrata.rng import SERVER, rng
-from fedstrata.settings import Training
-
-Check = Callable[[Any], None]
-"""Raises ``ReplyRefusedError`` for a reply that a method cannot use."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What server and clients agree on before the first round.
-
-    Args:
-        seed: The experiment's seed.
-        training: How clients train.
-        model: The architecture, as a pure function of its parameters.
-        classes: C.
-        clients: N.
-        sizes: n_k of every client, shape (N,), where a simulation knows them; a method never uses them to train, only
-            to warn and to simulate time.
-    """
-
-    seed: int
-    training: Training
-    model: Model
-    classes: int
-    clients: int
-    sizes: NDArray[np.int64] | None = None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a client's answer is missing.
-
-    Args:
-        reason: In words.
-        error: The exception, where there was one.
-        bystander: Whether it answered well and lost its answer because another of its group failed.
-    """
-
-    reason: str
-    error: BaseException | None = None
-    bystander: bool = False
-
-
-class Ride(Protocol):
-    """A relay that is computed where its clients live: the model stays, and each client's part comes to it."""
-
-    def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Take up one client's part. What the reply says about the model's work may still be missing."""
-
-    def keep(self, accepted: bool) -> None:
-        """Whether the last part and what changed in its client's state count."""
-
-    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
-        """The model after all parts that count, and for each of them, in order, the whole reply or why it failed."""
-
-
-class Engine(Protocol):
-    """Where clients live. What a client changed in its own state counts only once ``settle`` accepted its answer."""
-
-    def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Answers in any order; ``together`` runs all clients at once, in a group that can ``all_reduce_sum``."""
-
-    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """The sum of all replies computed in one pass, or None where the engine has no such pass."""
-
-    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client work on the travelling model."""
-
-    def ride(self, kind: type[Request], cargo: Weights) -> Ride | None:
-        """A relay of tasks of one kind in one pass, or None where the engine has no such pass."""
-
-    def settle(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the new state of these clients, drop that of all others that were just asked."""
-
-    def close(self) -> None:
-        """Free what the engine holds."""
-
-
-@dataclass(frozen=True)
-class Relayed:
-    """What came back from a relay.
-
-    Args:
-        weights: The model after the last good hop.
-        replies: The reply of every task that was done, by its position; a failed hop is absent.
-    """
-
-    weights: Weights
-    replies: dict[int, Any]
-
-
-@dataclass(frozen=True)
-class Summed:
-    """The sum of replies, and who took part in it."""
-
-    reply: Any
-    clients: list[ClientId]
-
-
-@dataclass
-class Tally:
-    """What one round cost and who took part, for the metrics."""
-
-    invited: set[ClientId] = field(default_factory=set)
-    returned: set[ClientId] = field(default_factory=set)
-    dropped: set[ClientId] = field(default_factory=set)
-    late: set[ClientId] = field(default_factory=set)
-    failed: set[ClientId] = field(default_factory=set)
-    exchanges: int = 0
-    hops: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    simulated_seconds: float = 0.0
-
-    def absent(self) -> set[ClientId]:
-        """Who was invited this round and did not answer at least once."""
-        return self.dropped | self.late | self.failed
-
-    def metrics(self) -> dict[str, Any]:
-        """Counts of distinct clients, exchanges and bytes."""
-        counts = {f"clients_{f.name}": len(getattr(self, f.name)) for f in dataclasses.fields(self)[:5]}
-        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[5:]}
-        return counts | rest
 
 
 class Federation:
@@ -252,7 +127,7 @@ class Federation:
             return None
         if self.job.training.execution == "fused":
             total = self.engine.ask_fused(reached)
-            if total is not None and _defect(total, check) is None:
+            if total is not None and defect_of(total, check) is None:
                 self.engine.settle(reached)
                 self._count_up(reached, records.size(total) * len(reached))
                 self._answered.add(type(next(iter(reached.values()))))
@@ -357,7 +232,7 @@ class Federation:
         if isinstance(outcome, Failure):
             return weights, outcome
         moved, reply = outcome
-        defect = _defect(moved, check_like(weights)) or _defect(reply, check)
+        defect = defect_of(moved, check_like(weights)) or defect_of(reply, check)
         self.engine.settle([] if defect else [client])
         if defect:
             self._refuse(client, defect)
@@ -370,7 +245,7 @@ class Federation:
         if isinstance(outcome, Failure):
             ride.keep(False)
             return outcome
-        defect = _defect(outcome, check)
+        defect = defect_of(outcome, check)
         ride.keep(defect is None)
         if defect:
             self._refuse(client, defect)
@@ -461,7 +336,7 @@ class Federation:
             outcome = outcomes[client]
             if isinstance(outcome, Failure):
                 failures[client] = outcome
-            elif defect := _defect(outcome, check):
+            elif defect := defect_of(outcome, check):
                 self._refuse(client, defect)
             else:
                 good[client] = outcome
@@ -495,70 +370,14 @@ class Federation:
         self.note("refused", [client], f"client {client} in round {self.round} of {self.method}: {defect}")
 
 
-def _defect(reply: Any, check: Check | None) -> str | None:
-    """Why a reply cannot be used, or None."""
-    if not isinstance(reply, records.Message):
-        return f"a {type(reply).__name__} is no message"
-    try:
-        # Over a wire it would not have arrived; here clients may live in the same process.
-        records.require_types(reply)
-        if not all(map(_finite, records.leaves_of(reply))):
-            return "NaN or infinity"
-        if check is not None:
-            check(reply)
-    except (ReplyRefusedError, WireError) as error:
-        return str(error)
-    return None
-
-
-def _finite(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            return True
-        # NaN and infinity survive a sum, which is several times faster; a finite tensor's sum may still overflow.
-        total = leaf.sum()
-        return bool(torch.isfinite(total)) or bool(torch.isfinite(leaf).all())
-    if isinstance(leaf, np.ndarray):
-        return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())
-    return not isinstance(leaf, float) or math.isfinite(leaf)
-
-
-def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
-
-    Raises:
-        ReplyRefusedError: With the first difference.
-    """
-    if missing := [name for name in like if name not in got]:
-        raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
-    if unknown := [name for name in got if name not in like]:
-        raise ReplyRefusedError(f"{what} has an unknown {unknown[0]!r}")
-    for name, tensor in like.items():
-        if got[name].shape != tensor.shape or got[name].dtype != tensor.dtype:
-            raise ReplyRefusedError(
-                f"{what}[{name!r}] is {tuple(got[name].shape)} {got[name].dtype}, "
-                f"expected {tuple(tensor.shape)} {tensor.dtype}"
-            )
-
-
-def check_like(weights: Weights) -> Check:
-    """A check that a model has the tensors of ``weights``."""
-
-    def check(got: Weights) -> None:
-        require_like(got.params, weights.params, "params")
-        require_like(got.buffers, weights.buffers, "buffers")
-
-    return check
-
-
 __all__ = [
     "Check",
     "Engine",
     "Failure",
     "Federation",
     "Job",
-    "Params",
     "Relayed",
+    "Ride",
     "Summed",
     "Tally",
     "check_like",

@@ -27,10 +27,11 @@ from fedstrata.labels.ckks import tenseal
 from fedstrata.labels.counting import open_totals, shares, sum_packed, sum_printed
 from fedstrata.labels.grid import MOST_CLASSES, shuffled
 from fedstrata.labels.messages import Assign, Assigned, PublicKeys, TagReply, TagReport
+from fedstrata.labels.packed import PackedList
 from fedstrata.labels.prf import TAG_SIZE
+from fedstrata.labels.printed import PrintedList
 from fedstrata.labels.schedule import Holders
 from fedstrata.labels.serving import Public
-from fedstrata.labels.unique import PackedList, PrintedList
 from fedstrata.records import Tree, record
 
 Ints = NDArray[np.int64]

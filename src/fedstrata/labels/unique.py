@@ -1,8 +1,8 @@
 """The unique list under encryption, at the server: which clients share a label (Stratify §IV-A).
 
-What the two protocols have in common: client after client until the list is complete, then everybody else against the
-complete list. ``fedstrata.labels.packed`` and ``fedstrata.labels.printed`` say how labels are compared. The server holds
-public keys only: it learns what clients answer, which is where zeros are.
+What the two protocols have in common: client after client until the list is complete, then everybody else against
+the complete list. ``fedstrata.labels.packed`` and ``fedstrata.labels.printed`` say how labels are compared. The server
+holds public keys only: it learns what clients answer, which is where zeros are.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Weighted(ClientSampler):
 def with_replacement(
     clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, draw: np.random.Generator, *, by_size: bool = True
 ) -> Selection:
-    """m independent draws, each in proportion to ``sizes``.
+    """M independent draws, each in proportion to ``sizes``.
 
     Args:
         clients: Ascending, shape (N,).
@@ -80,7 +80,7 @@ def with_replacement(
 def without_replacement(
     clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, draw: np.random.Generator
 ) -> Selection:
-    """m different clients, each with the probability min(1, c n_k), where c makes these add up to m.
+    """M different clients, each with the probability min(1, c n_k), where c makes these add up to m.
 
     Clients with probability one are strata of their own; all others are stratum 0.
 

@@ -1,0 +1,86 @@
+"""Where clients live: what an engine must do, and what server and clients agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.nn.model import Model
+from fedstrata.settings import Training
+
+
+@dataclass(frozen=True)
+class Job:
+    """What server and clients agree on before the first round.
+
+    Args:
+        seed: The experiment's seed.
+        training: How clients train.
+        model: The architecture, as a pure function of its parameters.
+        classes: C.
+        clients: N.
+        sizes: n_k of every client, shape (N,), where a simulation knows them; a method never uses them to train, only
+            to warn and to simulate time.
+    """
+
+    seed: int
+    training: Training
+    model: Model
+    classes: int
+    clients: int
+    sizes: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a client's answer is missing.
+
+    Args:
+        reason: In words.
+        error: The exception, where there was one.
+        bystander: Whether it answered well and lost its answer because another of its group failed.
+    """
+
+    reason: str
+    error: BaseException | None = None
+    bystander: bool = False
+
+
+class Ride(Protocol):
+    """A relay that is computed where its clients live: the model stays, and each client's part comes to it."""
+
+    def hop(self, client: ClientId, task: Request) -> Reply | Failure:
+        """Take up one client's part. What the reply says about the model's work may still be missing."""
+
+    def keep(self, accepted: bool) -> None:
+        """Whether the last part and what changed in its client's state count."""
+
+    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+        """The model after all parts that count, and for each of them, in order, the whole reply or why it failed."""
+
+
+class Engine(Protocol):
+    """Where clients live. What a client changed in its own state counts only once ``settle`` accepted its answer."""
+
+    def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
+        """Answers in any order; ``together`` runs all clients at once, in a group that can ``all_reduce_sum``."""
+
+    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
+        """The sum of all replies computed in one pass, or None where the engine has no such pass."""
+
+    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+        """Let one client work on the travelling model."""
+
+    def ride(self, kind: type[Request], cargo: Weights) -> Ride | None:
+        """A relay of tasks of one kind in one pass, or None where the engine has no such pass."""
+
+    def settle(self, accepted: Iterable[ClientId]) -> None:
+        """Keep the new state of these clients, drop that of all others that were just asked."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""

@@ -1,0 +1,74 @@
+"""Which replies cannot be used, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.errors import ReplyRefusedError, WireError
+from fedstrata.federation.messages import Weights
+
+Check = Callable[[Any], None]
+"""Raises ``ReplyRefusedError`` for a reply that a method cannot use."""
+
+
+def defect_of(reply: Any, check: Check | None) -> str | None:
+    """Why a reply cannot be used, or None."""
+    if not isinstance(reply, records.Message):
+        return f"a {type(reply).__name__} is no message"
+    try:
+        # Over a wire it would not have arrived; here clients may live in the same process.
+        records.require_types(reply)
+        if not all(map(_finite, records.leaves_of(reply))):
+            return "NaN or infinity"
+        if check is not None:
+            check(reply)
+    except (ReplyRefusedError, WireError) as error:
+        return str(error)
+    return None
+
+
+def _finite(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            return True
+        # NaN and infinity survive a sum, which is several times faster; a finite tensor's sum may still overflow.
+        total = leaf.sum()
+        return bool(torch.isfinite(total)) or bool(torch.isfinite(leaf).all())
+    if isinstance(leaf, np.ndarray):
+        return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())
+    return not isinstance(leaf, float) or math.isfinite(leaf)
+
+
+def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
+    """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
+
+    Raises:
+        ReplyRefusedError: With the first difference.
+    """
+    if missing := [name for name in like if name not in got]:
+        raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
+    if unknown := [name for name in got if name not in like]:
+        raise ReplyRefusedError(f"{what} has an unknown {unknown[0]!r}")
+    for name, tensor in like.items():
+        if got[name].shape != tensor.shape or got[name].dtype != tensor.dtype:
+            raise ReplyRefusedError(
+                f"{what}[{name!r}] is {tuple(got[name].shape)} {got[name].dtype}, "
+                f"expected {tuple(tensor.shape)} {tensor.dtype}"
+            )
+
+
+def check_like(weights: Weights) -> Check:
+    """A check that a model has the tensors of ``weights``."""
+
+    def check(got: Weights) -> None:
+        require_like(got.params, weights.params, "params")
+        require_like(got.buffers, weights.buffers, "buffers")
+
+    return check
