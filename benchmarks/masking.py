@@ -4,7 +4,8 @@
 
 Writes OUT.md, OUT.json and OUT.png. The cells are those of Stratify's Table IV: each client holds 1 of 2, 5 of 10 or
 50 of 100 classes. All modes of a cell run one after another in one process with one thread, on the same labels; the
-fast ones several times (the median counts). ``ckks-paper`` in the largest cells takes minutes.
+fast ones several times (the median counts). ``ckks-paper`` in the largest cells takes minutes. Times are CPU time of
+that thread: nothing waits for a disk or a network here, and other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federa
 def measure(masking: Masking, clients: int, classes: int, labels: int) -> dict[str, Any]:
     """One enrolment: seconds of each phase, and bytes a client. Making and loading the keys is counted apart."""
     asked = federation(clients, classes, labels)
-    marks: list[tuple[str, float]] = [("keys", time.perf_counter())]
+    marks: list[tuple[str, float]] = [("keys", time.process_time())]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        roll = enrol(asked, masking, watch=lambda phase: marks.append((phase, time.perf_counter())))
-    marks.append(("end", time.perf_counter()))
+        roll = enrol(asked, masking, watch=lambda phase: marks.append((phase, time.process_time())))
+    marks.append(("end", time.process_time()))
     assert len(roll.held) == clients
     assert (roll.totals == np.bincount(np.concatenate(list(roll.held.values())))).all()
     seconds = {name: after - at for (name, at), (_, after) in itertools.pairwise(marks)}
@@ -194,8 +195,9 @@ def main() -> None:
     text = [
         "# What masked labels cost",
         "",
-        f"Made by `make bench-masking` on {platform.machine()}, one thread, all clients and the server in one process; "
-        f"bytes are a client's. Making and loading the keys takes another {duration(seconds_of_keys)}, once.",
+        f"Made by `make bench-masking` ({platform.machine()}, CPU time of one thread, all clients and the server in "
+        f"one process, everything in one run). Up and down are the bytes of one client. Making and loading the keys "
+        f"takes another {duration(seconds_of_keys)}, once. What the modes protect is in [privacy.md](privacy.md).",
         "",
         *head,
         *map(line, cells),

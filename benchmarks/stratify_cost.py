@@ -28,10 +28,10 @@ from fedstrata.clients.stepping import stepper_of
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.experiment import Prepared, prepare
-from fedstrata.federation.messages import Weights
+from fedstrata.federation.messages import StepsReply, Weights
 from fedstrata.federation.seam import Federation
-from fedstrata.labels.schedule import schedule
-from fedstrata.labels.single import assign_runs, tasks_of
+from fedstrata.labels.schedule import Holders, schedule
+from fedstrata.methods.stratify_single import Route
 
 RESULTS = Path(__file__).parent / "results"
 CHUNKS = (1, 2, 3, 5, 8, 12, 20, 35, 50, 75, 100, 150)
@@ -43,27 +43,23 @@ def spec_of(data: dict[str, Any], model: str, partition: dict[str, Any], **metho
     return fs.Experiment.from_table(table | {"partition": {"clients": 10, **partition}})
 
 
-class Turns:
-    """Medians of several pieces of work that take turns."""
-
-    def __init__(self, turns: int) -> None:
-        self.turns = turns
-
-    def __call__(self, **work: Callable[[], Any]) -> dict[str, float]:
-        seconds: dict[str, list[float]] = {name: [] for name in work}
-        for _ in range(self.turns):
-            for name, run in work.items():
-                began = time.perf_counter()
-                run()
+def in_turn(turns: int, **work: Callable[[], Any]) -> dict[str, float]:
+    """The median seconds of several pieces of work that take turns, after one turn to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(turns + 1):
+        for name, run in work.items():
+            began = time.perf_counter()
+            run()
+            if turn:
                 seconds[name].append(time.perf_counter() - began)
-        return {name: statistics.median(values) for name, values in seconds.items()}
+    return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def world_of(prepared: Prepared) -> World:
     return World(prepared.job, prepared.data, prepared.assignment, prepared.spec.method.objective_in_use())
 
 
-def batch_epochs(spec: fs.Experiment, turns: Turns) -> dict[str, float]:
+def batch_epochs(spec: fs.Experiment, turns: int) -> dict[str, float]:
     """An epoch of batch mode and one of centralised training, in seconds."""
     prepared = prepare(spec)
     job, data = prepared.job, prepared.data
@@ -89,13 +85,12 @@ def batch_epochs(spec: fs.Experiment, turns: Turns) -> dict[str, float]:
             F.cross_entropy(module(data.inputs(where)), data.y_train[where]).backward()
             optimizer.step()
 
-    stratify(), centralised()  # warm up
-    found = turns(centralised=centralised, stratify=stratify)
+    found = in_turn(turns, centralised=centralised, stratify=stratify)
     return found | {"ratio": found["stratify"] / found["centralised"]}
 
 
-def single_steps(spec: fs.Experiment, turns: Turns, count: int = 400) -> dict[str, float]:
-    """A single-sample step of the client's loop, and one of the plain PyTorch loop, in microseconds."""
+def single_steps(spec: fs.Experiment, turns: int, count: int = 40) -> dict[str, float]:
+    """A single-sample step of the client's loop, and one of the plain PyTorch loop, in microseconds; short turns."""
     prepared = prepare(spec)
     data, model = prepared.data, prepared.job.model
     stepper = stepper_of(world_of(prepared), model)
@@ -113,8 +108,7 @@ def single_steps(spec: fs.Experiment, turns: Turns, count: int = 400) -> dict[st
     def ours() -> None:
         stepper.run(x, y, 0.01)
 
-    plain(), ours()
-    found = {name: 1e6 * seconds / count for name, seconds in turns(plain=plain, stratify=ours).items()}
+    found = {name: 1e6 * seconds / count for name, seconds in in_turn(20 * turns, plain=plain, stratify=ours).items()}
     return found | {"ratio": found["stratify"] / found["plain"]}
 
 
@@ -129,28 +123,46 @@ def _two() -> dict[str, Any]:
     return {"rounds": 2, "lr": 0.01}
 
 
-def hops(spec: fs.Experiment, epochs: int = 3) -> dict[str, Any]:
-    """Hops an epoch by chunk size, as parts of those of chunk size 1, for each selection."""
+def hops(spec: fs.Experiment) -> dict[str, Any]:
+    """Hops of an epoch by chunk size, as parts of its samples: the very route, with clients that only count."""
     prepared = prepare(spec)
     labels = prepared.data.y_train.numpy()
-    counts = prepared.assignment.counts(labels, prepared.data.classes).T
+    counts = prepared.assignment.counts(labels, prepared.data.classes)
+    federation = Federation(
+        make_engine("local", world_of(prepared), StateStore()), prepared.job, spec.availability, "hops"
+    )
+    federation.begin(1)
+    places, clients = np.nonzero(counts.T)
+    offsets = np.searchsorted(places, np.arange(counts.shape[1] + 1))
+    holders = Holders(np.arange(counts.shape[1]), offsets, clients, counts.T[places, clients])
     found: dict[str, Any] = {"chunk_sizes": list(CHUNKS)}
-    for name, retain, weights in (
-        ("uniform, retain 0.5", 0.5, None),
-        ("weighted, retain 0.5", 0.5, counts.astype(float)),
-        ("all retained", 1.0, None),
+    for name, retain, weighted in (
+        ("uniform, retain 0.5", 0.5, False),
+        ("weighted, retain 0.5", 0.5, True),
+        ("uniform, retain 1", 1.0, False),
     ):
         curve = []
         for chunk_size in CHUNKS:
-            total = 0
-            for epoch in range(epochs):
-                draw = np.random.default_rng(epoch)
-                wanted = schedule(counts.sum(axis=1), draw)
-                owner = assign_runs(wanted, counts > 0, weights, chunk_size=chunk_size, retain=retain, draw=draw)
-                total += len(tasks_of(owner, chunk_size)[0])
-            curve.append(total / epochs / counts.sum())
-        found[name] = [round(part, 4) for part in curve]
+            wanted = schedule(counts.sum(axis=0), federation.rng("schedule"))
+            route = Route(federation, holders, wanted, chunk_size=chunk_size, retain=retain, weighted=weighted)
+            curve.append(round(walk(route, counts.copy()) / len(wanted), 4))
+        found[name] = curve
+        found[f"saved by chunk size 5, {name}"] = round(1 - curve[CHUNKS.index(5)] / curve[0], 4)
     return found
+
+
+def walk(route: Route, left: np.ndarray) -> int:
+    """Hops until the schedule is done; ``left`` holds every client's unused samples of each label."""
+    count = 0
+    for count, (client, task) in enumerate(route.tasks(), start=1):
+        missing = []
+        for label in task.labels.tolist():
+            missing.append(left[client, label] == 0)
+            left[client, label] -= not missing[-1]
+        gone = [label for label in set(task.labels.tolist()) if left[client, label] == 0]
+        reply = StepsReply(torch.tensor(missing), torch.tensor(sorted(gone), dtype=torch.int64), torch.zeros(()))
+        route.heard(count - 1, reply)
+    return count
 
 
 def draw_hops(found: dict[str, Any], path: Path) -> None:
@@ -158,7 +170,7 @@ def draw_hops(found: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(5, 3.2), layout="constrained")
     for name, curve in found.items():
-        if name != "chunk_sizes":
+        if name.startswith(("uniform", "weighted")):
             axes.plot(found["chunk_sizes"], curve, marker="o", markersize=3, label=name)
     axes.axvline(5, color="0.8", zorder=0)
     axes.set(xscale="log", xlabel="chunk size", ylabel="hops / samples", ylim=(0, 1.02))
@@ -175,7 +187,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    turns = Turns(arguments.turns)
+    turns = arguments.turns
     data = {"name": arguments.data, "limit": arguments.samples}
     dirichlet = {"name": "dirichlet", "alpha": 0.5}
     path = RESULTS / "stratify_cost.json"

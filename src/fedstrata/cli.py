@@ -75,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     partition.set_defaults(work=_partition)
 
+    strata = commands.add_parser("strata", help="which clients a sampler takes for alike: a picture")
+    strata.add_argument("spec", nargs="?", help="a TOML file, or the folder of a run; all defaults without one")
+    _common(strata)
+    strata.add_argument("--rounds", type=int, default=1, help="rounds to run before looking, for a spec (default: 1)")
+    strata.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
+    strata.set_defaults(work=_strata)
+
     report = commands.add_parser("report", help="one self-contained HTML page for runs and comparisons")
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     report.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
@@ -264,6 +271,28 @@ def _split(spec: Any, data: Any) -> Any:
     from fedstrata.config import under
 
     return under("partition", lambda: spec.partition.split(data, spec.seed))
+
+
+def _strata(options: argparse.Namespace) -> int:
+    from fedstrata.errors import SpecError
+    from fedstrata.experiment import prepare
+    from fedstrata.spec import Experiment
+    from fedstrata.stratification import draw, strata_after, strata_of_folder
+
+    if options.rounds < 1:
+        raise SpecError("--rounds", "expected a whole number of at least 1", options.rounds)
+    if options.spec is not None and Path(options.spec).is_dir():
+        if options.overrides:
+            raise SpecError("--set", "a run's settings cannot change; give the spec instead of the folder")
+        prepared, view = strata_of_folder(Path(options.spec))
+    else:
+        prepared = _located(options, lambda: prepare(Experiment.from_table(_table(options))))
+        view = strata_after(prepared, options.rounds)
+    draw(prepared, view, options.out)
+    sizes = [int((view.strata == h).sum()) for h in range(int(view.strata.max()) + 1)]
+    print(f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples bear their")
+    print(f"stratum's most frequent label; picture: {options.out}")
+    return 0
 
 
 def _report(options: argparse.Namespace) -> int:

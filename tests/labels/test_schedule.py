@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.federation.messages import LabelReply
-from fedstrata.labels.schedule import Holders, frequencies, schedule, select_batch
+from fedstrata.labels.schedule import Holders, frequencies, schedule, select_batch, select_batches
 
 TOTALS = st.lists(st.integers(1, 500), min_size=1, max_size=12).map(np.array)
 
@@ -126,3 +126,34 @@ def test_selection_is_uniform_or_by_weight(weights, chances):
 def test_more_positions_than_clients_with_a_weight():
     wanted, weights = np.zeros(5, dtype=np.int64), {0: np.array([1.0, 2.0, 0.0, 0.0])}
     assert set(select_batch(wanted, AVAILABLE, weights, np.random.default_rng(0))) == {1, 4}
+
+
+@given(
+    st.lists(st.integers(0, 3), max_size=60),
+    st.integers(1, 9),
+    st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_many_batches_at_once_obey_the_rules_of_each(wanted, size, holders, weighted, seed):
+    draw = np.random.default_rng(seed)
+    available = {p: draw.choice(10, count, replace=False) for p, count in enumerate(holders)}
+    weights = {p: draw.integers(1, 9, len(clients)).astype(float) for p, clients in available.items()}
+    positions = np.array(wanted, dtype=np.int64)
+    batch_of = np.arange(len(positions)) // size
+    chosen = select_batches(positions, batch_of, available, weights if weighted else None, draw)
+    for batch in np.unique(batch_of).tolist():
+        for p in range(4):
+            theirs = chosen[(batch_of == batch) & (positions == p)]
+            assert np.isin(theirs, available[p] if len(available[p]) else [-1]).all()
+            if len(theirs) <= len(available[p]):
+                assert len(np.unique(theirs)) == len(theirs)
+
+
+def test_among_very_many_holders_draws_are_even_and_without_replacement():
+    available = {0: np.arange(1000)}
+    positions = np.zeros(40_000, dtype=np.int64)
+    chosen = select_batches(positions, np.arange(40_000) // 4, available, None, np.random.default_rng(0)).reshape(-1, 4)
+    assert (np.diff(np.sort(chosen, axis=1), axis=1) > 0).all()
+    # Each client is drawn 40 times; the extremes of a thousand such counts lie within six standard deviations.
+    assert np.abs(np.bincount(chosen.reshape(-1), minlength=1000) - 40).max() < 6 * 40**0.5

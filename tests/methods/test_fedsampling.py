@@ -16,7 +16,7 @@ def test_a_round_trains_on_the_wanted_number_of_samples():
     spec = fs.Experiment(
         method=FedSampling(samples=300),
         partition=fs.Dirichlet(alpha=0.3, clients=15),
-        training=fs.Training(rounds=40, lr=0.1),
+        training=fs.Training(rounds=40, lr=0.1, local_epochs=1),
         evaluation=fs.Evaluation(every=0),
     )
     history = fs.run(spec)
@@ -29,8 +29,10 @@ def test_a_round_trains_on_the_wanted_number_of_samples():
 
 def test_keeping_everything_in_one_step_is_centralised_gradient_descent():
     """K above what there is, one full batch each: the update weighted by what was kept is the pooled gradient step."""
-    training = fs.Training(rounds=3, batch_size=5000, lr=0.2)
-    many = fs.Experiment(method=FedSampling(samples=10**6), partition=fs.Dirichlet(alpha=0.5, clients=9), training=training)
+    training = fs.Training(rounds=3, batch_size=5000, lr=0.2, local_epochs=1)
+    many = fs.Experiment(
+        method=FedSampling(samples=10**6), partition=fs.Dirichlet(alpha=0.5, clients=9), training=training
+    )
     one = fs.Experiment(method="fedavg", partition=fs.IID(clients=1), training=training)
     apart, together = fs.run(many).params, fs.run(one).params
     assert all(torch.allclose(apart[name], together[name], atol=2e-6) for name in apart)

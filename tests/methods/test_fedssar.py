@@ -9,6 +9,7 @@ import torch
 import fedstrata as fs
 from fedstrata.errors import SpecError
 from fedstrata.methods.fedssar import FedSSAR
+from fedstrata.stratification import strata_after
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +49,7 @@ def test_clusters_are_labels_when_each_client_holds_one():
         partition=fs.Shards(clients=30, per_client=1),
         training=fs.Training(rounds=1, lr=0.1, batch_size=10, local_epochs=2),
     )
-    prepared = fs.prepare(spec)
-    from fedstrata.report.strata import strata_of_run
-
-    view = strata_of_run(prepared)
+    view = strata_after(fs.prepare(spec))
     label = view.labels.argmax(axis=1)
     agree = [np.bincount(label[view.strata == h]).max() for h in range(view.strata.max() + 1)]
     assert sum(agree) >= 24
@@ -94,14 +92,14 @@ def test_sampling_with_another_objective_and_dropout_resumes_to_the_same_bytes(t
     )
     whole = fs.run(spec, out=tmp_path / "whole")
 
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     def kill(record):
         if record["round"] == 3:
-            raise Killed
+            raise KilledError
 
-    with pytest.raises(Killed):
+    with pytest.raises(KilledError):
         fs.run(spec, out=tmp_path / "killed", callbacks=[kill])
     resumed = fs.run(spec, out=tmp_path / "killed", resume=True)
     assert all(torch.equal(whole.params[name], resumed.params[name]) for name in whole.params)

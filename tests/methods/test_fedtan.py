@@ -18,7 +18,9 @@ from fedstrata.nn.batchnorm import LocalGroup, federate_batchnorm
 
 def module(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    made = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    made = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+    )
     return federate_batchnorm(made).double().train()
 
 
@@ -82,7 +84,9 @@ def test_alone_it_is_ordinary_batchnorm():
 
 
 def test_images_are_normalised_by_channel():
-    conv = federate_batchnorm(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))).double()
+    conv = federate_batchnorm(
+        nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
+    ).double()
     x = torch.randn(5, 1, 4, 4, dtype=torch.float64)
     y = torch.tensor([0, 1, 0, 1, 1])
     expected = torch.autograd.grad(F.cross_entropy(conv.train()(x), y), list(conv.parameters()))

@@ -243,6 +243,12 @@ def test_a_label_whose_last_holder_is_away_is_skipped_and_noted(start, balanced,
     assert sorted(trained_labels(started).tolist()) == [0, 40, 40, 40, 40]
 
 
+def test_hops_take_their_time_one_after_another(start, balanced):
+    timed = {"name": "always", "deadline": 1.0, "seconds_per_sample": 0.01}
+    metrics = start(spec_of("iid", availability=timed, chunk_size=1), balanced).step()
+    assert metrics["simulated_seconds"] == pytest.approx(0.01 * metrics["hops"])
+
+
 class Raises(nn.Module):
     """A model with a bug."""
 

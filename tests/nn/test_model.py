@@ -276,3 +276,19 @@ def test_buffers_that_are_not_saved_do_not_travel():
     module.register_buffer("table", torch.ones(3), persistent=False)
     module.register_buffer("saved", torch.ones(3))
     assert list(Model(module).buffers()) == ["saved"]
+
+
+def test_a_model_that_stays_loaded():
+    made = Model(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    with pytest.raises(RuntimeError, match="inside"):
+        made.reload(made.params())
+    params = made.load_for_good(train=True)
+    assert made.module.training
+    with pytest.raises(RuntimeError, match="while it is loaded"):
+        made.load_for_good()
+    other = {name: tensor + 1 for name, tensor in made.params().items()}
+    buffers = {name: tensor + 1 for name, tensor in made.buffers().items()}
+    made.reload(other, buffers)
+    assert all(torch.equal(params[name], tensor) for name, tensor in other.items())
+    assert all(torch.equal(made.current_buffers()[name], tensor) for name, tensor in buffers.items())
+    assert all(tensor.requires_grad for tensor in params.values())

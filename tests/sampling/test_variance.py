@@ -8,7 +8,7 @@ import pytest
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import Selection
-from fedstrata.sampling.clustered import by_group, by_size, counted, group
+from fedstrata.sampling.clustered import Distributions, by_group, by_size, counted, group
 from fedstrata.sampling.ssar import shares
 from fedstrata.sampling.stratified import draw as draw_strata
 from fedstrata.sampling.stratified import stratify
@@ -47,6 +47,10 @@ def strata_of(updates: np.ndarray, replacement: bool):
     return lambda g: draw_strata(EVERYBODY, strata, counts, allocation, norms, replacement, g)
 
 
+def drawn_from(made: Distributions, sizes: np.ndarray):
+    return lambda g: counted(EVERYBODY, sizes, made.draw(g))
+
+
 UNBIASED = {
     "uniform": (lambda s, u: lambda g: Selection.plain(g.choice(N, M, replace=False), N), Mean(), "clients"),
     "uniform-replacement": (
@@ -57,12 +61,12 @@ UNBIASED = {
     "size": (lambda s, u: lambda g: with_replacement(EVERYBODY, s, M, g), MeanBySize(), "samples"),
     "size-distinct": (lambda s, u: lambda g: without_replacement(EVERYBODY, s, M, g), MeanBySize(), "samples"),
     "clustered-1": (
-        lambda s, u: lambda g, made=by_size(s, M): counted(EVERYBODY, s, made.draw(g)),
+        lambda s, u: drawn_from(by_size(s, M), s),
         MeanBySize(),
         "samples",
     ),
     "clustered-2": (
-        lambda s, u: lambda g, made=by_group(group(u, s, M), s, M): counted(EVERYBODY, s, made.draw(g)),
+        lambda s, u: drawn_from(by_group(group(u, s, M), s, M), s),
         MeanBySize(),
         "samples",
     ),

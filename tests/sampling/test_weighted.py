@@ -27,7 +27,9 @@ def test_certain_clients_keep_their_share():
     draw = np.random.default_rng(0)
     for _ in range(20):
         selection = without_replacement(np.arange(4), sizes, 2, draw)
-        a = dict(zip(selection.clients.tolist(), MeanBySize().coefficients(selection, np.arange(2), sizes), strict=True))
+        a = dict(
+            zip(selection.clients.tolist(), MeanBySize().coefficients(selection, np.arange(2), sizes), strict=True)
+        )
         assert a.pop(1) == pytest.approx(0.7)
         assert list(a.values()) == pytest.approx([0.3])
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.clients.client import Client, World, answers, answers_fused
-from fedstrata.federation.messages import ClientId, Gradient, GradientReply, Reply, Reserve, ReserveReply, Steps
+from fedstrata.federation.messages import ClientId, Gradient, GradientReply, Params, Reply, Reserve, ReserveReply, Steps
 from fedstrata.nn.batchnorm import federated
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
@@ -132,9 +132,12 @@ def set_aside(client: Client, batch: int) -> Ints:
 def gradient(client: Client, request: Gradient) -> GradientReply:
     """The client's part of a batch; BatchNorm's statistics are those of all parts together."""
     indices = set_aside(client, request.batch)
-    group = client.group
-    with nullcontext() if group is None else federated(client.model.module, group):
-        return summed_gradient(client.world, client.model, request, indices)
+    weights, model, group = request.weights, client.model, client.group
+    with (
+        nullcontext() if group is None else federated(model.module, group),
+        model.loaded(weights.params, weights.buffers, train=True) as params,
+    ):
+        return summed_gradient(client.world, model, params, request, indices)
 
 
 @answers_fused(Gradient)
@@ -142,20 +145,29 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is."""
     indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
     client = next(iter(clients.values()))
-    return summed_gradient(client.world, client.model, requests[client.number], indices)
+    request = requests[client.number]
+    model, params = _workbench(client.world)
+    model.reload(request.weights.params, request.weights.buffers)
+    return summed_gradient(client.world, model, params, request, indices)
 
 
-def summed_gradient(world: World, model: Model, request: Gradient, indices: Ints) -> GradientReply:
-    """The gradient of the summed loss over some samples."""
+def _workbench(world: World) -> tuple[Model, Params]:
+    """A model of its own that stays loaded in training mode, because a batch comes after a batch."""
+    if "batches" not in world.prepared:
+        model = world.job.model.clone()
+        world.prepared["batches"] = model, model.load_for_good(train=True)
+    found: tuple[Model, Params] = world.prepared["batches"]
+    return found
+
+
+def summed_gradient(world: World, model: Model, params: Params, request: Gradient, indices: Ints) -> GradientReply:
+    """The gradient of the summed loss over some samples, at what the model has loaded."""
     where = torch.from_numpy(indices)
     batch = Batch(world.data.inputs(where), world.data.y_train[where])
-    weights = request.weights
-    context = Context(weights.params, torch.zeros(world.job.classes), {}, None, world.job.training.lr)
-    with (
-        torch_seeded(world.job.seed, f"layers/{request.batch}", request.round),
-        model.loaded(weights.params, weights.buffers, train=True) as params,
-    ):
+    context = Context(request.weights.params, torch.zeros(world.job.classes), {}, None, world.job.training.lr)
+    with torch_seeded(world.job.seed, f"layers/{request.batch}", request.round):
         loss = world.objective.loss(model, params, batch, context) * len(indices)
         found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-        gradients = dict(zip(params, found, strict=True))
-        return GradientReply(gradients, len(indices), float(loss.detach()), model.current_buffers())
+    return GradientReply(
+        dict(zip(params, found, strict=True)), len(indices), float(loss.detach()), model.current_buffers()
+    )

@@ -310,6 +310,10 @@ class Steps(Request):
     fresh: bool
     window: tuple[float, float] = (0.0, 1.0)
 
+    def work(self, samples: int) -> float:
+        """A sample for each placeholder."""
+        return float(len(self.labels))
+
 
 @record
 class StepsReply(Reply):

@@ -106,21 +106,7 @@ def select_batch(
     Returns:
         The client of every position, −1 where nobody is available, shape (B,).
     """
-    chosen = np.full(len(wanted), -1, dtype=np.int64)
-    for p in np.unique(wanted).tolist():
-        clients = available[p]
-        if len(clients) == 0:
-            continue
-        positions = np.flatnonzero(wanted == p)
-        if len(clients) == 1:
-            chosen[positions] = clients[0]
-            continue
-        shares = None
-        if weights is not None:
-            shares = weights[p] / weights[p].sum()
-        replace = len(positions) > (len(clients) if shares is None else int((shares > 0).sum()))
-        chosen[positions] = draw.choice(clients, size=len(positions), replace=replace, p=shares)
-    return chosen
+    return select_batches(wanted, np.zeros(len(wanted), dtype=np.int64), available, weights, draw)
 
 
 def select_batches(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError
@@ -66,12 +66,12 @@ class Public:
     @cached_property
     def counting(self) -> Sealer:
         """For counts."""
-        return Sealer(self.keys.counting, COUNTING)
+        return _sealer(self.keys.counting, COUNTING)
 
     @cached_property
     def comparing(self) -> Sealer:
         """For comparisons."""
-        return Sealer(self.keys.comparing, COMPARING)
+        return _sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
         """Refuse what was made with other keys."""
@@ -79,7 +79,11 @@ class Public:
             raise ReplyRefusedError(f"encrypted with the keys {key!r}, the others have {self.keys.key!r}")
 
 
+# Loading a context takes longer than everything else about a small federation: it is checked, then used.
+_sealer = lru_cache(maxsize=4)(Sealer)
+
+
 def _must_be_public(reply: PublicKeys, comparing: bool) -> None:
-    Sealer(reply.counting, COUNTING)
+    _sealer(reply.counting, COUNTING)
     if comparing:
-        Sealer(reply.comparing, COMPARING)
+        _sealer(reply.comparing, COMPARING)

@@ -20,7 +20,8 @@ class FedSTS(Recipe):
         strata: H.
         centres: d', different values in a compressed gradient.
         coordinates: K_desired, the length a gradient is projected to; 0 for its full length.
-        refresh: Who renews its compressed gradient each round; ``all`` up to 1,000 clients unless given.
+        refresh: Who renews its compressed gradient each round: ``all``, the last ``participants``, or nobody, and
+            ``updates`` stand for gradients; ``all`` up to 1,000 clients and ``updates`` beyond unless given.
         aggregation: ``paper``, which importance sampling biases, or ``horvitz-thompson``, which is unbiased.
     """
 
@@ -29,7 +30,7 @@ class FedSTS(Recipe):
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=1, le=256)
     coordinates: int = Field(default=2048, ge=0)
-    refresh: Literal["all", "participants"] | None = None
+    refresh: Literal["all", "participants", "updates"] | None = None
     aggregation: Literal["paper", "horvitz-thompson"] = "paper"
 
     def default_client_sampler(self) -> ClientSampler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,13 @@ def batch_epoch(
         if total is None:
             continue
         reply: GradientReply = total.reply
-        mean = {name: g / reply.samples for name, g in reply.gradient.items()}
-        if training.clip is not None:
-            with torch.no_grad():
-                clip_(list(mean.values()), training.clip)
-        stepper.step(mean)
+        with torch.no_grad():
+            # In place: the sum is nobody else's, and memory for another one costs as much as the division.
+            mean = list(reply.gradient.values())
+            torch._foreach_div_(mean, float(reply.samples))
+            if training.clip is not None:
+                clip_(mean, training.clip)
+        stepper.step(reply.gradient)
         weights = Weights(stepper.params(), reply.buffers)
         seen, loss, transfers = seen + reply.samples, loss + reply.loss, transfers + len(total.clients)
     # The stepper's own tensors go with it.
@@ -116,6 +119,7 @@ class Plan:
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
         self.weighted = weighted
         self.draw = federation.rng("client-sampling")
+        self._work: list[dict[int, float]] | None = None
         self._asked: set[int] = set()
         self._gone: set[int] = set()
         self._refill: dict[int, set[int]] = {}
@@ -134,10 +138,14 @@ class Plan:
 
     def work(self, batch: int) -> dict[int, float]:
         """The clients of a batch, ascending, and how many samples each has in it."""
-        begin, end = np.searchsorted(self.batch_of, [batch, batch + 1])
-        owners = self.owner[begin:end]
-        clients, counts = np.unique(owners[owners >= 0], return_counts=True)
-        return dict(zip(clients.tolist(), counts.astype(float).tolist(), strict=True))
+        if self._work is None:
+            served = self.owner >= 0
+            clients = self.federation.job.clients
+            cells, counts = np.unique(self.batch_of[served] * clients + self.owner[served], return_counts=True)
+            begins = np.searchsorted(cells // clients, np.arange(self.batches + 1)).tolist()
+            owners, shares = (cells % clients).tolist(), counts.astype(float).tolist()
+            self._work = [dict(zip(owners[i:j], shares[i:j], strict=True)) for i, j in pairwise(begins)]
+        return self._work[batch]
 
     def lose(self, clients: set[int], batch: int) -> None:
         """Somebody fell out during a batch: that part of it is lost, later positions are given to others."""
@@ -148,6 +156,7 @@ class Plan:
 
     def reserve(self, positions: Ints) -> None:
         """Find a client with an unused sample for each of the positions."""
+        self._work = None
         while len(positions):
             self._refill_empty(positions)
             weights = self._weights() if self.weighted else None

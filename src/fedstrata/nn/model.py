@@ -194,6 +194,28 @@ class Model:
                 leaf.grad = None
             self.train_mode(training)
 
+    def load_for_good(self, train: bool = False) -> Params:
+        """Like ``loaded``, for a model that stays loaded: nobody else may use it, and only ``reload`` changes it.
+
+        Raises:
+            RuntimeError: Something is loaded already.
+        """
+        self._refuse_loaded("loaded")
+        self._installed = dict(self._leaves)
+        self.train_mode(train)
+        return self._installed
+
+    def reload(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Install copies of other values inside ``loaded``; names and shapes are trusted.
+
+        Raises:
+            RuntimeError: Nothing is loaded.
+        """
+        if self._installed is None:
+            raise RuntimeError("reload() is for use inside 'with model.loaded(...)'")
+        _copy_into(self._leaves, params)
+        _copy_into(self._others, buffers or {})
+
     def train_mode(self, on: bool) -> None:
         """Put the module in training mode or in evaluation mode."""
         if self.module.training != on:

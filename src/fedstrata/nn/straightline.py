@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 Params = dict[str, Tensor]
 Loss = Callable[[Params, Tensor, Tensor], Tensor]
@@ -27,7 +28,8 @@ Loss = Callable[[Params, Tensor, Tensor], Tensor]
 
 _ATEN = torch.ops.aten
 _VIEWS = {_ATEN.t.default, _ATEN.view.default, _ATEN.permute.default, _ATEN.transpose.int, _ATEN.unsqueeze.default}
-_MAKES_MUTABLE = {_ATEN.detach.default, _ATEN.alias.default}
+_BACK_POOL = _ATEN.max_pool2d_with_indices_backward.default
+_SAME = {_ATEN.detach.default, _ATEN.alias.default}
 
 
 class StraightLine:
@@ -57,8 +59,8 @@ class StraightLine:
         """Whether a step draws random numbers (dropout)."""
         bound = _bind_views(graph, list(self._own.values()))
         _append_updates(graph, weight_decay)
-        module = fx.GraphModule(nn.Module(), graph)
-        self._step: Callable[..., Tensor] = module.forward
+        _pool_by_pixels(graph, [*bound, _plain_strides(x), y, -1.0])
+        self._step: Callable[..., Tensor] = fx.GraphModule(nn.Module(), graph).forward
         self._bound = bound
 
     def load(self, params: Params) -> None:
@@ -168,7 +170,7 @@ def _simplify(graph: fx.Graph, params: int) -> None:
         if source is None:
             continue
         replacement: fx.Node | None = None
-        if node.target in _MAKES_MUTABLE:
+        if node.target in _SAME:
             replacement = source
         elif node.target is _ATEN.t.default and source.target is _ATEN.t.default:
             replacement = cast(fx.Node, source.args[0])
@@ -237,6 +239,28 @@ def _append_update(
     if not isinstance(keep, float):
         graph.call_function(torch.Tensor.mul_, (param, keep))
     graph.call_function(torch.Tensor.add_, (param, gradient), {"alpha": rate})
+
+
+def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
+    """Let max-pooling read its input pixel by pixel, all channels of one together, which is vectorised."""
+    pools = [node for node in graph.nodes if node.target is _ATEN.max_pool2d_with_indices.default]
+    copies = []
+    for pool in pools:
+        source, value = pool.args[0], _value(pool.args[0])
+        if value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last):
+            continue
+        with graph.inserting_after(source):
+            copy = graph.call_function(_ATEN.clone.default, (source,), {"memory_format": torch.channels_last})
+        for user in [pool, *(node for node in source.users if node.target is _BACK_POOL)]:
+            user.replace_input_with(source, copy)
+        copies.append((copy, source))
+    try:
+        FakeTensorProp(fx.GraphModule(nn.Module(), graph)).propagate(*inputs)
+    except RuntimeError:
+        # Something further on was traced for the other order and takes a view that this one does not have.
+        for copy, source in copies:
+            copy.replace_all_uses_with(source)
+            graph.erase_node(copy)
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:

@@ -54,6 +54,21 @@ class Selection:
         )
 
 
+@dataclass(frozen=True)
+class Strata:
+    """Which clients a sampler takes for alike, and by what.
+
+    Args:
+        clients: Those that it knows something of, ascending, shape (n,).
+        points: What it knows of each, shape (n, d).
+        strata: The stratum of each, in 0 … H − 1, shape (n,).
+    """
+
+    clients: NDArray[np.int64]
+    points: NDArray[np.float32]
+    strata: NDArray[np.int64]
+
+
 class ClientSampler(Setting):
     """Who takes part. State, where there is any, is a tree and goes through the methods explicitly."""
 
@@ -82,6 +97,16 @@ class ClientSampler(Setting):
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Learn from the round's replies."""
         return state
+
+    def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
+        """The strata of a state, for looking at; None where there are none.
+
+        Args:
+            job: The federation.
+            state: The sampler's, after the round.
+            round: Which.
+        """
+        return None
 
 
 class Uniform(ClientSampler):

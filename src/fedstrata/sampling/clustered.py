@@ -20,7 +20,7 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.federation.seam import Federation, Job
 from fedstrata.records import Tree, record
-from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.sizes import Sizes, ask_sizes
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 
@@ -123,6 +123,14 @@ class Clustered(ClientSampler):
         if self.algorithm == 1:
             return state
         return replace(state, sketches=learn(state.sketches, replies, self.coordinates, state.seed, updates=True))
+
+    def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
+        """The groups of Algorithm 2."""
+        if self.algorithm == 1 or len(state.sizes.known) == 0 or len(state.sketches.known) == 0:
+            return None
+        clients, sizes = state.sizes.known, state.sizes.samples
+        updates = _updates(state.sketches, clients, state.sketches.points.shape[1])
+        return Strata(clients, updates, group(updates, sizes, job.training.invited(job.clients)))
 
 
 def counted(clients: NDArray[np.int64], sizes: NDArray[np.int64], drawn: NDArray[np.int64]) -> Selection:

@@ -139,7 +139,7 @@ def _atom(mass: Floats, place: Floats) -> Floats:
 
 
 def _lloyd(x: Floats, sums: Floats, cuts: Ints) -> tuple[Ints, float]:
-    """Lloyd's iteration with prefix sums, O(k log n) a step, as long as it helps; infinite cost for an empty segment."""
+    """Lloyd's iteration with prefix sums, as long as it helps; an empty segment costs infinitely much."""
     best, cost = cuts, np.inf
     while True:
         edges = np.concatenate([[0], cuts, [len(x)]])

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from fedstrata.federation.messages import FitReply, Sketch, Weights
-from fedstrata.federation.seam import Federation
+from fedstrata.federation.seam import Federation, Job
 from fedstrata.records import Tree, record
+from fedstrata.rng import rng
 from fedstrata.sampling.allocation import allocate
-from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.sketches import Sketches, check_sketch, learn, length, nobody, remember, sketch
 from fedstrata.sampling.stratified import draw
 
@@ -42,7 +43,7 @@ class Similar(ClientSampler):
     Args:
         min_samples: OPTICS: how many clients, itself included, make a client's neighbourhood dense.
         xi: OPTICS: the relative drop of reachability at which a cluster begins. With the defaults 100 clients of
-            MNIST form 1 cluster when their data are IID, 25 with two shards each and 10 with one (the paper: 1, 29, 10).
+            MNIST form 1 cluster when their data are IID, 25 with two shards each, 10 with one (the paper: 1, 29, 10).
         features: ``parameters`` (the paper), or ``updates``: the parameters minus the model that the client started
             at, which does not tell clients apart by the round in which they last took part.
         coordinates: K, the length of the sketch of its parameters that is kept of a client; 0 for all of them.
@@ -91,6 +92,14 @@ class Similar(ClientSampler):
         """Participants have new parameters."""
         updates = self.features == "updates"
         return replace(state, sketches=learn(state.sketches, replies, self.coordinates, state.seed, updates))
+
+    def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
+        """The clusters of what is known."""
+        known, points = state.sketches.known, state.sketches.points
+        if len(known) == 0:
+            return None
+        draw = rng(job.seed, "optics-subset", round)
+        return Strata(known, points, cluster(points, self.min_samples, self.xi, self.optics_max, draw)[0])
 
     def _introduce(
         self, federation: Federation, state: SimilarState, weights: Weights, candidates: NDArray[np.int64]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Literal
+from dataclasses import field, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,11 +18,15 @@ from fedstrata.federation.seam import Check, Federation, Job
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import neyman, spread
-from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.base import ClientSampler, Selection, Strata
+from fedstrata.sampling.sketches import sketch
 from fedstrata.sampling.squeeze import restore
 
 LARGE = 1000
-"""Clients above which only participants send compressed gradients, unless ``refresh`` says otherwise."""
+"""Clients above which nobody is asked for compressed gradients, unless ``refresh`` says otherwise."""
+
+FITTED = 2000
+"""Clients above which k-means sees a random subset; the others join the nearest centre."""
 
 
 @record
@@ -33,11 +37,17 @@ class StratifiedState:
         known: Clients that ever sent one, ascending, int64.
         points: Their Z, shape (len(known), d), float32.
         participants: Who returned a model in the last round, ascending, int64.
+        sent: The sketch of the model that went out, shape (d,), where updates stand for gradients.
+        lr: η of that round.
+        seed: The experiment's seed, which sketches belong to.
     """
 
     known: NDArray[np.int64]
     points: NDArray[np.float32]
     participants: NDArray[np.int64]
+    sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    lr: float = 1.0
+    seed: int = 0
 
 
 class Stratified(ClientSampler):
@@ -47,15 +57,18 @@ class Stratified(ClientSampler):
         strata: H.
         centres: d', different values that a compressed gradient has.
         coordinates: K_desired, the length to which a gradient is projected first; 0 for its full length.
-        refresh: Whose compressed gradients are renewed every round: ``all`` (the paper) or the ``participants`` of the
-            last round, the others keeping their last one. By default ``all`` up to 1,000 clients.
+        refresh: Whose compressed gradients are renewed every round, the others keeping their last one: ``all`` ask
+            everybody (the paper); ``participants`` those of the last round and as many that are not known yet;
+            ``updates`` nobody: what a participant's update says of its gradient, (w_t − w_k) / (η K) after K steps,
+            stands for it, and clients that never took part are a stratum of their own. By default ``all`` up to 1,000
+            clients, beyond ``updates``: the questions would take longer than the training.
         replacement: Draw with replacement within a stratum, as unbiased Horvitz-Thompson weights need.
     """
 
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=1, le=256)
     coordinates: int = Field(default=2048, ge=0)
-    refresh: Literal["all", "participants"] | None = None
+    refresh: Literal["all", "participants", "updates"] | None = None
     replacement: bool = False
 
     def check(self, job: Job) -> None:
@@ -84,33 +97,76 @@ class Stratified(ClientSampler):
         """Refresh Z, stratify, allocate, draw."""
         job, candidates = federation.job, federation.candidates()
         state = self._refresh(federation, state, weights, candidates)
+        strangers = np.empty(0, dtype=np.int64)
+        if self._refreshes(job) == "updates":
+            strangers = np.setdiff1d(candidates, state.known)
         known = np.intersect1d(state.known, candidates)
-        if len(known) == 0:
-            return Selection.plain(known, 0), state
+        clients = np.concatenate([known, strangers])
+        if len(clients) == 0:
+            return Selection.plain(clients, 0), state
         points = state.points[np.searchsorted(state.known, known)]
-        strata = stratify(points, min(self.strata, len(known)), job.seed, federation.round)
-        count = int(strata.max()) + 1
-        sizes = np.bincount(strata, minlength=count)
-        deviations = spread(points, strata, count)
-        m = min(job.training.invited(job.clients), len(known))
+        # Strangers are a stratum of their own; the few that are known at first have their share of the strata.
+        count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
+        strata = stratify(points, min(count, len(known)), job.seed, federation.round) if len(known) else known
+        count = int(strata.max(initial=-1)) + 1
+        sizes, deviations = np.bincount(strata, minlength=count), spread(points, strata, count)
+        # In float64 and row by row: squares of very small gradients leave the range of float32.
+        norms = np.sqrt(np.einsum("kd,kd->k", points, points, dtype=np.float64))
+        if len(strangers):
+            # Nothing is known of them, and so as much as of all others together: all lengths alike.
+            overall = spread(points, np.zeros_like(known), 1)[0] if len(known) else 1.0
+            strata = np.concatenate([strata, np.full(len(strangers), count)])
+            sizes, deviations = np.append(sizes, len(strangers)), np.append(deviations, overall)
+            norms = np.concatenate([norms, np.zeros(len(strangers))])
+        m = min(job.training.invited(job.clients), len(clients))
         allocation = neyman(m, sizes, deviations)
-        norms = np.linalg.norm(points.astype(np.float64), axis=1)
-        selection = draw(known, strata, sizes, allocation, norms, self.replacement, federation.rng("client-sampling"))
-        metrics = {
+        order = np.argsort(clients)
+        selection = draw(
+            clients[order],
+            strata[order],
+            sizes,
+            allocation,
+            norms[order],
+            self.replacement,
+            federation.rng("client-sampling"),
+        )
+        metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
             "strata_allocation": allocation.tolist(),
             "strata_deviation": [round(float(s), 8) for s in deviations],
         }
+        if len(strangers):
+            metrics["strata_unknown"] = len(strangers)
         return Selection(**{**selection.__dict__, "metrics": metrics}), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Remember who took part: their compressed gradients are renewed."""
+        """Remember who took part: their compressed gradients are renewed, or their updates stand for them."""
+        if len(state.sent) and replies:
+            points = np.stack(
+                [
+                    (state.sent - sketch(reply.weights.params, self.coordinates, state.seed))
+                    / np.float32(state.lr * max(reply.steps, 1))
+                    for reply in replies.values()
+                ]
+            )
+            state = _renewed(state, np.fromiter(replies, dtype=np.int64), points)
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
+
+    def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
+        """k-means of what is known."""
+        if len(state.known) == 0:
+            return None
+        found = stratify(state.points, min(self.strata, len(state.known)), job.seed, round)
+        return Strata(state.known, state.points, found)
 
     def _refresh(
         self, federation: Federation, state: StratifiedState, weights: Weights, candidates: NDArray[np.int64]
     ) -> StratifiedState:
-        refresh = self.refresh or ("all" if federation.job.clients <= LARGE else "participants")
+        refresh = self._refreshes(federation.job)
+        if refresh == "updates":
+            job = federation.job
+            sent = sketch(weights.params, self.coordinates, job.seed)
+            return replace(state, sent=sent, lr=job.training.lr_at(federation.round), seed=job.seed)
         asked = candidates
         if refresh == "participants":
             # Those of the last round renew theirs. Nobody can be drawn before being known: as many strangers as a
@@ -127,11 +183,21 @@ class Stratified(ClientSampler):
             return state
         fresh = np.array(sorted(replies), dtype=np.int64)
         restored = np.stack([_point(replies[int(client)]) for client in fresh])
-        stays = ~np.isin(state.known, fresh)
-        known = np.concatenate([state.known[stays], fresh])
-        points = np.concatenate([state.points[stays], restored]) if stays.any() else restored
-        order = np.argsort(known)
-        return StratifiedState(known[order], points[order], state.participants)
+        return _renewed(state, fresh, restored)
+
+    def _refreshes(self, job: Job) -> str:
+        return self.refresh or ("all" if job.clients <= LARGE else "updates")
+
+
+def _renewed(state: StratifiedState, fresh: NDArray[np.int64], points: NDArray[np.float32]) -> StratifiedState:
+    """New points in the place of the old ones."""
+    stays = ~np.isin(state.known, fresh)
+    if not stays.any():
+        return replace(state, known=fresh, points=points)
+    known = np.concatenate([state.known[stays], fresh])
+    order = np.argsort(known)
+    merged = np.concatenate([state.points[stays], points])
+    return replace(state, known=known[order], points=merged[order])
 
 
 def _point(reply: CompressReply) -> NDArray[np.float32]:
@@ -171,14 +237,20 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
     from sklearn.exceptions import ConvergenceWarning
 
     # k-means does not mind the scale, but squares of very small or large gradients leave the range of float32.
-    largest = float(np.abs(points).max())
+    largest = max(float(points.max()), -float(points.min()))
     scaled = points / np.float32(largest) if largest > 0 else points
-    distinct = len(np.unique(scaled, axis=0))
     state = int(rng(seed, "strata", round).integers(2**31))
+    fitted = scaled
+    if len(points) > FITTED:
+        fitted = scaled[np.sort(rng(seed, "strata-subset", round).choice(len(points), FITTED, replace=False))]
+    # Sums of rows tell different rows apart far faster than the rows do; only where too few differ it is looked up.
+    distinct = len(np.unique(fitted.sum(axis=1)))
+    distinct = distinct if distinct >= count else len(np.unique(fitted, axis=0))
     with warnings.catch_warnings():
         # Points that differ in the last bits only make fewer clusters than asked: fewer strata are meant then.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        labels = KMeans(min(count, distinct), n_init=1, random_state=state).fit_predict(scaled)
+        model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
+    labels = model.labels_ if fitted is scaled else model.predict(scaled)
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 

@@ -1,4 +1,4 @@
-"""Sampling by size or with replacement (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data, schemes I and II)."""
+"""Sampling by size or with replacement (Li et al. 2020, On the Convergence of FedAvg on Non-IID Data)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,134 @@
+"""What choosing clients costs: time of selection within a round, and memory, for 100, 1,000 and 10,000 clients.
+
+    python benchmarks/samplers_scale.py [--results benchmarks/results]
+
+Every line is a process of its own, so that its peak memory is its own. All clients hold 60 samples of MNIST (handed
+out again where they run out) and 50 are invited a round for 5 epochs in batches of 32, so that the training of a round
+is the same work at every size. Selection is everything that the client sampler does: questions to clients with the
+clients' own work on them, strata, allocation, draws, and what it learns from the replies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SAMPLES, INVITED, ROUNDS = 60, 50, 14
+CLIENTS = (100, 1_000, 10_000)
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "uniform": {"name": "uniform"},
+    "fedsts, refresh = all": {"name": "fedsts", "refresh": "all"},
+    "fedsts, refresh = participants": {"name": "fedsts", "refresh": "participants"},
+    "fedsts, refresh = updates": {"name": "fedsts", "refresh": "updates"},
+    "fedsts, updates, 256 coordinates": {"name": "fedsts", "refresh": "updates", "coordinates": 256},
+    "fedssar": {"name": "fedssar"},
+    "fedssar, 256 coordinates": {"name": "fedssar", "coordinates": 256},
+    "clustered 1": {"name": "clustered", "algorithm": 1},
+    "clustered 2": {"name": "clustered", "algorithm": 2},
+    "weighted": {"name": "weighted"},
+    "power-of-choice": {"name": "power-of-choice"},
+}
+SLOW = {("fedsts, refresh = all", 10_000), ("clustered 2", 10_000)}
+"""Every client every round, and more than Ward's clustering is made for."""
+
+
+def measure(label: str, clients: int) -> dict[str, float]:
+    """One run in this process."""
+    import numpy as np
+
+    import fedstrata as fs
+    from fedstrata.data import Assignment
+    from fedstrata.sampling.base import CLIENT_SAMPLERS
+
+    class Repeated(fs.Partition):
+        """Every client holds SAMPLES samples; beyond the data set's size they repeat. Neighbours share labels."""
+
+        def split(self, dataset: fs.Dataset, seed: int) -> Assignment:
+            order = np.argsort(dataset.y_train.numpy(), kind="stable")
+            indices = np.resize(order, self.clients * SAMPLES)
+            return Assignment(indices, np.arange(self.clients + 1) * SAMPLES)
+
+        def assign(self, labels: object, domains: object, rng: object) -> list[object]:
+            raise NotImplementedError
+
+    spent: list[float] = []
+    kind = CLIENT_SAMPLERS.find(SAMPLERS[label]["name"])
+
+    def timed(method: Any) -> Any:
+        def wrapped(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*arguments)
+            finally:
+                spent.append(time.perf_counter() - began)
+
+        return wrapped
+
+    kind.select, kind.observe = timed(kind.select), timed(kind.observe)
+    spec = fs.Experiment(
+        data="mnist",
+        partition=Repeated(clients=clients),
+        method={"name": "fedavg", "client_sampler": SAMPLERS[label]},
+        training=fs.Training(rounds=ROUNDS, clients_per_round=INVITED, local_epochs=5, batch_size=32, lr=0.05),
+        evaluation=fs.Evaluation(every=0),
+    )
+    history = fs.run(spec)
+    # The first rounds warm up and introduce everybody to FedSSAR, the last evaluates.
+    rounds = [record["seconds"] for record in history][3:-1]
+    each = [a + b for a, b in zip(spent[::2], spent[1::2], strict=True)]
+    return {
+        "first_ms": 1000 * each[0],
+        "selection_ms": 1000 * statistics.median(each[3:-1]),
+        "round_ms": 1000 * statistics.median(rounds),
+        "share": statistics.median(a / b for a, b in zip(each[3:-1], rounds, strict=True)),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| sampler | clients | selection, ms | of a round of, ms | share, % | first selection, s | peak memory, MB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['sampler']} | {row['clients']:,} | {row['selection_ms']:.1f} | {row['round_ms']:.0f} "
+        f"| {100 * row['share']:.1f} | {row['first_ms'] / 1000:.2f} | {row['peak_mb']:.0f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, help="write samplers_scale.json and .md there")
+    parser.add_argument("--clients", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--sampler", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sampler:
+        print(json.dumps(measure(options.sampler, options.clients)))
+        return
+    rows = []
+    for clients in CLIENTS:
+        for label in SAMPLERS:
+            if (label, clients) in SLOW:
+                continue
+            command = [sys.executable, __file__, "--clients", str(clients), "--sampler", label]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            row = {"sampler": label, "clients": clients, **json.loads(done.stdout.splitlines()[-1])}
+            rows.append({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
+            print(markdown(rows[-1:]).splitlines()[-1], flush=True)
+    if options.results:
+        options.results.mkdir(parents=True, exist_ok=True)
+        (options.results / "samplers_scale.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        (options.results / "samplers_scale.md").write_text(markdown(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
