@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test check format bench bench-masking clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,9 @@ format: $(STAMP)
 
 bench: $(STAMP)  ## The benchmarks; they take long and are never part of the tests.
 	$(BIN)/python benchmarks/scale.py
+
+bench-masking: $(STAMP)  ## Time and bytes of masking labels: docs/masking.md.
+	$(BIN)/python benchmarks/masking.py
 
 clean:
 	rm -rf $(VENV) demo build dist

@@ -73,13 +73,37 @@ def remember(state: Sketches, clients: NDArray[np.int64], points: NDArray[np.flo
         clients: Whose are new, shape (n,).
         points: The new ones, shape (n, K).
     """
+    known, merged = renewed(state.known, state.points, clients, points)
+    return replace(state, known=known, points=merged)
+
+
+def renewed(
+    known: NDArray[np.int64], points: NDArray[np.float32], clients: NDArray[np.int64], new: NDArray[np.float32]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Rows of some clients put in the place of their old ones, or added.
+
+    Args:
+        known: Clients that have a row, ascending.
+        points: Their rows.
+        clients: Clients with a new row, ascending.
+        new: Their new rows.
+
+    Returns:
+        ``known`` and ``points`` afterwards; new arrays.
+    """
     if len(clients) == 0:
-        return state
-    stays = ~np.isin(state.known, clients)
-    known = np.concatenate([state.known[stays], clients])
-    merged = np.concatenate([state.points[stays], points]) if stays.any() else points
-    order = np.argsort(known)
-    return replace(state, known=known[order], points=merged[order])
+        return known, points
+    there = np.isin(clients, known)
+    if there.all():
+        merged = points.copy()
+    else:
+        everybody = np.union1d(known, clients)
+        merged = np.empty((len(everybody), new.shape[1]), dtype=np.float32)
+        if len(known):
+            merged[np.searchsorted(everybody, known)] = points
+        known = everybody
+    merged[np.searchsorted(known, clients)] = new
+    return known, merged
 
 
 def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool) -> Sketches:

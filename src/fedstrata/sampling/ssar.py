@@ -165,35 +165,72 @@ def cluster(
     if labels.max(initial=-1) < 0:
         return np.zeros(n, dtype=np.int64), noise
     count = int(labels.max()) + 1
-    # Relative to their mean, for models differ by much less than they are long.
-    centred = points - points.mean(axis=0, dtype=np.float64).astype(np.float32)
-    means = np.stack([centred[subset[labels == h]].mean(axis=0, dtype=np.float64) for h in range(count)])
     result = np.full(n, -1, dtype=np.int64)
     result[subset] = labels
     lost = result < 0
     if lost.any():
-        result[lost] = np.argmin(_squares(centred[lost].astype(np.float64), means), axis=1)
+        centre = points[subset].mean(axis=0, dtype=np.float64).astype(np.float32)
+        means = np.stack([points[subset[labels == h]].mean(axis=0, dtype=np.float64) for h in range(count)])
+        # Relative to their mean, for models differ by much less than they are long.
+        result[lost] = np.argmin(_squares(points[lost] - centre, means.astype(np.float32) - centre), axis=1)
     return np.unique(result, return_inverse=True)[1].astype(np.int64), noise
 
 
 def _optics(points: NDArray[np.float32], min_samples: int, xi: float) -> NDArray[np.int64]:
-    from sklearn.cluster import OPTICS
+    """scikit-learn's clusters of an OPTICS ordering; −1 is noise."""
+    from sklearn.cluster import cluster_optics_xi
 
+    if len(points) < max(min_samples, 3):
+        return np.full(len(points), -1, dtype=np.int64)
     centred = points - points.mean(axis=0, dtype=np.float64)
     distances = np.sqrt(_squares(centred, centred))
     np.fill_diagonal(distances, 0.0)
-    if len(points) < max(min_samples, 3) or distances.max() == 0:
+    if distances.max() == 0:
         return np.full(len(points), -1, dtype=np.int64)
+    ordering, reachability, predecessor = optics_ordering(distances, min_samples)
     with warnings.catch_warnings():
-        # Clients with equal parameters have reachability zero, whose ratios OPTICS warns about.
+        # Clients with equal parameters have reachability zero, whose ratios are warned about.
         warnings.simplefilter("ignore", RuntimeWarning)
-        found = OPTICS(min_samples=min_samples, xi=xi, metric="precomputed").fit(distances)
-    labels: NDArray[np.int64] = found.labels_.astype(np.int64)
-    return labels
+        labels, _ = cluster_optics_xi(
+            reachability=reachability, predecessor=predecessor, ordering=ordering, min_samples=min_samples, xi=xi
+        )
+    found: NDArray[np.int64] = labels.astype(np.int64)
+    return found
 
 
-def _squares(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+def optics_ordering(
+    distances: NDArray[np.float64], min_samples: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+    """The OPTICS ordering without a largest distance: as scikit-learn's, a hundred times faster for known distances.
+
+    Args:
+        distances: Shape (n, n), symmetric, zero on the diagonal.
+        min_samples: Points, itself included, within a point's core distance.
+
+    Returns:
+        The ordering; and by point its reachability (infinite for the first) and the point that it was reached from
+        (−1 for the first).
+    """
+    n, digits = len(distances), np.finfo(np.float64).precision
+    distances = np.around(distances, digits)
+    core = np.partition(distances, min_samples - 1, axis=1)[:, min_samples - 1]
+    reachability, predecessor = np.full(n, np.inf), np.full(n, -1, dtype=np.int64)
+    ordering = np.empty(n, dtype=np.int64)
+    # What is not yet in the ordering; infinity for what is.
+    waiting = np.full(n, np.finfo(np.float64).max)
+    for place in range(n):
+        point = int(waiting.argmin())
+        ordering[place] = point
+        waiting[point] = np.inf
+        through = np.maximum(distances[point], core[point])
+        nearer = (through < waiting) & (waiting < np.inf)
+        waiting[nearer] = reachability[nearer] = through[nearer]
+        predecessor[nearer] = point
+    return ordering, reachability, predecessor
+
+
+def _squares(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     """Squared distances between the rows of two matrices, not negative."""
     squares = (a * a).sum(axis=1)[:, None] + (b * b).sum(axis=1) - 2 * (a @ b.T)
-    clipped: NDArray[np.float64] = np.maximum(squares, 0.0)
+    clipped: NDArray[Any] = np.maximum(squares, 0.0)
     return clipped

@@ -19,7 +19,7 @@ from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.sketches import sketch
+from fedstrata.sampling.sketches import renewed, sketch
 from fedstrata.sampling.squeeze import restore
 
 LARGE = 1000
@@ -149,7 +149,8 @@ class Stratified(ClientSampler):
                     for reply in replies.values()
                 ]
             )
-            state = _renewed(state, np.fromiter(replies, dtype=np.int64), points)
+            known, points = renewed(state.known, state.points, np.fromiter(replies, dtype=np.int64), points)
+            state = replace(state, known=known, points=points)
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
     def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
@@ -183,21 +184,11 @@ class Stratified(ClientSampler):
             return state
         fresh = np.array(sorted(replies), dtype=np.int64)
         restored = np.stack([_point(replies[int(client)]) for client in fresh])
-        return _renewed(state, fresh, restored)
+        known, points = renewed(state.known, state.points, fresh, restored)
+        return replace(state, known=known, points=points)
 
     def _refreshes(self, job: Job) -> str:
         return self.refresh or ("all" if job.clients <= LARGE else "updates")
-
-
-def _renewed(state: StratifiedState, fresh: NDArray[np.int64], points: NDArray[np.float32]) -> StratifiedState:
-    """New points in the place of the old ones."""
-    stays = ~np.isin(state.known, fresh)
-    if not stays.any():
-        return replace(state, known=fresh, points=points)
-    known = np.concatenate([state.known[stays], fresh])
-    order = np.argsort(known)
-    merged = np.concatenate([state.points[stays], points])
-    return replace(state, known=known[order], points=merged[order])
 
 
 def _point(reply: CompressReply) -> NDArray[np.float32]:
