@@ -357,10 +357,10 @@ def test_planning_an_epoch_of_mnist_takes_no_time(start):
     data = fs.from_arrays(draw.normal(size=(20, 2)), np.arange(20) % 10, [[0.0, 0.0]], [0])
     federation = start(spec_of("iid", clients=10), data).federation
     route = Route(federation, holders, draw.integers(0, 10, 60_000), chunk_size=5, retain=0.5, weighted=False)
-    began = time.perf_counter()
+    began = time.process_time()
     while len(route._left):
         route._enqueue_chunk()
-    assert time.perf_counter() - began < 1.0  # 0.1 s on one core
+    assert time.process_time() - began < 1.0  # 0.1 s on one core
     assert sum(len(task.places) for task in route._queue) == 60_000
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
+from sklearn.cluster import OPTICS
 
 from fedstrata import records
 from fedstrata.federation.availability import Bernoulli
@@ -59,6 +62,22 @@ def test_a_shift_of_all_models_changes_nothing():
     """Models differ by far less than they are long."""
     points = groups(9, 8, 7)
     np.testing.assert_array_equal(found(points)[0], found(points + np.float32(1e4))[0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_ordering_is_scikit_learns(seed):
+    """Also with many equal distances."""
+    g = np.random.default_rng(seed)
+    points = g.normal(size=(70, 3)) + 4 * g.integers(0, 4, size=(70, 1))
+    points = np.round(points) if seed % 2 else points
+    distances = np.linalg.norm(points[:, None] - points, axis=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        theirs = OPTICS(min_samples=2 + seed % 3, xi=0.1, metric="precomputed").fit(distances)
+    ordering, reachability, predecessor = ssar.optics_ordering(distances, 2 + seed % 3)
+    np.testing.assert_array_equal(ordering, theirs.ordering_)
+    np.testing.assert_array_equal(reachability, theirs.reachability_)
+    np.testing.assert_array_equal(predecessor, theirs.predecessor_)
 
 
 def test_above_the_limit_a_subset_is_clustered_and_the_rest_joins(monkeypatch):
