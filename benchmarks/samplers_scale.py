@@ -4,9 +4,10 @@
 
 Every line is a process of its own, so that its peak memory is its own. All clients hold 60 samples of MNIST (handed
 out again where they run out) and 50 are invited a round for 5 epochs in batches of 32, so that the training of a round
-is the same work at every size. FedSTS begins with a compressed gradient of every client, so that what is measured is its
-steady state and not the first rounds, in which few clients are known. Selection is everything that the client sampler does: questions to clients with the
-clients' own work on them, strata, allocation, draws, and what it learns from the replies.
+is the same work at every size. Selection is everything that the client sampler does: questions to clients with the
+clients' own work on them, strata, allocation, draws, and what it learns from the replies. FedSTS begins with a
+compressed gradient of every client, so that its steady state is measured and not the first rounds, in which few
+clients are known.
 """
 
 from __future__ import annotations

@@ -53,8 +53,15 @@ class Stepper:
     """
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
+        self.settings, self._lr = settings, settings.lr if lr is None else lr
         self._leaves = {name: w.detach().clone().requires_grad_(True) for name, w in params.items()}
-        self._optimizer = _make(settings, list(self._leaves.values()), settings.lr if lr is None else lr)
+        self._velocity: list[Tensor] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        if settings.optimizer == "sgd":
+            # By hand: PyTorch's own optimisers load its compiler, which takes seconds, and cost more than the sums.
+            self._velocity = [tensor.clone() for tensor in state or ()]
+            return
+        self._optimizer = _make(settings, list(self._leaves.values()), self._lr)
         if state:
             groups = self._optimizer.state_dict()["param_groups"]
             # Copies: PyTorch would go on in the very tensors of the state that it is given.
@@ -63,16 +70,36 @@ class Stepper:
 
     def step(self, gradient: Params) -> None:
         """One step along a gradient."""
+        if self._optimizer is None:
+            self._sgd([gradient[name] for name in self._leaves])
+            return
         for name, leaf in self._leaves.items():
             leaf.grad = gradient[name]
         self._optimizer.step()
+
+    @torch.no_grad()
+    def _sgd(self, gradient: list[Tensor]) -> None:
+        """One step: v ← momentum v + g; w ← w − η v."""
+        leaves = list(self._leaves.values())
+        if self.settings.weight_decay:
+            gradient = list(torch._foreach_add(gradient, leaves, alpha=self.settings.weight_decay))
+        if self.settings.momentum:
+            if self._velocity:
+                torch._foreach_mul_(self._velocity, self.settings.momentum)
+                torch._foreach_add_(self._velocity, gradient)
+            else:
+                self._velocity = [g.clone() for g in gradient]
+            gradient = self._velocity
+        torch._foreach_add_(leaves, gradient, alpha=-self._lr)
 
     def params(self) -> Params:
         """The parameters now. They are the stepper's own: later steps change them."""
         return {name: leaf.detach() for name, leaf in self._leaves.items()}
 
     def state(self) -> Tree:
-        """The optimiser's state, by the parameter's place."""
+        """The optimiser's memory: SGD's velocities, or PyTorch's state by the parameter's place."""
+        if self._optimizer is None:
+            return [tensor.clone() for tensor in self._velocity]
         found: dict[int, Any] = self._optimizer.state_dict()["state"]
         return {place: dict(entries) for place, entries in found.items()}
 
@@ -83,8 +110,6 @@ def _copy(value: Any) -> Any:
 
 def _make(settings: ServerOptimizer, leaves: list[Tensor], lr: float) -> torch.optim.Optimizer:
     decay = settings.weight_decay
-    if settings.optimizer == "sgd":
-        return torch.optim.SGD(leaves, lr=lr, momentum=settings.momentum, weight_decay=decay)
     if settings.optimizer == "adam":
         return torch.optim.Adam(leaves, lr=lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
     if settings.optimizer == "adagrad":

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedstrata.rng import rng
 from fedstrata.sampling.segments import segment
 
-SMALL = 10_000
+SMALL = 5_000
 """Different values up to which the plain dynamic programme is the faster of the two."""
 
 

@@ -1,0 +1,204 @@
+"""Bias and variance of the aggregate of every sampler on the same frozen client updates.
+
+    python benchmarks/sampler_variance.py [--draws 10000] [--results benchmarks/results]
+
+MNIST, 100 clients, Dirichlet(0.01) over clients (600 samples each) and over classes (sizes from 1 to thousands). The
+global model has had 10 rounds of FedAvg; then every client trains one epoch, and these updates, the compressed
+gradients and the losses stay as they are while each sampler draws 10 clients again and again.
+
+Variance is E ‖a − E a‖² of the aggregate, as a ratio to uniform sampling with the plain mean. Bias is ‖E a − target‖
+over the target's length, against both targets that a method may have: the mean over clients, the mean over samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fedstrata as fs
+from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
+from fedstrata.clients.client import World
+from fedstrata.clients.store import StateStore
+from fedstrata.engines import make_engine
+from fedstrata.federation.messages import Compress, Fit, LossReport, Weights
+from fedstrata.federation.seam import Federation
+from fedstrata.sampling.allocation import neyman, spread
+from fedstrata.sampling.base import Selection
+from fedstrata.sampling.clustered import by_group, by_size, counted, group
+from fedstrata.sampling.sketches import sketch
+from fedstrata.sampling.squeeze import restore
+from fedstrata.sampling.ssar import cluster, shares
+from fedstrata.sampling.stratified import draw, stratify
+from fedstrata.sampling.variance import moments, scattered
+from fedstrata.sampling.weighted import with_replacement, without_replacement
+
+N, M, STRATA = 100, 10, 10
+Draw = Callable[[np.random.Generator], np.ndarray]
+
+
+def frozen(balance: str) -> dict[str, Any]:
+    """What is the same for all samplers."""
+    training = fs.Training(rounds=10, clients_per_round=M, local_epochs=1, batch_size=32, lr=0.05)
+    spec = fs.Experiment(
+        data="mnist", partition=fs.Dirichlet(alpha=0.01, balance=balance, clients=N), training=training
+    )
+    prepared = fs.prepare(spec)
+    params = fs.run(spec).params
+    weights = Weights({name: params[name] for name in prepared.job.model.params()}, {})
+    world = World(prepared.job, prepared.data, prepared.assignment, spec.method.objective_in_use())
+    federation = Federation(make_engine("local", world, StateStore()), prepared.job, spec.availability)
+    federation.begin(11)
+    everybody = range(N)
+    fits = federation.ask(dict.fromkeys(everybody, Fit(11, weights, {}, 1.0, 1.0)))
+    flat = torch.cat([w.reshape(-1) for w in weights.params.values()])
+    updates = np.stack(
+        [torch.cat([w.reshape(-1) for w in fits[k].weights.params.values()]).sub(flat).numpy() for k in everybody]
+    )
+    squeezed = federation.ask(dict.fromkeys(everybody, Compress(11, weights, 9, 2048)))
+    losses = federation.ask(dict.fromkeys(everybody, LossReport(11, weights)))
+    return {
+        "sizes": prepared.job.sizes,
+        "updates": updates.astype(np.float64),
+        "sketches": np.stack([sketch(fits[k].weights.params, 2048, 0) for k in everybody]),
+        "gradients": np.stack([restore(r.centres.numpy(), r.codes.numpy(), r.length) for r in squeezed.values()]),
+        "losses": np.array([reply.loss for reply in losses.values()]),
+    }
+
+
+def samplers(known: dict[str, Any]) -> dict[str, Draw]:
+    """By name: one draw's weights."""
+    sizes, everybody = known["sizes"], np.arange(N)
+
+    def by(select: Callable[[np.random.Generator], Selection], aggregator: Aggregator) -> Draw:
+        def weights(g: np.random.Generator) -> np.ndarray:
+            chosen = select(g)
+            places = np.arange(len(chosen.clients))
+            return scattered(chosen.clients, aggregator.coefficients(chosen, places, sizes[chosen.clients]), N)
+
+        return weights
+
+    def uniform(g: np.random.Generator) -> Selection:
+        return Selection.plain(g.choice(N, M, replace=False), N)
+
+    gradients = known["gradients"]
+    strata = stratify(gradients, STRATA, 0, 11)
+    counts = np.bincount(strata)
+    allocation, norms = neyman(M, counts, spread(gradients, strata, len(counts))), np.linalg.norm(gradients, axis=1)
+
+    def fedsts(replacement: bool) -> Callable[[np.random.Generator], Selection]:
+        return lambda g: draw(everybody, strata, counts, allocation, norms, replacement, g)
+
+    clusters, _ = cluster(known["sketches"], 2, 0.1, 2000, np.random.default_rng(0))
+    within = np.bincount(clusters)
+
+    def fedssar(g: np.random.Generator) -> Selection:
+        return draw(everybody, clusters, within, shares(M, within, within, g), np.zeros(N), False, g)
+
+    one, two = by_size(sizes, M), by_group(group(known["updates"].astype(np.float32), sizes, M), sizes, M)
+
+    def fedsampling(g: np.random.Generator) -> np.ndarray:
+        kept = g.binomial(sizes, M / N)
+        return kept / max(kept.sum(), 1)
+
+    def power(g: np.random.Generator) -> Selection:
+        candidates = g.choice(N, 2 * M, replace=False, p=sizes / sizes.sum())
+        return Selection.plain(candidates[np.argsort(-known["losses"][candidates])[:M]], N)
+
+    return {
+        "uniform, mean": by(uniform, Mean()),
+        "uniform, mean by size (FedAvg)": by(uniform, MeanBySize()),
+        "uniform with replacement": by(
+            lambda g: with_replacement(everybody, np.ones(N, dtype=np.int64), M, g, by_size=False), Mean()
+        ),
+        "by size with replacement": by(lambda g: with_replacement(everybody, sizes, M, g), MeanBySize()),
+        "by size without replacement": by(lambda g: without_replacement(everybody, sizes, M, g), MeanBySize()),
+        "clustered 1": by(lambda g: counted(everybody, sizes, one.draw(g)), MeanBySize()),
+        "clustered 2": by(lambda g: counted(everybody, sizes, two.draw(g)), MeanBySize()),
+        "FedSTS, paper": by(fedsts(False), StratumMean()),
+        "FedSTS, Horvitz-Thompson": by(fedsts(True), HorvitzThompson()),
+        "FedSSAR": by(fedssar, MeanBySize()),
+        "FedSSAR, stratum mean": by(fedssar, StratumMean()),
+        "FedSampling (a tenth of all samples)": fedsampling,
+        "power of choice (20 candidates)": by(power, Mean()),
+    }
+
+
+def measure(balance: str, draws: int) -> list[dict[str, Any]]:
+    known = frozen(balance)
+    updates, sizes = known["updates"], known["sizes"]
+    over_clients, over_samples = updates.mean(axis=0), sizes @ updates / sizes.sum()
+    rows: list[dict[str, Any]] = []
+    for label, weights in samplers(known).items():
+        found = moments(weights, updates, draws, np.random.default_rng(0))
+        rows.append(
+            {
+                "balance": balance,
+                "sampler": label,
+                "variance": found.variance,
+                "ratio": found.variance / rows[0]["variance"] if rows else 1.0,
+                "noise": float(np.linalg.norm(found.error) / np.linalg.norm(over_clients)),
+                **{
+                    f"bias_{name}": float(np.linalg.norm(found.mean - target) / np.linalg.norm(target))
+                    for name, target in (("clients", over_clients), ("samples", over_samples))
+                },
+            }
+        )
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| Dirichlet(0.01) over | sampler | variance / uniform's | bias, mean over clients, % "
+        "| bias, mean over samples, % | (its noise), % |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['balance']} | {row['sampler']} | {row['ratio']:.3f} | {100 * row['bias_clients']:.1f} "
+        f"| {100 * row['bias_samples']:.1f} | {100 * row['noise']:.1f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    balances = list(dict.fromkeys(row["balance"] for row in rows))
+    figure = Figure(figsize=(5.6 * len(balances), 4.4), dpi=130, layout="constrained")
+    for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, squeeze=False)[0], balances, strict=True):
+        mine = [row for row in rows if row["balance"] == balance][::-1]
+        axes.barh([row["sampler"] for row in mine], [row["ratio"] for row in mine], color="#0072b2")
+        axes.axvline(1, color="#22272e", linewidth=0.8)
+        axes.set_xscale("log")
+        axes.set_xlabel("variance of the aggregate / that of uniform sampling")
+        axes.set_title(f"Dirichlet(0.01) over {balance}", fontsize=10, loc="left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--draws", type=int, default=10_000)
+    parser.add_argument("--results", type=Path, help="write sampler_variance.json, .md and .png there")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for balance in ("client", "class") for row in measure(balance, options.draws)]
+    print(markdown(rows))
+    if options.results:
+        options.results.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(
+            [{k: round(v, 8) if isinstance(v, float) else v for k, v in row.items()} for row in rows], indent=1
+        )
+        (options.results / "sampler_variance.json").write_text(text + "\n", encoding="utf-8")
+        (options.results / "sampler_variance.md").write_text(markdown(rows) + "\n", encoding="utf-8")
+        plot(rows, options.results / "sampler_variance.png")
+
+
+if __name__ == "__main__":
+    main()
