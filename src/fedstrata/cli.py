@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from fedstrata.errors import DataError, FedstrataError, SpecError
 
     options = _parser().parse_args(arguments)
+    warnings.showwarning = _one_line
     try:
         code: int = options.work(options)
         return code
@@ -31,8 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedstrata: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("fedstrata: interrupted; what was checkpointed can be resumed", file=sys.stderr)
+        again = (
+            "go on from the last checkpoint with 'fedstrata run --resume DIR', or with the same 'compare … --out DIR'"
+        )
+        print(f"fedstrata: interrupted; {again}", file=sys.stderr)
         return 130
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"fedstrata: warning: {message}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
     _common(run)
     run.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
-    run.add_argument("--engine", default="local", help="where clients live (default: local)")
+    run.add_argument("--engine", default="local", help="where clients live: local (the default)")
     run.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     run.set_defaults(work=_run)
@@ -123,7 +132,11 @@ def _located(options: argparse.Namespace, work: Any) -> Any:
     try:
         return work()
     except SpecError as error:
-        raise (placed(error, options.spec) if options.spec and Path(options.spec).is_file() else error) from None
+        # A key that --set gave stands in no file.
+        given = [override.partition("=")[0].strip() for override in options.overrides]
+        by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in given)
+        in_file = options.spec and Path(options.spec).is_file() and not by_hand
+        raise (placed(error, options.spec) if in_file else error) from None
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -201,6 +214,8 @@ def _compare(options: argparse.Namespace) -> int:
         seeds = [int(seed) for seed in options.seeds.split(",")]
     except ValueError:
         raise SpecError("--seeds", "expected comma-separated whole numbers", options.seeds) from None
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise SpecError("--seeds", "expected different whole numbers of at least 0", options.seeds)
     if options.jobs is not None and options.jobs < 1:
         raise SpecError("--jobs", "expected a whole number of at least 1", options.jobs)
     labels = [label.strip() for label in options.methods.split(",")] if options.methods else None
@@ -255,9 +270,13 @@ def _partition(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from fedstrata.data import draw_partition, render_table
+    from fedstrata.errors import SpecError
     from fedstrata.spec import Experiment
 
     spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options)))
+    if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise SpecError("--out", "expected a picture: .png, .pdf or .svg", str(options.out))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     data = spec.data.load(spec.seed)
     assignment = _located(options, lambda: _split(spec, data))
     draw_partition(assignment, data, options.out)

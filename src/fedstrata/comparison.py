@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -45,7 +46,7 @@ def compare(
         The histories by label, in the order of ``seeds``.
 
     Raises:
-        SpecError: A setting is wrong; all experiments are checked before the first one starts.
+        SpecError: A setting is wrong; every experiment is checked, with its own seed, before the first one starts.
     """
     out = Path(out)
     for label, spec in experiments.items():
@@ -105,7 +106,7 @@ def _in_processes(
 ) -> None:
     # Fresh processes: a fork of one that has used PyTorch's threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=jobs, mp_context=context) as pool:
+    with ProcessPoolExecutor(max_workers=jobs, mp_context=context, initializer=_die_when_interrupted) as pool:
         futures: dict[Future[None], tuple[str, int]] = {
             pool.submit(_toml, spec.to_toml(), folders[key]): key for key, spec in todo.items()
         }
@@ -119,9 +120,15 @@ def _in_processes(
                     for key in futures.values():
                         watch(*key, _rounds_done(folders[key]))
         except BaseException:
-            for future in pending:
-                future.cancel()
+            # Runs that were begun can be resumed; waiting for them to end could take hours.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.terminate()
             raise
+
+
+def _die_when_interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _rounds_done(folder: Path) -> int:

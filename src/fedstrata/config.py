@@ -40,7 +40,9 @@ class _SpecName:
 class Setting(BaseModel):
     """A frozen group of validated settings; an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False
+    )
 
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
     """What a spec calls it; empty for a section that has only one kind."""

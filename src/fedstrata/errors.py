@@ -24,6 +24,9 @@ class SpecError(FedstrataError):
         given = "" if value is ... else f" = {value!r}"
         super().__init__(f"{key}{given}: {problem}")
 
+    def __reduce__(self) -> tuple[type[SpecError], tuple[object, ...]]:
+        return SpecError, (self.key, self.problem, self.value)
+
     def under(self, section: str) -> SpecError:
         """The same error, seen from one section further out."""
         return SpecError(f"{section}.{self.key}" if self.key else section, self.problem, self.value)
@@ -57,7 +60,11 @@ class ExtraMissingError(FedstrataError):
     """A feature whose optional dependency is not installed."""
 
     def __init__(self, feature: str, extra: str) -> None:
+        self.feature, self.extra = feature, extra
         super().__init__(f"{feature} needs an extra that is not installed: pip install 'fedstrata[{extra}]'")
+
+    def __reduce__(self) -> tuple[type[ExtraMissingError], tuple[str, str]]:
+        return ExtraMissingError, (self.feature, self.extra)
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:

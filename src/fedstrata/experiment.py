@@ -189,6 +189,7 @@ class _Run:
             self._open_folder(found.round if found else 0)
         if found:
             found.restore(self.store)
+            self.federation.resumed = True
             return found.state, found.round
         job = self.prepared.job
         self.federation.begin(0)
@@ -220,7 +221,9 @@ class _Run:
         record: dict[str, Any] = {"round": round, "accuracy": None, "loss": None}
         if spec.evaluation.due(round, spec.training.rounds):
             record |= self._evaluate(state.weights)
-        record |= federation.tally.metrics() | metrics
+        # What a method reports comes beside the books, never in their place.
+        record |= federation.tally.metrics()
+        record |= {key: value for key, value in metrics.items() if key not in record}
         record["seconds"] = time.perf_counter() - began
         self.history.append(record)
         self._log(EVENTS, *federation.events)

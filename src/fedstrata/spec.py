@@ -204,8 +204,14 @@ def variants(table: Mapping[str, Any], labels: Sequence[str] | None = None) -> d
     base = {key: value for key, value in table.items() if key != COMPARE}
     for label in chosen:
         overlay = overlays.get(label, {})
+        if not isinstance(overlay, Mapping):
+            raise SpecError(
+                f"{COMPARE}.{label}", "expected a table of sections, such as [compare.LABEL.method]", overlay
+            )
         own = overlay.get("method", {})
         own = {"name": own} if isinstance(own, str) else own
+        if not isinstance(own, Mapping):
+            raise SpecError(f"{COMPARE}.{label}.method", "expected a name or a table", own)
         name = own.get("name", label)
         if ":" not in name and name not in METHODS:
             accepted = [*METHODS, *overlays]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ class Aggregator(Setting):
     Args:
         server: How the combined update is applied; as it is by default.
     """
+
+    needs_counts: ClassVar[bool] = False
+    """Whether the weights depend on how many samples the clients used."""
 
     server: ServerOptimizer = ServerOptimizer()
 
@@ -114,8 +118,8 @@ class MeanBySize(Aggregator):
         """
         if selection.stratum_samples is not None:
             return StratumMean().coefficients(selection, returned, samples)
-        sizes = samples * selection.draws[returned]
-        result: NDArray[np.float64] = sizes / max(int(sizes.sum()), 1)
+        sizes = samples.astype(np.float64) * selection.draws[returned]
+        result: NDArray[np.float64] = sizes / max(float(sizes.sum()), 1.0)
         return result
 
 

@@ -54,7 +54,8 @@ def fit(client: Client, request: Fit) -> FitReply:
         # The statistics stay here; what goes back is what came, so that nobody learns them.
         client.state[BUFFERS] = result.buffers
         result = Weights(result.params, sent.buffers)
-    return FitReply(result, len(chosen), outcome.steps, outcome.seen, outcome.loss, outcome.message)
+    told = (len(chosen), outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
+    return FitReply(result, *told, outcome.loss, outcome.message)
 
 
 @answers(SizeReport)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedstrata.clients.client import Client
 from fedstrata.federation.messages import Extra, Params, Weights
+from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
 from fedstrata.records import Tree
 from fedstrata.rng import torch_seeded
@@ -33,6 +34,8 @@ class LocalData:
     def __init__(self, client: Client, chosen: NDArray[np.int64]) -> None:
         self.client, self.chosen = client, chosen
         features = int(np.prod(client.world.data.shape))
+        # BatchNorm has no statistics of a single sample: a last one alone joins the batch before it.
+        self.pairs = has_batchnorm(client.model.module)
         self._all = client.samples(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
 
     def __len__(self) -> int:
@@ -57,7 +60,8 @@ class LocalData:
         if n == 0:
             return
         whole = training.local_steps is not None
-        steps = training.local_steps if whole else training.epochs * -(-n // size)
+        batches = -(-n // size) - (1 if self.pairs and n > 1 and size > 1 and n % size == 1 else 0)
+        steps = training.local_steps if whole else training.epochs * batches
         assert steps is not None
         done = 0
         while done < steps:
@@ -65,8 +69,13 @@ class LocalData:
             for begin in range(0, n - size + 1 if whole else n, size):
                 if done == steps:
                     return
-                yield self.batch(order[begin : begin + size])
+                end = begin + size
+                if self.pairs and size > 1 and n - end == 1 and not whole:
+                    end = n
+                yield self.batch(order[begin:end])
                 done += 1
+                if end == n:
+                    break
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from torch.nn.modules.dropout import _DropoutNd
+
 from fedstrata.clients import answers, masking, reserving, stepping, tandem, visiting  # noqa: F401  how clients answer
 from fedstrata.clients.client import (
     Carriage,
@@ -17,6 +19,7 @@ from fedstrata.clients.client import (
     handler_of,
 )
 from fedstrata.clients.store import StateStore
+from fedstrata.errors import SpecError
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.seam import Failure
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
@@ -96,6 +99,10 @@ class LocalEngine:
 
     def _ask_group(self, requests: Mapping[ClientId, Request]) -> Mapping[ClientId, Reply | Failure]:
         """All clients at once, so that they can add up tensors in the middle of a pass."""
+        if random := [m for m in self.world.job.model.module.modules() if isinstance(m, _DropoutNd) and m.p > 0]:
+            # Threads share PyTorch's generator: who draws first would be a matter of chance.
+            problem = f"{random[0]} draws random numbers, which clients that run at the same time cannot do repeatably"
+            raise SpecError("model", problem + "; set its p to 0, or use training.execution = 'fused' with Stratify")
         self._pending = {}
         numbers = sorted(requests)
         while len(self._models) < len(numbers):
@@ -130,6 +137,7 @@ class LocalRide:
         self._engine, self._carriage = engine, carriage
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
         self._last: Client | None = None
+        self._riders: list[ClientId] = []
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """One client's part."""
@@ -147,13 +155,17 @@ class LocalRide:
         self._carriage.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
+            self._riders.append(self._last.number)
 
     def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
         """The end of the relay."""
+        weights, outcomes = self._carriage.arrive()
+        # A part that turns out at the end not to count takes its client's whole state of this ride with it.
+        bad = {rider for rider, outcome in zip(self._riders, outcomes, strict=True) if isinstance(outcome, Failure)}
         for client, state in self._states.items():
-            if state is not self._engine.store.get(client):
+            if client not in bad and state is not self._engine.store.get(client):
                 self._engine.store.put(client, state)
-        return self._carriage.arrive()
+        return weights, outcomes
 
 
 def failure(error: Exception) -> Failure:

@@ -41,6 +41,11 @@ class Weights(Message):
     buffers: Params
 
 
+def sample_gradients(samples: float, passes: float, steps: int, batch_size: int) -> float:
+    """How many sample-gradients a client computes: in passes over its data, or in steps where there are any."""
+    return steps * min(batch_size, samples) if steps else samples * passes
+
+
 @record
 class Fit(Request):
     """Train locally, starting at ``weights``.
@@ -51,6 +56,10 @@ class Fit(Request):
         message: What the objective's server side sends.
         keep: Probability with which each sample is used this round (data-level sampling).
         passes: How often the whole data are gone through, for simulated time only.
+        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes. Again for simulated time only.
+        batch_size: Of these steps.
+        counts: Whether the reply may tell how many samples were used. Under local differential privacy of the
+            clients' sizes it must not: with the public ``keep`` it would give them away.
     """
 
     round: int
@@ -58,10 +67,13 @@ class Fit(Request):
     message: Extra
     keep: float
     passes: float
+    steps: int = 0
+    batch_size: int = 0
+    counts: bool = True
 
     def work(self, samples: int) -> float:
         """Samples seen: all kept ones, in every pass."""
-        return samples * self.keep * self.passes
+        return sample_gradients(samples * self.keep, self.passes, self.steps, self.batch_size)
 
 
 @record
@@ -70,7 +82,8 @@ class FitReply(Reply):
 
     Args:
         weights: After local training.
-        samples: Samples that were used (n_k, or those kept).
+        samples: Samples that were used (n_k, or those kept); 0, as ``steps`` and ``seen``, where ``Fit`` wanted no
+            counts.
         steps: Mini-batch steps really taken, K.
         seen: Sample-gradients computed.
         loss: Mean training loss over the steps.
@@ -337,14 +350,18 @@ class Visit(Request):
     Args:
         round: The round, counted from 1.
         passes: How often the data are gone through, for simulated time only.
+        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
+        batch_size: Of these steps.
     """
 
     round: int
     passes: float
+    steps: int = 0
+    batch_size: int = 0
 
     def work(self, samples: int) -> float:
         """Samples seen."""
-        return samples * self.passes
+        return sample_gradients(samples, self.passes, self.steps, self.batch_size)
 
 
 @record
@@ -370,12 +387,16 @@ class FitTogether(Request):
         round: The round, counted from 1.
         weights: The global model.
         passes: How often the data are gone through, for simulated time only.
+        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
+        batch_size: Of these steps.
     """
 
     round: int
     weights: Weights
     passes: float
+    steps: int = 0
+    batch_size: int = 0
 
     def work(self, samples: int) -> float:
         """Samples seen."""
-        return samples * self.passes
+        return sample_gradients(samples, self.passes, self.steps, self.batch_size)

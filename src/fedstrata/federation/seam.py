@@ -42,6 +42,8 @@ class Federation:
         self.events: list[dict[str, Any]] = []
         self._online: dict[ClientId, bool] = {}
         self._answered: set[type[Request]] = set()
+        self.resumed = False
+        """Whether earlier rounds ran in another process: what clients answered then is not known any more."""
 
     def begin(self, round: int) -> None:
         """Start the books of a round; in round 0, when clients enrol, everybody is there."""
@@ -97,13 +99,8 @@ class Federation:
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
         reached = self._reach(requests, deadline, work)
-        replies = self._collect(reached, self.engine.ask(reached, together=together) if reached else {}, check)
-        if len(replies) < quorum:
-            raise QuorumError(
-                f"round {self.round} of {self.method}: {len(replies)} of {len(requests)} clients answered, "
-                f"{quorum} are needed"
-            )
-        return replies
+        outcomes = self.engine.ask(reached, together=together) if reached else {}
+        return self._collect(reached, outcomes, check, quorum)
 
     def ask_sum(
         self,
@@ -217,7 +214,7 @@ class Federation:
         if raised < reached:
             # A task that asks for nothing may succeed and prove nothing, so that replies alone do not count.
             self._answered.add(kind)
-        elif kind not in self._answered:
+        elif self._hopeless(reached, len(raised), {kind}):
             client, failure = failures[0]
             raise ClientsFailedError(
                 f"all {len(reached)} clients failed in round {self.round} of {self.method}; "
@@ -329,6 +326,7 @@ class Federation:
         asked: Mapping[ClientId, Request],
         outcomes: Mapping[ClientId, Reply | Failure],
         check: Check | None,
+        quorum: int = 0,
     ) -> dict[ClientId, Any]:
         good: dict[ClientId, Any] = {}
         failures: dict[ClientId, Failure] = {}
@@ -342,7 +340,7 @@ class Federation:
                 good[client] = outcome
         kinds = {type(request) for request in asked.values()}
         raised = [failure for failure in failures.values() if failure.error is not None]
-        if raised and len(raised) == len(asked) and not kinds & self._answered:
+        if self._hopeless(set(asked), len(raised), kinds):
             client, failure = next(iter(failures.items()))
             raise ClientsFailedError(
                 f"all {len(asked)} clients failed in round {self.round} of {self.method}; "
@@ -351,11 +349,20 @@ class Federation:
         for client, failure in failures.items():
             if not failure.bystander:
                 self._fail(client, failure)
+        if len(good) < quorum:
+            self.engine.settle([])
+            answered = f"{len(good)} of {len(asked)} clients answered"
+            raise QuorumError(f"round {self.round} of {self.method}: {answered}, {quorum} are needed")
         self.engine.settle(good)
         if good:
             self._answered |= kinds
         self._count_up(good, sum(records.size(reply) for reply in good.values()))
         return good
+
+    def _hopeless(self, asked: set[ClientId], raised: int, kinds: set[type[Request]]) -> bool:
+        """Whether the program is at fault: several clients were asked, all raised, and nobody ever answered."""
+        several = len(asked) >= min(2, self.job.clients)
+        return not self.resumed and several and raised == len(asked) and not kinds & self._answered
 
     def _count_up(self, clients: Iterable[ClientId], size: int) -> None:
         self.tally.returned.update(clients)

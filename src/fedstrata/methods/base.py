@@ -9,7 +9,7 @@ from pydantic import field_validator
 
 from fedstrata.aggregation.base import AGGREGATORS, Aggregator, MeanBySize
 from fedstrata.config import Registry, Setting, under
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.errors import ReplyRefusedError, SpecError
 from fedstrata.federation.messages import Extra, Fit, FitReply, Weights
 from fedstrata.federation.seam import Check, Federation, Job, check_like, require_like
 from fedstrata.objectives.base import OBJECTIVES, CrossEntropy, Objective
@@ -142,6 +142,9 @@ class Recipe(Method):
         data.check(job)
         objective.check(job.training)
         aggregator.check(job, sampler)
+        if data.private and aggregator.needs_counts:
+            accepted = "'mean', 'stratum' or 'horvitz-thompson'"
+            raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Every choice's own beginning."""
@@ -162,7 +165,8 @@ class Recipe(Method):
         invited = selection.clients.tolist()
         keep, data_state, data_metrics = data.keep(federation, state.data, invited)
 
-        request = Fit(federation.round, weights, objective.message(state.objective), keep, passes(job))
+        message, counts = objective.message(state.objective), not data.private
+        request = Fit(federation.round, weights, message, keep, **effort(job), counts=counts)
         expected = objective.expected(weights, job.classes)
         replies = federation.ask(dict.fromkeys(invited, request), check=fit_check(weights, expected))
 
@@ -179,19 +183,27 @@ class Recipe(Method):
         return state, {**training_metrics(answers), **selection.metrics, **data_metrics}
 
 
-def passes(job: Job) -> float:
-    """How often a client goes through its data in a round; for steps, a guess from the mean size."""
+def effort(job: Job) -> dict[str, Any]:
+    """What a request says about the work that local training takes, for simulated time."""
     training = job.training
-    if training.local_steps is None or job.sizes is None:
-        return float(training.epochs)
-    return training.local_steps * training.batch_size / max(float(job.sizes.mean()), 1.0)
+    return {
+        "passes": float(training.epochs),
+        "steps": training.local_steps or 0,
+        "batch_size": training.batch_size,
+    }
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
-    """Samples trained and the mean loss over the samples."""
+    """Who trained, the samples that they saw, and the mean loss over those samples.
+
+    Where clients keep their counts private, the samples are 0 and the loss is the mean over the clients.
+    """
     seen = sum(reply.seen for reply in answers)
-    loss = sum(reply.loss * reply.seen for reply in answers) / seen if seen else None
-    return {"samples": seen, "train_loss": loss}
+    weights = [reply.seen if seen else 1 for reply in answers]
+    loss = None
+    if answers:
+        loss = sum(w * reply.loss for w, reply in zip(weights, answers, strict=True)) / sum(weights)
+    return {"clients_trained": len(answers), "samples": seen, "train_loss": loss}
 
 
 def fit_check(weights: Weights, expected: Extra) -> Check:

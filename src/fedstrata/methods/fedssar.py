@@ -1,4 +1,4 @@
-"""FedSSAR (Luo et al. 2022): stratified sampling by the clients' parameters, with a proximal term."""
+"""FedSSAR (Lu et al. 2023): stratified sampling by the clients' parameters, with a proximal term."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FedSSAR(Recipe):
         optics_max: Above so many clients a random subset is clustered.
     """
 
-    paper: ClassVar[str] = "FedSSAR: FL with Stratified Sampling and Regularization (Complex & Intelligent Systems)"
+    paper: ClassVar[str] = "Lu et al. 2023, Federated learning based on stratified sampling and regularization"
 
     alpha: NonNegativeFloat = 0.01
     min_samples: int = Field(default=2, ge=2)

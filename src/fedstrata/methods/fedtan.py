@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from fedstrata.errors import SpecError
 from fedstrata.federation.messages import FitTogether
 from fedstrata.federation.seam import Federation, Job
-from fedstrata.methods.base import Recipe, RecipeState, fit_check, passes, training_metrics
+from fedstrata.methods.base import Recipe, RecipeState, effort, fit_check, training_metrics
 from fedstrata.nn.batchnorm import has_batchnorm
 
 
@@ -42,7 +42,7 @@ class FedTAN(Recipe):
         sampler, _, _, aggregator = self.choices()
         weights = state.weights
         selection, clients = sampler.select(federation, state.clients, weights)
-        request = FitTogether(federation.round, weights, passes(federation.job))
+        request = FitTogether(federation.round, weights, **effort(federation.job))
         replies = federation.ask(
             dict.fromkeys(selection.clients.tolist(), request), check=fit_check(weights, {}), together=True
         )

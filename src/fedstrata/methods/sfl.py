@@ -11,7 +11,7 @@ from fedstrata.errors import ReplyRefusedError, SpecError
 from fedstrata.federation.costs import communication
 from fedstrata.federation.messages import Visit, VisitReply, Weights
 from fedstrata.federation.seam import Federation, Job
-from fedstrata.methods.base import Method, passes
+from fedstrata.methods.base import Method, effort
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import CLIENT_SAMPLERS, ClientSampler, Uniform
 
@@ -59,7 +59,7 @@ class SFL(Method):
         job, sampler = federation.job, self._sampler()
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
-        request = Visit(federation.round, passes(job))
+        request = Visit(federation.round, **effort(job))
         relayed = federation.relay([(client, request) for client in order], state.weights, check=_check)
         replies: list[VisitReply] = list(relayed.replies.values())
         seen = sum(reply.seen for reply in replies)

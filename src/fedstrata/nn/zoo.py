@@ -42,7 +42,7 @@ class ModelSpec(Setting):
 
 
 class MLP(ModelSpec):
-    """Fully connected layers with ReLU; any shape is flattened (McMahan et al. 2017; Luo et al., FedSSAR).
+    """Fully connected layers with ReLU; any shape is flattened (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
 
     Args:
         hidden: Width of each hidden layer; none at all gives multinomial logistic regression.

@@ -130,6 +130,11 @@ class DataSampler(Setting):
         """The state before the first round."""
         return None
 
+    @property
+    def private(self) -> bool:
+        """Whether the clients' sizes are private, so that no reply may tell how many samples were used."""
+        return False
+
     @abstractmethod
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]

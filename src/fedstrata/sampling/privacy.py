@@ -71,7 +71,8 @@ class Requested(DataSampler):
         fraction: q. Unless ``samples`` is given, n* is q times the mean of the estimates ñ so far, so that a round
             trains on about the same number of samples whoever takes part.
         samples: n*, a fixed number instead.
-        epsilon: ε of local differential privacy for the clients' sizes; none by default: they answer plainly.
+        epsilon: ε of local differential privacy for the clients' sizes; none by default: they answer plainly. It is
+            spent anew in every round in which a client takes part: r rounds cost it r ε.
         bound: M, the public bound on a client's size under privacy. Larger sizes are reported as M − 1 at most, which
             biases ñ downwards and keeps more data than requested.
     """
@@ -80,6 +81,11 @@ class Requested(DataSampler):
     samples: PositiveInt | None = None
     epsilon: PositiveFloat | None = None
     bound: int = Field(default=100, gt=1)
+
+    @property
+    def private(self) -> bool:
+        """Under ε."""
+        return self.epsilon is not None
 
     def check(self, job: Job) -> None:
         """Warn where M clips."""

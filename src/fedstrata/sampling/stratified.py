@@ -96,7 +96,7 @@ class Stratified(ClientSampler):
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Refresh Z, stratify, allocate, draw."""
         job, candidates = federation.job, federation.candidates()
-        state = self._refresh(federation, state, weights, candidates)
+        state, candidates = self._refresh(federation, state, weights, candidates)
         strangers = np.empty(0, dtype=np.int64)
         if self._refreshes(job) == "updates":
             strangers = np.setdiff1d(candidates, state.known)
@@ -162,12 +162,13 @@ class Stratified(ClientSampler):
 
     def _refresh(
         self, federation: Federation, state: StratifiedState, weights: Weights, candidates: NDArray[np.int64]
-    ) -> StratifiedState:
+    ) -> tuple[StratifiedState, NDArray[np.int64]]:
+        """What is known now, and who of the candidates may be drawn."""
         refresh = self._refreshes(federation.job)
         if refresh == "updates":
             job = federation.job
             sent = sketch(weights.params, self.coordinates, job.seed)
-            return replace(state, sent=sent, lr=job.training.lr_at(federation.round), seed=job.seed)
+            return replace(state, sent=sent, lr=job.training.lr_at(federation.round), seed=job.seed), candidates
         asked = candidates
         if refresh == "participants":
             # Those of the last round renew theirs. Nobody can be drawn before being known: as many strangers as a
@@ -181,11 +182,12 @@ class Stratified(ClientSampler):
         length = min(d, self.coordinates or d)
         replies = federation.ask({int(client): request for client in asked}, check=_check(length, self.centres))
         if not replies:
-            return state
+            return state, candidates[:0] if refresh == "all" else candidates
         fresh = np.array(sorted(replies), dtype=np.int64)
         restored = np.stack([_point(replies[int(client)]) for client in fresh])
         known, points = renewed(state.known, state.points, fresh, restored)
-        return replace(state, known=known, points=points)
+        # Who was just asked and did not answer is not there: inviting it would waste a place.
+        return replace(state, known=known, points=points), fresh if refresh == "all" else candidates
 
     def _refreshes(self, job: Job) -> str:
         return self.refresh or ("all" if job.clients <= LARGE else "updates")
