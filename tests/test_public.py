@@ -10,9 +10,10 @@ import pytest
 import fedstrata as fs
 
 NAMES = """
-    Aggregator Always Assignment Bernoulli Classes ClientSampler Data DataSampler Dataset Dirichlet Domains Evaluation
-    Experiment FedAvg FedSTS FedSTaS Given Grouped Groups History IID Method Model Objective Partition Persistent
-    PowerLaw Recipe SCAFFOLD Shards Stratify Trace Training __version__ compare from_arrays prepare run
+    Aggregator Always Assignment Bernoulli Classes ClientSampler ClusteredSampling Data DataSampler Dataset
+    Dirichlet Domains Evaluation Experiment FedAvg FedProx FedSSAR FedSTS FedSTaS FedSampling FedTAN Given Grouped
+    Groups History IID Method Model Objective Partition Persistent PowerLaw PowerOfChoice Recipe SCAFFOLD SFL
+    Shards Stratify Trace Training __version__ compare from_arrays prepare run
 """
 PUBLIC = NAMES.split()
 

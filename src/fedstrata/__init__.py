@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
     from fedstrata.comparison import compare as compare
-    from fedstrata.data import IID as IID
     from fedstrata.data import Assignment as Assignment
     from fedstrata.data import Classes as Classes
     from fedstrata.data import Data as Data
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from fedstrata.data import Domains as Domains
     from fedstrata.data import Given as Given
     from fedstrata.data import Groups as Groups
+    from fedstrata.data import IID as IID
     from fedstrata.data import Partition as Partition
     from fedstrata.data import PowerLaw as PowerLaw
     from fedstrata.data import Shards as Shards
@@ -38,10 +38,17 @@ if TYPE_CHECKING:
     from fedstrata.history import History as History
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
+    from fedstrata.methods.clustered import ClusteredSampling as ClusteredSampling
     from fedstrata.methods.fedavg import FedAvg as FedAvg
-    from fedstrata.methods.fedstas import FedSTaS as FedSTaS
+    from fedstrata.methods.fedprox import FedProx as FedProx
+    from fedstrata.methods.fedsampling import FedSampling as FedSampling
+    from fedstrata.methods.fedssar import FedSSAR as FedSSAR
     from fedstrata.methods.fedstas import FedSTS as FedSTS
+    from fedstrata.methods.fedstas import FedSTaS as FedSTaS
+    from fedstrata.methods.fedtan import FedTAN as FedTAN
+    from fedstrata.methods.power_of_choice import PowerOfChoice as PowerOfChoice
     from fedstrata.methods.scaffold import SCAFFOLD as SCAFFOLD
+    from fedstrata.methods.sfl import SFL as SFL
     from fedstrata.methods.stratify import Stratify as Stratify
     from fedstrata.nn import Model as Model
     from fedstrata.objectives.base import Objective as Objective
@@ -86,6 +93,13 @@ _HOMES = {
     "SCAFFOLD": "methods.scaffold",
     "FedSTS": "methods.fedstas",
     "FedSTaS": "methods.fedstas",
+    "SFL": "methods.sfl",
+    "FedTAN": "methods.fedtan",
+    "FedProx": "methods.fedprox",
+    "FedSSAR": "methods.fedssar",
+    "FedSampling": "methods.fedsampling",
+    "ClusteredSampling": "methods.clustered",
+    "PowerOfChoice": "methods.power_of_choice",
     "Stratify": "methods.stratify",
     "Model": "nn",
     "Objective": "objectives.base",

@@ -56,8 +56,7 @@ def skew(counts):
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_dirichlet_over_the_clients_of_a_class(labelled, alpha):
     their = [
-        theirs(partitioner.DirichletPartitioner(CLIENTS, "label", alpha, 0, False, seed=seed))
-        for seed in range(8)
+        theirs(partitioner.DirichletPartitioner(CLIENTS, "label", alpha, 0, False, seed=seed)) for seed in range(8)
     ]
     our = [ours(Dirichlet(clients=CLIENTS, alpha=alpha, min_size=0), labelled, seed) for seed in range(40)]
     assert_same([skew(counts) for counts in their], [skew(counts) for counts in our])
@@ -67,9 +66,7 @@ def test_dirichlet_over_the_clients_of_a_class(labelled, alpha):
 @pytest.mark.parametrize("alpha", [1.0, 10.0])
 def test_dirichlet_over_the_classes_of_a_client(labelled, alpha):
     sizes = [len(LABELS) // CLIENTS] * CLIENTS
-    schemes = [
-        partitioner.InnerDirichletPartitioner(sizes, "label", alpha / 10, seed=seed) for seed in range(8)
-    ]
+    schemes = [partitioner.InnerDirichletPartitioner(sizes, "label", alpha / 10, seed=seed) for seed in range(8)]
     partition = Dirichlet(clients=CLIENTS, alpha=alpha, balance="client")
     our = [ours(partition, labelled, seed) for seed in range(40)]
     assert_same([skew(theirs(scheme))[:1] for scheme in schemes], [skew(counts)[:1] for counts in our])

@@ -20,9 +20,7 @@ def test_log_dirichlet_is_the_distribution_that_numpy_draws():
     ours = np.exp(log_dirichlet(np.broadcast_to(alpha, (20_000, 3)), np.random.default_rng(1)))
     theirs = np.random.default_rng(2).dirichlet(alpha, 20_000)
     quantiles = np.linspace(0.05, 0.95, 7)
-    np.testing.assert_allclose(
-        np.quantile(ours, quantiles, axis=0), np.quantile(theirs, quantiles, axis=0), atol=0.02
-    )
+    np.testing.assert_allclose(np.quantile(ours, quantiles, axis=0), np.quantile(theirs, quantiles, axis=0), atol=0.02)
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
@@ -42,9 +40,7 @@ def test_mixes_are_renormalised_when_a_class_runs_out():
     mix = np.tile(np.array([0.0, -50.0, -2000.0]), (3, 1))
     owner = deal_by_mix(codes, np.array([10, 10, 10]), mix, np.random.default_rng(0))
     assert np.bincount(owner).tolist() == [10, 10, 10]
-    lone = deal_by_mix(
-        codes, np.array([5, 25]), np.array([[0.0, -99, -99], [-99, 0.0, 0.0]]), np.random.default_rng(0)
-    )
+    lone = deal_by_mix(codes, np.array([5, 25]), np.array([[0.0, -99, -99], [-99, 0.0, 0.0]]), np.random.default_rng(0))
     assert (lone[:10] == 0).sum() == 5
     assert (lone[10:] == 1).all()
 

@@ -96,7 +96,5 @@ def test_without_the_extra(monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached():
-    with pytest.raises(
-        DataError, match=r"data 'hub:owner/there-is-none': the hub gives no 'owner/there-is-none'"
-    ):
+    with pytest.raises(DataError, match=r"data 'hub:owner/there-is-none': the hub gives no 'owner/there-is-none'"):
         Data("hub:owner/there-is-none").load()

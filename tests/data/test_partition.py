@@ -40,9 +40,7 @@ def test_assignment_by_hand():
         [2, 0, 0],
         [0, 0, 0],
     ]
-    lists = Assignment.from_lists(
-        [np.array([1, 4]), np.array([], dtype=np.int64), np.array([0, 3]), np.array([])]
-    )
+    lists = Assignment.from_lists([np.array([1, 4]), np.array([], dtype=np.int64), np.array([0, 3]), np.array([])])
     assert np.array_equal(lists.indices, assignment.indices)
     assert np.array_equal(lists.offsets, assignment.offsets)
     with pytest.raises(IndexError, match="client 4 of 4"):
@@ -149,9 +147,7 @@ def test_classes_of_a_fixed_size(labelled):
         SpecError, match=r"partition.size = 40000: class \d has 6000 samples for 80000 wanted; take a smaller"
     ):
         Classes(clients=20, per_client=2, size=40_000).split(dataset, 0)
-    with pytest.raises(
-        SpecError, match=r"partition\.size = 2: a client has 3 class labels; at least so many"
-    ):
+    with pytest.raises(SpecError, match=r"partition\.size = 2: a client has 3 class labels; at least so many"):
         Classes(clients=20, per_client=3, size=2).split(dataset, 0)
 
 
@@ -193,9 +189,7 @@ def test_shards_are_consecutive_labels(labelled):
     assert set(counts.ravel()) <= {0, 20, 40}  # shards of 20 never span two classes of 200
     assert ((counts > 0).sum(axis=1) <= 2).all()
     assert ((counts > 0).sum(axis=1) == 2).sum() > 30
-    with pytest.raises(
-        SpecError, match=r"partition.per_client = 50: 2500 shards of 2000 samples; at most 40"
-    ):
+    with pytest.raises(SpecError, match=r"partition.per_client = 50: 2500 shards of 2000 samples; at most 40"):
         Shards(clients=50, per_client=50).split(labelled(labels), 0)
 
 
@@ -203,12 +197,8 @@ def test_domains_per_client(labelled):
     domains = np.repeat(np.arange(4), 60)
     dataset = labelled(np.arange(240) % 3, domains)
     counts = Domains(clients=8).split(dataset, 0).counts(domains, 4)
-    assert sorted(map(tuple, counts)) == sorted(
-        [(30, 0, 0, 0), (0, 30, 0, 0), (0, 0, 30, 0), (0, 0, 0, 30)] * 2
-    )
-    assert (
-        (Domains(clients=8, per_client=2).split(dataset, 0).counts(domains, 4) > 0).sum(axis=1) == 2
-    ).all()
+    assert sorted(map(tuple, counts)) == sorted([(30, 0, 0, 0), (0, 30, 0, 0), (0, 0, 30, 0), (0, 0, 0, 30)] * 2)
+    assert ((Domains(clients=8, per_client=2).split(dataset, 0).counts(domains, 4) > 0).sum(axis=1) == 2).all()
     skewed = Domains(clients=8, alpha=0.01).split(dataset, 0)
     assert skewed.sizes.max() > 45
     with pytest.raises(SpecError, match=r"partition\.name = 'domain': needs a data set with domains"):
@@ -260,9 +250,7 @@ def test_dirichlet_favours_no_client_when_pieces_are_small(labelled):
     the same."""
     dataset = labelled(np.repeat(np.arange(50), 10))
     partition = Dirichlet(clients=40, alpha=100, min_size=0)
-    sizes = np.mean(
-        [partition.split(dataset, seed).sizes for seed in range(40)], axis=0
-    )  # 12.5 expected each
+    sizes = np.mean([partition.split(dataset, seed).sizes for seed in range(40)], axis=0)  # 12.5 expected each
     assert np.abs(sizes - 12.5).max() < 4 * np.sqrt(12.5 / 40)
 
 
@@ -297,9 +285,7 @@ def test_given(labelled):
 
 
 def test_too_many_clients(labelled):
-    with pytest.raises(
-        SpecError, match=r"partition\.clients = 4: arrays has 9 .* at most 3 for min_size = 3"
-    ):
+    with pytest.raises(SpecError, match=r"partition\.clients = 4: arrays has 9 .* at most 3 for min_size = 3"):
         IID(clients=4, min_size=3).split(labelled([0] * 9), 0)
 
 

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import fedstrata as fs
-from fedstrata.clients.client import Client, answers, carries
+from fedstrata.clients.client import Client, World, answers, carries
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
 from fedstrata.errors import ClientsFailedError, FedstrataError, QuorumError, ReplyRefusedError
 from fedstrata.federation.messages import (
     Fit,
@@ -22,6 +24,7 @@ from fedstrata.federation.messages import (
     SizeReport,
     Weights,
 )
+from fedstrata.federation.seam import Federation
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.records import encode, record
 
@@ -149,7 +152,7 @@ def test_a_question_that_nobody_declared(tiny):
         tiny().ask({0: Unheard()})
     federation = tiny()
     with pytest.raises(ClientsFailedError, match="do not know how to carry Unheard: declare it with @carries"):
-        federation.relay([(0, Unheard())], federation.weights)
+        federation.relay([(0, Unheard()), (1, Unheard())], federation.weights)
 
 
 # Bad clients.
@@ -258,8 +261,31 @@ def test_when_all_clients_raise_after_others_answered_the_round_goes_on(tiny):
     federation.ask({0: Say("1"), 1: Say("raise")})
     assert federation.ask({0: Say("raise"), 1: Say("raise")}) == {}
     assert federation.tally.failed == {0, 1}
-    with pytest.raises(ClientsFailedError):  # the answers to another question excuse nothing
-        federation.ask({0: Meet(0)}, together=True)
+
+
+def test_one_client_that_raises_is_no_proof_that_the_program_is_at_fault(tiny):
+    federation = tiny()
+    assert federation.ask({2: Say("raise")}) == {}
+    assert federation.tally.failed == {2}
+    with pytest.raises(ClientsFailedError):
+        federation.ask({0: Say("raise"), 1: Say("raise")})
+    federation.resumed = True  # what was answered before the checkpoint is not known
+    assert federation.ask({0: Say("raise"), 1: Say("raise")}) == {}
+
+
+def test_a_missed_quorum_leaves_no_trace_at_the_clients():
+    spec = fs.Experiment(method="scaffold", training={"clients_per_round": 4}, partition=fs.IID(clients=4))
+    prepared = fs.prepare(spec)
+    store = StateStore()
+    world = World(prepared.job, prepared.data, prepared.assignment, spec.method.objective_in_use())
+    federation = Federation(LocalEngine(world, store), prepared.job, fs.Bernoulli(p=0.5), "scaffold")
+    weights = Weights(prepared.job.model.params(), prepared.job.model.buffers())
+    federation.begin(1)
+    request = Fit(1, weights, {"c": {n: torch.zeros_like(w) for n, w in weights.params.items()}}, 1.0, 1.0)
+    with pytest.raises(QuorumError):
+        federation.ask(dict.fromkeys(range(4), request), quorum=4)
+    assert federation.tally.dropped
+    assert len(store) == 0
 
 
 def test_when_all_clients_send_nan_nothing_changes(tiny, broken):
@@ -268,7 +294,7 @@ def test_when_all_clients_send_nan_nothing_changes(tiny, broken):
     before = method.init(federation, federation.weights)
     after, metrics = method.run_round(federation, before)
     assert all(torch.equal(after.weights.params[n], w) for n, w in before.weights.params.items())
-    assert metrics == {"samples": 0, "train_loss": None}
+    assert metrics == {"clients_trained": 0, "samples": 0, "train_loss": None}
     assert len(federation.reasons("refused")) == 2
 
 
@@ -330,7 +356,7 @@ def test_a_relay_hands_the_model_on(tiny):
 def test_when_every_hop_raises_the_program_is_at_fault(tiny):
     federation = tiny(5)
     with pytest.raises(ClientsFailedError, match="in round 1 of toy; client 3: LookupError: stumbled"):
-        federation.relay([(3, Pass(3, "raise"))] * 2, federation.weights)
+        federation.relay([(3, Pass(3, "raise")), (2, Pass(2, "raise"))], federation.weights)
     federation.relay([(1, Pass(3, "raise")), (3, Pass(3, "raise"))], federation.weights)
     assert federation.tally.returned == {1}
     relayed = federation.relay([(3, Pass(3, "raise"))], start := federation.weights)

@@ -107,6 +107,8 @@ class MeanBySize(Aggregator):
     Where clients were drawn in proportion to n_k already, every draw counts alike instead, or size would count twice.
     """
 
+    needs_counts: ClassVar[bool] = True
+
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:

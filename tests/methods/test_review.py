@@ -1,0 +1,151 @@
+"""What a review found, kept from coming back."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.errors import ExtraMissingError, SpecError
+from fedstrata.federation.messages import Fit, FitReply, Weights
+
+HALF = fs.Bernoulli(p=0.5)
+
+
+def test_under_privacy_no_reply_tells_a_size(monkeypatch):
+    from fedstrata.engines.local import LocalEngine
+
+    replies = []
+    ask = LocalEngine.ask
+
+    def listen(self, requests, *, together):
+        found = ask(self, requests, together=together)
+        replies.extend(reply for reply in found.values() if isinstance(reply, FitReply))
+        return found
+
+    monkeypatch.setattr(LocalEngine, "ask", listen)
+    settings = {"partition": fs.IID(clients=12), "training": {"rounds": 2, "clients_per_round": 10}}
+    fs.run(fs.Experiment(method={"name": "fedstas", "epsilon": 3.0, "bound": 200, "fraction": 0.5}, **settings))
+    assert replies
+    assert {(reply.samples, reply.steps, reply.seen) for reply in replies} == {(0, 0, 0)}
+    replies.clear()
+    fs.run(fs.Experiment(method={"name": "fedstas", "fraction": 0.5}, **settings))
+    assert all(reply.samples > 0 for reply in replies)
+
+
+def test_private_sizes_cannot_be_weights():
+    spec = fs.Experiment(method={"name": "fedstas", "epsilon": 3.0, "aggregator": "size"}, partition=fs.IID(clients=20))
+    with pytest.raises(SpecError, match=r"method\.aggregator: weighs by sizes that clients keep private"):
+        fs.prepare(spec)
+
+
+def test_fedstas_invites_only_those_who_answered_this_round():
+    spec = fs.Experiment(
+        method={"name": "fedstas", "fraction": 0.5},
+        partition=fs.IID(clients=40),
+        availability=HALF,
+        training={"rounds": 4, "clients_per_round": 10},
+    )
+    for record in fs.run(spec):
+        assert record["clients_trained"] == 10  # nobody who is away was given a place
+
+
+def test_work_in_steps_is_the_same_for_large_and_small_clients():
+    request = Fit(1, Weights({}, {}), {}, 1.0, passes=5.0, steps=3, batch_size=32)
+    assert request.work(32) == request.work(3200) == 96
+    assert Fit(1, Weights({}, {}), {}, 0.5, passes=5.0).work(100) == 250
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_a_last_sample_alone_joins_the_batch_before_it_under_batchnorm():
+    indices = [list(range(11)), list(range(20, 32))]
+    spec = fs.Experiment(
+        partition=fs.Given(indices=indices), training={"rounds": 1, "batch_size": 5, "local_epochs": 2}
+    )
+    (record,) = fs.run(spec, model=Norm())
+    assert record["clients_failed"] == 0
+    assert record["samples"] == 2 * (11 + 12)
+
+
+def test_random_layers_in_a_group_are_refused_with_advice():
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 10))
+    spec = fs.Experiment(
+        method="stratify", partition=fs.IID(clients=3), training={"rounds": 1, "execution": "per-client"}
+    )
+    with pytest.raises(SpecError, match=r"model: Dropout.*fused"):
+        fs.run(spec, model=module)
+
+
+@pytest.mark.parametrize(
+    "error", [SpecError("a.b", "is wrong", 3), SpecError("a", "x"), ExtraMissingError("this", "he")]
+)
+def test_errors_cross_from_worker_processes(error):
+    twin = pickle.loads(pickle.dumps(error))
+    assert type(twin) is type(error)
+    assert str(twin) == str(error)
+
+
+def test_a_method_cannot_write_over_the_books():
+    class Liar(fs.FedAvg):
+        def run_round(self, federation, state):
+            state, metrics = super().run_round(federation, state)
+            return state, {**metrics, "round": 99, "accuracy": 1.0, "own": 7}
+
+    (record,) = fs.run(fs.Experiment(method=Liar(), training={"rounds": 1}))
+    assert (record["round"], record["own"]) == (1, 7)
+    assert record["accuracy"] < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "--methods", "fedavg", "--seeds", "0,0"], "--seeds = '0,0': expected different whole numbers"),
+        (["compare", "--set", "compare.fedavg=3"], "compare.fedavg = 3: expected a table of sections"),
+        (["compare", "--set", "compare.fedavg.method=3"], "compare.fedavg.method = 3: expected a name or a table"),
+        (["partition", "--out", "p.foo"], "--out = 'p.foo': expected a picture: .png, .pdf or .svg"),
+        (["run", "--set", "training.lr=inf"], "training.lr = inf: input should be a finite number"),
+    ],
+)
+def test_plain_mistakes_are_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_that_was_set_by_hand_is_not_blamed_on_the_file(capsys, tmp_path):
+    spec = tmp_path / "spec.toml"
+    spec.write_text("[partition]\nalpha = 0.1\n")
+    assert main(["run", str(spec), "--set", "partition.alpha=-1", "--out", str(tmp_path / "run")]) == 2
+    assert "line" not in capsys.readouterr().err
+    spec.write_text("[partition]\nalpha = -1\n")
+    assert main(["run", str(spec), "--out", str(tmp_path / "run")]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_evaluation_with_batch_statistics_has_no_batch_of_one():
+    from fedstrata.clients.evaluation import evaluate
+
+    prepared = fs.prepare(fs.Experiment(), model=Norm())
+    model = prepared.job.model
+    weights = Weights(model.params(), model.buffers())
+    size = len(prepared.data.y_test) - 1
+    score = evaluate(model, weights, prepared.data, batch_size=size, batch_statistics=True)
+    assert np.isfinite(score.loss)
+    assert torch.equal(model.buffers()["body.2.running_mean"], torch.zeros(8))
