@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
     from fedstrata.comparison import compare as compare
+    from fedstrata.data import IID as IID
     from fedstrata.data import Assignment as Assignment
     from fedstrata.data import Classes as Classes
     from fedstrata.data import Data as Data
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from fedstrata.data import Domains as Domains
     from fedstrata.data import Given as Given
     from fedstrata.data import Groups as Groups
-    from fedstrata.data import IID as IID
     from fedstrata.data import Partition as Partition
     from fedstrata.data import PowerLaw as PowerLaw
     from fedstrata.data import Shards as Shards
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from fedstrata.methods.fedprox import FedProx as FedProx
     from fedstrata.methods.fedsampling import FedSampling as FedSampling
     from fedstrata.methods.fedssar import FedSSAR as FedSSAR
-    from fedstrata.methods.fedstas import FedSTS as FedSTS
     from fedstrata.methods.fedstas import FedSTaS as FedSTaS
+    from fedstrata.methods.fedstas import FedSTS as FedSTS
     from fedstrata.methods.fedtan import FedTAN as FedTAN
     from fedstrata.methods.power_of_choice import PowerOfChoice as PowerOfChoice
     from fedstrata.methods.scaffold import SCAFFOLD as SCAFFOLD

@@ -47,7 +47,8 @@ class Pooled(DataSampler):
 
     Args:
         samples: K, samples wanted in a round over all participants.
-        epsilon: ε of local differential privacy for the clients' sizes; none by default: they answer plainly.
+        epsilon: ε of local differential privacy for the answers about the clients' sizes; none by default. It protects
+            those answers alone: the aggregation weighs by the samples that participants kept, which tells their sizes.
         bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.privacy``.
         reuse: Ask each client once and keep its answer, so that ε is spent once. Otherwise everybody answers anew
             every round: the estimates' errors average out, and the privacy of T rounds is only T ε.
