@@ -9,12 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from fedstrata.errors import ReplyRefusedError
-from fedstrata.federation.messages import SizeReply, SizeReport, Weights
+from fedstrata.federation.messages import Weights
 from fedstrata.federation.seam import Federation, Job
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
-from fedstrata.sampling.privacy import Requested, estimated_total, truth_probability
+from fedstrata.sampling.privacy import Requested, ask_sizes, estimated_total
 
 
 class Everyone(ClientSampler):
@@ -72,20 +71,11 @@ class Pooled(DataSampler):
         self, federation: Federation, state: Tree, clients: Sequence[int]
     ) -> tuple[float, Tree, Mapping[str, Any]]:
         """Ask those whose size is not known, estimate ñ, divide."""
-        private = self.epsilon is not None
-        bound = self.bound if private else 0
-        alpha = truth_probability(self.epsilon, bound) if self.epsilon is not None else 1.0
-
-        def check(reply: SizeReply) -> None:
-            if reply.samples < 0 or (private and not 1 <= reply.samples < bound):
-                raise ReplyRefusedError(f"size {reply.samples} is impossible")
-
         participants = np.array(sorted(clients), dtype=np.int64)
         asked = np.setdiff1d(participants, state.known) if self.reuse else participants
-        request = SizeReport(federation.round, bound, alpha)
-        replies = federation.ask(dict.fromkeys(asked.tolist(), request), check=check) if len(asked) else {}
-        fresh = np.fromiter(replies, dtype=np.int64)
-        answers = np.array([reply.samples for reply in replies.values()], dtype=np.int64)
+        sizes, bound, alpha = ask_sizes(federation, asked.tolist(), self.epsilon, self.bound)
+        fresh = np.fromiter(sizes, dtype=np.int64)
+        answers = np.fromiter(sizes.values(), dtype=np.int64)
         stays = ~np.isin(state.known, fresh) & self.reuse
         known = np.concatenate([state.known[stays], fresh])
         answers = np.concatenate([state.answers[stays], answers])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +49,26 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
     """
     m = len(responses)
     return max(1.0, (sum(responses) - (1 - alpha) * bound * m / 2) / alpha)
+
+
+def ask_sizes(
+    federation: Federation, clients: Iterable[int], epsilon: float | None, bound: int
+) -> tuple[dict[int, int], int, float]:
+    """Ask clients how many samples they hold, under ε-LDP where there is an ε.
+
+    Returns:
+        The answers of those who answered, and the M and α that turn them into an estimate (0 and 1 without an ε).
+    """
+    bound = bound if epsilon is not None else 0
+    alpha = truth_probability(epsilon, bound) if epsilon is not None else 1.0
+
+    def check(reply: SizeReply) -> None:
+        if reply.samples < 0 or (bound and not 1 <= reply.samples < bound):
+            raise ReplyRefusedError(f"size {reply.samples} is impossible")
+
+    request = SizeReport(federation.round, bound, alpha)
+    replies = federation.ask({int(client): request for client in clients}, check=check)
+    return {client: reply.samples for client, reply in replies.items()}, bound, alpha
 
 
 @record
@@ -106,19 +126,10 @@ class Requested(DataSampler):
         self, federation: Federation, state: Tree, clients: Sequence[int]
     ) -> tuple[float, Tree, Mapping[str, Any]]:
         """Ask the participants for their sizes and divide."""
-        private = self.epsilon is not None
-        bound = self.bound if private else 0
-        alpha = truth_probability(self.epsilon, bound) if self.epsilon is not None else 1.0
-
-        def check(reply: SizeReply) -> None:
-            if reply.samples < 0 or (private and not 1 <= reply.samples < bound):
-                raise ReplyRefusedError(f"size {reply.samples} is impossible")
-
-        request = SizeReport(federation.round, bound, alpha)
-        replies = federation.ask({int(client): request for client in clients}, check=check)
-        if not replies:
+        sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
+        if not sizes:
             return self.fraction, state, {}
-        estimate = estimated_total([reply.samples for reply in replies.values()], bound, alpha)
+        estimate = estimated_total(list(sizes.values()), bound, alpha)
         state = RequestedState(state.total + estimate, state.rounds + 1)
         wanted = float(self.samples) if self.samples is not None else self.fraction * state.total / state.rounds
         keep = min(1.0, wanted / estimate)

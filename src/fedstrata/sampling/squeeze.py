@@ -35,7 +35,7 @@ def project(gradient: Tensor, coordinates: int, seed: int) -> Tensor:
     if coordinates == 0 or d <= coordinates:
         return gradient
     bucket, sign = _hashes(d, coordinates, seed)
-    return torch.zeros(coordinates, dtype=gradient.dtype).index_add_(0, bucket, gradient * sign.to(gradient.dtype))
+    return torch.zeros(coordinates, dtype=gradient.dtype).scatter_add_(0, bucket, gradient * sign.to(gradient.dtype))
 
 
 @lru_cache(maxsize=4)

@@ -25,8 +25,8 @@ from fedstrata.sampling.squeeze import restore
 LARGE = 1000
 """Clients above which nobody is asked for compressed gradients, unless ``refresh`` says otherwise."""
 
-FITTED = 2000
-"""Clients above which k-means sees a random subset; the others join the nearest centre."""
+FITTED = 1000
+"""Clients above which k-means and S_h see a random subset; the others join the nearest centre."""
 
 
 @record
@@ -104,17 +104,19 @@ class Stratified(ClientSampler):
         clients = np.concatenate([known, strangers])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        points = state.points[np.searchsorted(state.known, known)]
+        all_there = len(known) == len(state.known)
+        points = state.points if all_there else state.points[np.searchsorted(state.known, known)]
         # Strangers are a stratum of their own; the few that are known at first have their share of the strata.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         strata = stratify(points, min(count, len(known)), job.seed, federation.round) if len(known) else known
         count = int(strata.max(initial=-1)) + 1
-        sizes, deviations = np.bincount(strata, minlength=count), spread(points, strata, count)
+        seen = _seen(len(points), job.seed, federation.round)
+        sizes, deviations = np.bincount(strata, minlength=count), spread(points[seen], strata[seen], count)
         # In float64 and row by row: squares of very small gradients leave the range of float32.
         norms = np.sqrt(np.einsum("kd,kd->k", points, points, dtype=np.float64))
         if len(strangers):
             # Nothing is known of them, and so as much as of all others together: all lengths alike.
-            overall = spread(points, np.zeros_like(known), 1)[0] if len(known) else 1.0
+            overall = spread(points[seen], np.zeros_like(known)[seen], 1)[0] if len(known) else 1.0
             strata = np.concatenate([strata, np.full(len(strangers), count)])
             sizes, deviations = np.append(sizes, len(strangers)), np.append(deviations, overall)
             norms = np.concatenate([norms, np.zeros(len(strangers))])
@@ -229,13 +231,12 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
+    seen = _seen(len(points), seed, round)
+    fitted = points[seen]
     # k-means does not mind the scale, but squares of very small or large gradients leave the range of float32.
-    largest = max(float(points.max()), -float(points.min()))
-    scaled = points / np.float32(largest) if largest > 0 else points
+    largest = np.float32(max(float(fitted.max()), -float(fitted.min())))
+    fitted = fitted / largest if largest > 0 else fitted
     state = int(rng(seed, "strata", round).integers(2**31))
-    fitted = scaled
-    if len(points) > FITTED:
-        fitted = scaled[np.sort(rng(seed, "strata-subset", round).choice(len(points), FITTED, replace=False))]
     # Sums of rows tell different rows apart far faster than the rows do; only where too few differ it is looked up.
     distinct = len(np.unique(fitted.sum(axis=1)))
     distinct = distinct if distinct >= count else len(np.unique(fitted, axis=0))
@@ -243,8 +244,20 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
         # Points that differ in the last bits only make fewer clusters than asked: fewer strata are meant then.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
-    labels = model.labels_ if fitted is scaled else model.predict(scaled)
+    labels = model.labels_
+    if len(fitted) < len(points):
+        centres = model.cluster_centers_
+        products = points @ centres.T / (largest if largest > 0 else np.float32(1))
+        labels = np.argmin((centres * centres).sum(axis=1) - 2 * products, axis=1)
+        labels[seen] = model.labels_
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
+
+
+def _seen(clients: int, seed: int, round: int) -> NDArray[np.int64] | slice:
+    """The rows that k-means sees: all, or a random subset of many, the same for whoever asks."""
+    if clients <= FITTED:
+        return slice(None)
+    return np.sort(rng(seed, "strata-subset", round).choice(clients, FITTED, replace=False))
 
 
 def draw(
