@@ -56,8 +56,8 @@ def allocate(budget: int, sizes: NDArray[np.int64], weights: NDArray[np.float64]
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
     # The scale at which the shares, held between one and the stratum's size, add up to the budget.
     low, high = 0.0, float((sizes[filled] / shares[filled]).max())
-    for _ in range(200):
-        middle = (low + high) / 2
+    # Until no number lies between the two.
+    while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, filled, sizes).sum() < budget else (low, middle)
     exact = np.clip(high * shares, filled, sizes)
     whole: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
