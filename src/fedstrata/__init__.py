@@ -38,15 +38,23 @@ if TYPE_CHECKING:
     from fedstrata.history import History as History
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
+    from fedstrata.methods.bsm import BSMFedAvg as BSMFedAvg
     from fedstrata.methods.clustered import ClusteredSampling as ClusteredSampling
     from fedstrata.methods.fedavg import FedAvg as FedAvg
+    from fedstrata.methods.fedavg_ft import FedAvgFT as FedAvgFT
+    from fedstrata.methods.fedbabu import FedBABU as FedBABU
+    from fedstrata.methods.feddyn import FedDyn as FedDyn
+    from fedstrata.methods.fedlc import FedLC as FedLC
     from fedstrata.methods.fedprox import FedProx as FedProx
+    from fedstrata.methods.fedrs import FedRS as FedRS
     from fedstrata.methods.fedsampling import FedSampling as FedSampling
     from fedstrata.methods.fedssar import FedSSAR as FedSSAR
     from fedstrata.methods.fedstas import FedSTaS as FedSTaS
     from fedstrata.methods.fedstas import FedSTS as FedSTS
     from fedstrata.methods.fedtan import FedTAN as FedTAN
+    from fedstrata.methods.moon import MOON as MOON
     from fedstrata.methods.power_of_choice import PowerOfChoice as PowerOfChoice
+    from fedstrata.methods.rebafl import ReBaFL as ReBaFL
     from fedstrata.methods.scaffold import SCAFFOLD as SCAFFOLD
     from fedstrata.methods.sfl import SFL as SFL
     from fedstrata.methods.stratify import Stratify as Stratify
@@ -101,6 +109,14 @@ _HOMES = {
     "ClusteredSampling": "methods.clustered",
     "PowerOfChoice": "methods.power_of_choice",
     "Stratify": "methods.stratify",
+    "BSMFedAvg": "methods.bsm",
+    "FedAvgFT": "methods.fedavg_ft",
+    "FedBABU": "methods.fedbabu",
+    "FedDyn": "methods.feddyn",
+    "FedLC": "methods.fedlc",
+    "FedRS": "methods.fedrs",
+    "MOON": "methods.moon",
+    "ReBaFL": "methods.rebafl",
     "Model": "nn",
     "Objective": "objectives.base",
     "ClientSampler": "sampling.base",

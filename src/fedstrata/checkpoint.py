@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ class Checkpoint:
         round: The last round that it contains.
         state: The server's state.
         clients: The file of every client that has a state.
+        remote: Whether clients keep their states where they live, and none are here.
     """
 
     round: int
     state: Tree
     clients: dict[int, Path]
+    remote: bool = False
+
+    def only(self, clients: Collection[int]) -> Checkpoint:
+        """The same without the states of other clients."""
+        return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:
         """Put the clients' states into a store."""
@@ -48,7 +55,7 @@ class Checkpoint:
         store.changed.clear()
 
 
-def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
+def save(folder: Path, round: int, state: Tree, store: StateStore, *, remote: bool = False) -> None:
     """Write the checkpoint of a round.
 
     Args:
@@ -56,6 +63,7 @@ def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
         round: The round that is complete.
         state: The server's state.
         store: The clients' states; those that changed since the last checkpoint are written.
+        remote: Whether clients keep their states where they live, so that ``store`` has none.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
@@ -64,7 +72,8 @@ def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
         if stale.name >= _name(round):
             shutil.rmtree(stale)
     previous = _manifest(_complete(folder)[0]) if _complete(folder) else {"clients": {}}
-    listed: dict[str, list[str]] = dict(previous["clients"])
+    held = {str(client) for client in store}
+    listed: dict[str, list[str]] = {client: file for client, file in previous["clients"].items() if client in held}
     for client in sorted(store.changed):
         name = f"{client}-{round}.bin"
         listed[str(client)] = [name, _write(clients / name, records.encode(dict(store.get(client))))]
@@ -73,7 +82,7 @@ def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     digest = _write(part / STATE, records.encode(state))
-    manifest = {"round": round, "state": digest, "clients": listed}
+    manifest = {"round": round, "state": digest, "clients": listed, "remote": remote}
     text = json.dumps(manifest, separators=(",", ":"))
     _write(part / MANIFEST, json.dumps({"manifest": text, "sha256": _digest(text.encode())}).encode())
     _sync(part)
@@ -83,14 +92,20 @@ def save(folder: Path, round: int, state: Tree, store: StateStore) -> None:
     _prune(folder)
 
 
-def load(folder: Path) -> Checkpoint | None:
+def load(folder: Path, last: int | None = None) -> Checkpoint | None:
     """The newest checkpoint that is whole; None where none was ever completed.
+
+    Args:
+        folder: Where ``save`` wrote.
+        last: Checkpoints of later rounds do not count, where given.
 
     Raises:
         CheckpointError: There are checkpoints, and all of them are damaged.
     """
     problems = []
     for path in _complete(folder):
+        if last is not None and path.name > _name(last):
+            continue
         try:
             return _read(path)
         except DAMAGED as error:
@@ -110,7 +125,7 @@ def _read(path: Path) -> Checkpoint:
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
-    return Checkpoint(int(manifest["round"]), records.decode(data), files)
+    return Checkpoint(int(manifest["round"]), records.decode(data), files, bool(manifest.get("remote", False)))
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
     _common(run)
     run.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
-    run.add_argument("--engine", default="local", help="where clients live: local (the default)")
+    run.add_argument("--engine", default="local", help="where clients live: local (the default), ray or nvflare")
     run.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
     run.set_defaults(work=_run)
@@ -91,10 +91,48 @@ def _parser() -> argparse.ArgumentParser:
     strata.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
     strata.set_defaults(work=_strata)
 
+    audit = commands.add_parser("audit", help="what a run gives away: attacks on what clients sent")
+    audits = audit.add_subparsers(required=True, metavar="WHAT")
+    prototypes = audits.add_parser("prototypes", help="draw clients' images from the prototypes that they sent")
+    prototypes.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    prototypes.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/audit)")
+    prototypes.add_argument("--clients", type=int, default=3, help="clients to attack, at most (default: 3)")
+    prototypes.add_argument("--steps", type=int, default=300, help="optimisation steps of each attack (default: 300)")
+    prototypes.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
+    prototypes.add_argument(
+        "--held-out",
+        choices=("test", "spare"),
+        default="test",
+        help="the attacker's own images: the test set (the default), or training samples that no client holds",
+    )
+    prototypes.add_argument("--quiet", action="store_true", help="no progress bar")
+    prototypes.set_defaults(work=_audit_prototypes)
+
     report = commands.add_parser("report", help="one self-contained HTML page for runs and comparisons")
     report.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     report.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
     report.set_defaults(work=_report)
+
+    deploy = commands.add_parser("deploy", help="certificates, start-up kits and the job for real sites (NVFlare)")
+    deploy.add_argument("spec", help="a TOML file")
+    _common(deploy)
+    deploy.add_argument("--sites", type=Path, required=True, metavar="TOML", help="the server and the sites")
+    deploy.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the folder; one inside it for everybody"
+    )
+    deploy.add_argument(
+        "--try",
+        action="store_true",
+        dest="trial",
+        help="start all of it on this machine, run the experiment, fetch the result to DIR/result and shut down",
+    )
+    deploy.set_defaults(work=_deploy)
+
+    submit = commands.add_parser("submit", help="bring a deployment's job to its server and fetch the result")
+    submit.add_argument("admin", type=Path, metavar="ADMIN", help="the administrator's folder that deploy wrote")
+    submit.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the run folder goes")
+    submit.add_argument("--wait", type=float, default=60.0, help="seconds to wait for sites to join (default: 60)")
+    submit.set_defaults(work=_submit)
 
     keys = commands.add_parser("keys", help="make the clients' keys for masked labels")
     keys.add_argument("--out", type=Path, default=Path("keys"), metavar="DIR", help="the folder (default: keys)")
@@ -314,11 +352,62 @@ def _strata(options: argparse.Namespace) -> int:
     return 0
 
 
+def _audit_prototypes(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from fedstrata.audit.outcome import caption, to_rich, write
+    from fedstrata.audit.progress import AuditProgress
+    from fedstrata.audit.prototypes import audit_prototypes
+
+    with AuditProgress(options.quiet) as progress:
+        audit = audit_prototypes(
+            options.run,
+            clients=options.clients,
+            steps=options.steps,
+            seed=options.seed,
+            held_out=options.held_out,
+            watch=progress.update,
+        )
+    out = options.out or options.run / "audit"
+    write(audit, out)
+    console = Console()
+    console.print(caption(audit), highlight=False)
+    console.print(to_rich(audit))
+    console.print(f"written to {out}: prototypes.png, prototypes.md, prototypes.json", highlight=False)
+    return 0
+
+
 def _report(options: argparse.Namespace) -> int:
     from fedstrata.report.html import write_report
 
     page = write_report(options.folders, options.out or options.folders[0] / "report.html")
     print(page)
+    return 0
+
+
+def _deploy(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.federation import Sites
+    from fedstrata.deploy.provision import provision
+    from fedstrata.deploy.trial import try_out
+    from fedstrata.history import History
+    from fedstrata.spec import Experiment
+
+    spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options)))
+    sites = Sites.read(options.sites)
+    if not options.trial:
+        _located(options, lambda: provision(spec, sites, options.out))
+        print(f"{options.out}: give everybody the folder of their name; its README.md says what to do there")
+        return 0
+    folder = _located(options, lambda: try_out(spec, sites, options.out, near=options.sites.parent))
+    _show(History.load(folder))
+    return 0
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.submit import submit
+    from fedstrata.history import History
+
+    _show(History.load(submit(options.admin, options.out, wait=options.wait)))
     return 0
 
 

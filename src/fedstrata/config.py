@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -26,6 +28,9 @@ _NAMES: dict[str, str] = {}
 
 _BASES: list[type] = []
 """What the registries hold classes of."""
+
+_ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
+"""The packages that ``"module:Class"`` may come from; None for any."""
 
 
 class _SpecName:
@@ -91,14 +96,13 @@ class Registry(Generic[T]):
         Raises:
             SpecError: There is none of that name, or what is there is something else.
         """
-        path = self._paths.get(name, name)
-        if ":" not in path:
+        if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)
             problem = f"no such {self.kind}; there are: {accepted}, or 'module:Class' of your own"
             raise SpecError("name", problem + nearest(name, self._paths), name)
-        found = load_object(path, self.kind)
+        found = _load(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(found) and issubclass(found, self.base)):
-            raise SpecError("name", f"{path} is no {self.kind} (a class derived from {self.base.__name__})", name)
+            raise SpecError("name", f"{name} is no {self.kind} (a class derived from {self.base.__name__})", name)
         return found
 
     def parse(self, value: object) -> T:
@@ -166,15 +170,40 @@ def under(section: str, work: Callable[[], R]) -> R:
         raise (error if error.key.split(".")[0] == section else error.under(section)) from None
 
 
+@contextmanager
+def only_from(packages: Collection[str] | None) -> Iterator[None]:
+    """Where a spec comes from somebody else: what ``load_object`` may load meanwhile, in this thread.
+
+    Args:
+        packages: Top-level packages. The working directory is then no place to look for them. None for any.
+    """
+    before = _ALLOWED.set(None if packages is None else frozenset(packages))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(before)
+
+
 def load_object(path: str, kind: str) -> Any:
     """The object at ``"module:attribute"``; modules beside the working directory are found.
 
     Raises:
-        SpecError: The module or the attribute does not exist.
+        SpecError: The module or the attribute does not exist, or ``only_from`` does not let it be loaded.
     """
+    allowed = _ALLOWED.get()
+    if allowed is None:
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+    elif path.partition(":")[0].partition(".")[0] not in allowed:
+        accepted = f"only from {', '.join(sorted(allowed))}" if allowed else "from no package"
+        raise SpecError(
+            "name", f"a {kind} of one's own may come {accepted} here, by the list 'allow' of this party", path
+        )
+    return _load(path, kind)
+
+
+def _load(path: str, kind: str) -> Any:
     module_name, _, attribute = path.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

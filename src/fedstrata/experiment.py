@@ -15,17 +15,21 @@ from torch import nn
 
 from fedstrata import checkpoint
 from fedstrata.clients.client import World
+from fedstrata.clients.devices import placed
 from fedstrata.clients.evaluation import evaluate
 from fedstrata.clients.store import StateStore
 from fedstrata.config import under
 from fedstrata.data import Assignment, Dataset, draw_partition, from_arrays
+from fedstrata.data.spare import Spare
 from fedstrata.engines import make_engine
 from fedstrata.errors import SpecError
+from fedstrata.federation.engine import Engine, Noting, Remote
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.seam import Federation, Job
 from fedstrata.history import History
 from fedstrata.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.nn.batchnorm import federate_batchnorm
+from fedstrata.nn.layout import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.nn.zoo import make_model
 from fedstrata.spec import Experiment
@@ -73,12 +77,44 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | 
     """
     dataset = spec.data.load(spec.seed) if data is None else as_dataset(data, spec)
     assignment = under("partition", lambda: spec.partition.split(dataset, spec.seed))
+    return assemble(spec, dataset, assignment, model)
+
+
+def assemble(
+    spec: Experiment,
+    dataset: Dataset,
+    assignment: Assignment,
+    model: nn.Module | Model | None = None,
+    *,
+    sizes_known: bool = True,
+) -> Prepared:
+    """An experiment on data that were loaded and split already, and checked against them.
+
+    Args:
+        spec: The experiment.
+        dataset: The data.
+        assignment: Which samples belong to whom; as far as it is known here.
+        model: See ``prepare``.
+        sizes_known: Whether the assignment is that of all clients; not where sites keep their own data.
+
+    Raises:
+        SpecError: A setting does not fit the data, the federation or another setting.
+    """
     if model is None:
         made = make_model(spec.model, dataset.shape, dataset.classes, spec.seed)
     else:
-        made = model if isinstance(model, Model) else Model(model)
+        made = model if isinstance(model, Model) else Model(lay_out(model, dataset.shape))
     federate_batchnorm(made.module)
-    job = Job(spec.seed, spec.training, made, dataset.classes, len(assignment), assignment.sizes)
+    job = Job(
+        seed=spec.seed,
+        training=spec.training,
+        model=made,
+        classes=dataset.classes,
+        clients=len(assignment),
+        sizes=assignment.sizes if sizes_known else None,
+        spare=Spare(dataset, assignment) if sizes_known else None,
+        weight_diversity=spec.evaluation.weight_diversity,
+    )
     under("availability", lambda: spec.availability.check(job.clients))
     spec.method.check(job)
     return Prepared(spec, dataset, assignment, job)
@@ -127,13 +163,45 @@ def run(
     elif not isinstance(spec, Experiment):
         spec = Experiment.from_table(spec)
     folder = None if out is None else Path(out)
-    _refuse_foreign(folder, spec, resume)
-    with _threads(spec.training.threads):
-        return _Run(prepare(spec, data=data, model=model), folder, engine, callbacks).go(resume)
+    refuse_foreign(folder, spec, resume)
+    if engine == "nvflare":
+        # There the loop over rounds is itself a job of NVFlare's, so that it is not this process that runs it.
+        from fedstrata.deploy.simulator import simulate
+
+        if data is not None or model is not None:
+            problem = "loads the spec's data and model at each site: give data and a model that the spec can name"
+            raise SpecError("engine", problem, engine)
+        return simulate([(spec, folder)], resume=resume, callbacks=callbacks)[0]
+    return go(prepare(spec, data=data, model=model), folder, engine, callbacks, resume=resume)
 
 
-def _refuse_foreign(folder: Path | None, spec: Experiment, resume: bool) -> None:
-    """Never write over another run."""
+def go(
+    prepared: Prepared,
+    folder: Path | None,
+    engine: str | Engine,
+    callbacks: Sequence[Callback] = (),
+    *,
+    resume: bool = False,
+) -> History:
+    """Run an experiment that is prepared; see ``run``.
+
+    Args:
+        prepared: The experiment.
+        folder: The run folder.
+        engine: Where clients live: a name, or an engine that is ready and is closed at the end.
+        callbacks: Called with the record of every round.
+        resume: Go on with what is in ``folder``.
+    """
+    with _threads(prepared.spec.training.threads):
+        return _Run(prepared, folder, engine, callbacks).go(resume)
+
+
+def refuse_foreign(folder: Path | None, spec: Experiment, resume: bool) -> None:
+    """Never write over another run.
+
+    Raises:
+        SpecError: The folder holds a run that is not to be resumed, or one of another spec.
+    """
     if folder is None:
         if resume:
             raise SpecError("resume", "needs the run's folder, out")
@@ -143,6 +211,25 @@ def _refuse_foreign(folder: Path | None, spec: Experiment, resume: bool) -> None
         raise SpecError("out", "holds a run already; give another folder, or resume that run", str(folder))
     if resume and there.exists() and there.read_text(encoding="utf-8") != spec.to_toml():
         raise SpecError("out", "holds a run of another spec; resume it with its own", str(folder))
+
+
+def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
+    """Never go on without the clients' states, as if they had none.
+
+    Args:
+        was: Whether clients kept their states where they live, so that the checkpoint has none.
+        will: Whether they will.
+        engine: What was asked for.
+
+    Raises:
+        SpecError: They are not where the engine would look for them.
+    """
+    if was and not will:
+        problem = "the clients' states of this run are at its sites, not in its checkpoint; resume it with 'nvflare'"
+        raise SpecError("engine", f"{problem}, or by 'fedstrata submit' where it was deployed", engine)
+    if will and not was:
+        problem = "the clients' states of this run are in its checkpoint, and no site has them"
+        raise SpecError("engine", f"{problem}; resume it with 'local' or 'ray'", engine)
 
 
 @contextmanager
@@ -158,12 +245,15 @@ def _threads(count: int) -> Iterator[None]:
 class _Run:
     """The loop over rounds, and what it leaves behind."""
 
-    def __init__(self, prepared: Prepared, folder: Path | None, engine: str, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, prepared: Prepared, folder: Path | None, engine: str | Engine, callbacks: Sequence[Callback]
+    ) -> None:
         self.prepared, self.spec, self.folder, self.callbacks = prepared, prepared.spec, folder, callbacks
         self.store = StateStore()
         job = prepared.job
-        world = World(job, prepared.data, prepared.assignment, self.spec.method.objective_in_use())
-        self.engine = make_engine(engine, world, self.store)
+        world = self.world = World(job, prepared.data, prepared.assignment, self.spec.method.objective_in_use())
+        self.engine_name = engine if isinstance(engine, str) else type(engine).__name__
+        self.engine = make_engine(engine, world, self.store) if isinstance(engine, str) else engine
         self.federation = Federation(self.engine, job, self.spec.availability, self.spec.method.name)
         self.logs: dict[str, MetricsLog] = {}
         self.history = History(
@@ -185,17 +275,35 @@ class _Run:
 
     def _begin(self, resume: bool) -> tuple[Any, int]:
         found = checkpoint.load(self.folder / "checkpoint") if resume and self.folder else None
+        if found:
+            refuse_elsewhere(found.remote, isinstance(self.engine, Remote), self.engine_name)
         if self.folder:
             self._open_folder(found.round if found else 0)
         if found:
             found.restore(self.store)
+            self._remember(found.round)
             self.federation.resumed = True
             return found.state, found.round
         job = self.prepared.job
+        self._remember(0)
         self.federation.begin(0)
         state = self.spec.method.init(self.federation, Weights(job.model.params(), job.model.buffers()))
-        self._log(EVENTS, *self.federation.events)
+        self._log(EVENTS, *self._events())
         return state, 0
+
+    def _remember(self, round: int) -> None:
+        """Where clients keep their states themselves, let them go back to those after ``round``."""
+        if isinstance(self.engine, Remote):
+            self.engine.begin(round)
+
+    def _events(self) -> list[dict[str, Any]]:
+        """What happened since the events were last written: the engine's own, then the round's."""
+        notes = list(self.engine.notes()) if isinstance(self.engine, Noting) else []
+        own = [
+            {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
+            for kind, clients, reason in notes
+        ]
+        return own + self.federation.events
 
     def _open_folder(self, done: int) -> None:
         assert self.folder is not None
@@ -210,7 +318,7 @@ class _Run:
         if (self.folder / METRICS).exists():
             for record in History.load(self.folder):
                 self.history.append(record)
-        if not (self.folder / "partition.png").exists():
+        if self.prepared.job.sizes is not None and not (self.folder / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.folder / "partition.png")
 
     def _round(self, state: Any, round: int) -> Any:
@@ -226,22 +334,28 @@ class _Run:
         record |= {key: value for key, value in metrics.items() if key not in record}
         record["seconds"] = time.perf_counter() - began
         self.history.append(record)
-        self._log(EVENTS, *federation.events)
-        self._log(METRICS, record)
         every = spec.evaluation.checkpoint_every
-        if self.folder and every and (round % every == 0 or round == spec.training.rounds):
+        due = self.folder and every and (round % every == 0 or round == spec.training.rounds)
+        if due and isinstance(self.engine, Remote):
+            self.engine.save(round)
+        self._log(EVENTS, *self._events())
+        self._log(METRICS, record)
+        if due and self.folder:
             for log in self.logs.values():
                 log.sync()  # A checkpoint must never be ahead of the records that it stands for.
-            checkpoint.save(self.folder / "checkpoint", round, state, self.store)
+            checkpoint.save(
+                self.folder / "checkpoint", round, state, self.store, remote=isinstance(self.engine, Remote)
+            )
         for callback in self.callbacks:
             callback(self.history[-1])
         return state
 
     def _evaluate(self, weights: Weights) -> dict[str, Any]:
+        place = placed(self.world)
         score = evaluate(
-            self.prepared.job.model,
+            place.model,
             weights,
-            self.prepared.data,
+            place.data,
             batch_size=self.spec.evaluation.batch_size,
             batch_statistics=self.spec.training.batch_norm == "local",
         )

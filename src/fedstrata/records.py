@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
 import numpy as np
@@ -31,8 +31,24 @@ DEFAULT_LIMIT = 2 << 30
 """Largest message that is read, in bytes."""
 
 _RECORDS: dict[str, type] = {}
+_FIELDS: dict[type, tuple[str, ...]] = {}
+_SIZES: dict[Hashable, int] = {}
+_MOST_FORMS = 4096
 _CHECKERS: dict[type, TypeAdapter[Any]] = {}
 _LENGTH = struct.Struct("<Q")
+_SAFETENSORS = {
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls the common dtypes, in the order in which it lays them out."""
 T = TypeVar("T")
 
 
@@ -41,6 +57,7 @@ def record(cls: type[T]) -> type[T]:
     """Declare a frozen dataclass that may be encoded, and so decoded."""
     made = dataclasses.dataclass(frozen=True)(cls)
     _RECORDS[_kind(made)] = made
+    _FIELDS[made] = tuple(f.name for f in dataclasses.fields(made))  # type: ignore[arg-type]
     return made
 
 
@@ -71,19 +88,62 @@ def encode(tree: Tree) -> bytes:
 
 
 def size(tree: Tree) -> int:
-    """``len(encode(tree))`` without copying the tensors."""
-    parts = _Parts()
-    text = parts.skeleton(tree)
-    signature = tuple((tensor.dtype, tensor.shape) for tensor in parts.tensors)
-    return _LENGTH.size + len(text) + _block_size(signature, len(parts.ints), len(parts.floats))
+    """``len(encode(tree))`` without copying the tensors; trees of one form are measured once."""
+    form = _form(tree)
+    length = _SIZES.get(form)
+    if length is None:
+        parts = _Parts()
+        text = parts.skeleton(tree)
+        signature = [(str(place), tensor.dtype, tuple(tensor.shape)) for place, tensor in enumerate(parts.tensors)]
+        signature += [("i", torch.int64, (len(parts.ints),))] if parts.ints else []
+        signature += [("f", torch.float64, (len(parts.floats),))] if parts.floats else []
+        if len(_SIZES) >= _MOST_FORMS:
+            _SIZES.clear()
+        length = _SIZES[form] = _LENGTH.size + len(text) + _block_size(signature)
+    return length
 
 
-@lru_cache(maxsize=4096)
-def _block_size(signature: tuple[tuple[torch.dtype, torch.Size], ...], ints: int, floats: int) -> int:
-    parts = _Parts()
-    parts.tensors = [torch.empty(shape, dtype=dtype) for dtype, shape in signature]
-    parts.ints, parts.floats = [0] * ints, [0.0] * floats
-    return len(safetensors.torch.save(named)) if (named := parts.named()) else 0
+def _form(node: Tree) -> Hashable:
+    """What of a tree decides the length of its encoding: kinds, keys, text, shapes and dtypes, but no other value."""
+    fields = _FIELDS.get(type(node))
+    if fields is not None:
+        return type(node), *[_form(getattr(node, name)) for name in fields]
+    if isinstance(node, (Tensor, np.ndarray)):
+        return node.dtype, node.shape
+    if isinstance(node, np.generic):
+        return _form(node.item())
+    if node is None or isinstance(node, str):
+        return node
+    if isinstance(node, bool):
+        return bool, node
+    if isinstance(node, float):
+        return float
+    if isinstance(node, int):
+        return int if -(2**63) <= node < 2**63 else (int, node)
+    if isinstance(node, (dict, Mapping)):
+        if all(isinstance(key, str) for key in node):
+            return str, *node, *map(_form, node.values())
+        return dict, *[(_form(key), _form(item)) for key, item in node.items()]
+    if isinstance(node, (list, tuple)):
+        return list if isinstance(node, list) else tuple, *map(_form, node)
+    if isinstance(node, bytes):
+        return bytes, len(node)
+    raise _neither(node)
+
+
+def _block_size(signature: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> int:
+    """Length of the safetensors block of some named tensors: a header of JSON, padded to 8 bytes, and the data."""
+    if not signature:
+        return 0
+    if any(dtype not in _SAFETENSORS for _, dtype, _ in signature):
+        return len(safetensors.torch.save({name: torch.empty(shape, dtype=dtype) for name, dtype, shape in signature}))
+    order = list(_SAFETENSORS)
+    header, end = {}, 0
+    for name, dtype, shape in sorted(signature, key=lambda part: (order.index(part[1]), part[0])):
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": shape, "data_offsets": (begin, end)}
+    length = len(json.dumps(header, separators=(",", ":")))
+    return 8 + -(-length // 8) * 8 + end
 
 
 def decode(data: bytes, *, limit: int = DEFAULT_LIMIT) -> Tree:
@@ -169,7 +229,11 @@ class _Parts:
             return [self._flatten(item) for item in node]
         if isinstance(node, tuple):
             return {"$u": [self._flatten(item) for item in node]}
-        raise TypeError(f"{type(node).__module__}.{type(node).__qualname__} is neither a record nor a plain value")
+        raise _neither(node)
+
+
+def _neither(node: object) -> TypeError:
+    return TypeError(f"{type(node).__module__}.{type(node).__qualname__} is neither a record nor a plain value")
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -252,19 +316,32 @@ def _checker(cls: type) -> TypeAdapter[Any]:
 
 def leaves_of(tree: Tree) -> Iterator[Any]:
     """Every leaf of a tree, in order: tensors, arrays and plain values."""
+    leaves: list[Any] = []
+    _gather(tree, leaves)
+    return iter(leaves)
+
+
+def _gather(tree: Tree, leaves: list[Any]) -> None:
     if isinstance(tree, (Tensor, str, int, float)) or tree is None:
-        yield tree
+        leaves.append(tree)
     elif isinstance(tree, dict):
         for item in tree.values():
-            yield from leaves_of(item)
+            _gather(item, leaves)
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from leaves_of(item)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from leaves_of(getattr(tree, field.name))
+            _gather(item, leaves)
+    elif (names := _FIELDS.get(type(tree)) or _names(tree)) is not None:
+        for name in names:
+            _gather(getattr(tree, name), leaves)
     else:
-        yield tree
+        leaves.append(tree)
+
+
+def _names(tree: Tree) -> tuple[str, ...] | None:
+    """The fields of a dataclass, None for anything else."""
+    if not dataclasses.is_dataclass(tree) or isinstance(tree, type):
+        return None
+    return tuple(field.name for field in dataclasses.fields(tree))
 
 
 R = TypeVar("R")

@@ -33,6 +33,14 @@ class Training(Setting):
         execution: ``fused`` lets an engine compute sums over clients in one pass, ``per-client`` never does: slower,
             and the same bits on every engine.
         threads: Threads inside one operation. Results may depend on it in the last bit.
+        workers: Processes of one thread each that clients are spread over on this machine; as many as there are cores,
+            and only where that pays, unless given. Results do not depend on it.
+        precision: Of local training's forward and backward passes: ``float32``, or ``bf16`` where PyTorch's autocast
+            says that it is safe; parameters, updates and everything else stay float32.
+        device: Where the local engine trains and the global model is evaluated: ``cpu``, ``cuda``, ``cuda:N``, or
+            ``auto``, a GPU if there is one. Another device rounds differently.
+        vectorise: Whether clients are trained side by side, as one set of operations; ``auto`` is true on a GPU alone.
+            Sums are then added up in another order.
     """
 
     rounds: PositiveInt = 20
@@ -48,6 +56,10 @@ class Training(Setting):
     batch_norm: Literal["average", "local"] = "average"
     execution: Literal["fused", "per-client"] = "fused"
     threads: PositiveInt = 1
+    workers: PositiveInt | None = None
+    precision: Literal["float32", "bf16"] = "float32"
+    device: str = Field(default="cpu", pattern=r"^(cpu|auto|cuda(:\d+)?)$")
+    vectorise: bool | Literal["auto"] = "auto"
 
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> Training:
@@ -87,6 +99,7 @@ class Evaluation(Setting):
         targets: Accuracies in (0, 1] for which the summary gives the first round that reached them.
         checkpoint_every: Rounds between two checkpoints; 0: none.
         per_class: Record the accuracy of every class too.
+        weight_diversity: Record how far the clients' models of a round are from each other.
     """
 
     every: int = Field(default=1, ge=0)
@@ -94,6 +107,7 @@ class Evaluation(Setting):
     targets: list[float] = [0.5, 0.8, 0.9, 0.95]
     checkpoint_every: int = Field(default=10, ge=0)
     per_class: bool = False
+    weight_diversity: bool = False
 
     @field_validator("targets")
     @classmethod

@@ -55,6 +55,7 @@ class Stepper:
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
         self.settings, self._lr = settings, settings.lr if lr is None else lr
         self._leaves = {name: w.detach().clone().requires_grad_(True) for name, w in params.items()}
+        self._views = {name: leaf.detach() for name, leaf in self._leaves.items()}
         self._velocity: list[Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None
         if settings.optimizer == "sgd":
@@ -68,33 +69,34 @@ class Stepper:
             own = {place: {key: _copy(value) for key, value in entries.items()} for place, entries in state.items()}
             self._optimizer.load_state_dict({"state": own, "param_groups": groups})
 
-    def step(self, gradient: Params) -> None:
-        """One step along a gradient."""
+    def step(self, gradient: Params, samples: int = 1) -> None:
+        """One step along a gradient, or along a sum of gradients divided by the number of its samples."""
         if self._optimizer is None:
-            self._sgd([gradient[name] for name in self._leaves])
+            self._sgd([gradient[name] for name in self._leaves], float(samples))
             return
         for name, leaf in self._leaves.items():
-            leaf.grad = gradient[name]
+            leaf.grad = gradient[name] if samples == 1 else gradient[name] / samples
         self._optimizer.step()
 
     @torch.no_grad()
-    def _sgd(self, gradient: list[Tensor]) -> None:
-        """One step: v ← momentum v + g; w ← w − η v."""
+    def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
+        """One step: v ← momentum v + g; w ← w − η v. Division is left to the last sum, or costs a pass over memory."""
         leaves = list(self._leaves.values())
         if self.settings.weight_decay:
-            gradient = list(torch._foreach_add(gradient, leaves, alpha=self.settings.weight_decay))
+            gradient, samples = torch._foreach_div(gradient, samples), 1.0
+            torch._foreach_add_(gradient, leaves, alpha=self.settings.weight_decay)
         if self.settings.momentum:
             if self._velocity:
                 torch._foreach_mul_(self._velocity, self.settings.momentum)
-                torch._foreach_add_(self._velocity, gradient)
+                torch._foreach_add_(self._velocity, gradient, alpha=1 / samples)
             else:
-                self._velocity = [g.clone() for g in gradient]
-            gradient = self._velocity
-        torch._foreach_add_(leaves, gradient, alpha=-self._lr)
+                self._velocity = list(torch._foreach_div(gradient, samples))
+            gradient, samples = self._velocity, 1.0
+        torch._foreach_add_(leaves, gradient, alpha=-self._lr / samples)
 
     def params(self) -> Params:
         """The parameters now. They are the stepper's own: later steps change them."""
-        return {name: leaf.detach() for name, leaf in self._leaves.items()}
+        return dict(self._views)
 
     def state(self) -> Tree:
         """The optimiser's memory: SGD's velocities, or PyTorch's state by the parameter's place."""

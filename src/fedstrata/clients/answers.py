@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from fedstrata.clients.client import Client, answers
-from fedstrata.clients.training import LocalData, train
+from fedstrata.clients.training import LocalData, Outcome, train
 from fedstrata.federation.messages import (
     Compress,
     CompressReply,
@@ -33,28 +34,44 @@ OBJECTIVE, BUFFERS = "objective", "buffers"
 @answers(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
     """Train on the samples kept this round, and keep the objective's state."""
-    chosen = np.arange(len(client))
-    if request.keep < 1:
-        chosen = chosen[client.rng("keep", request.round).random(len(client)) < request.keep]
-    local = client.world.job.training.batch_norm == "local"
-    sent = request.weights
-    weights = Weights(sent.params, client.state[BUFFERS]) if local and BUFFERS in client.state else sent
+    chosen, weights = samples_kept(client, request), starting_point(client, request)
+    data, objective = LocalData(client, chosen), client.world.objective
     outcome = train(
         client,
         weights,
-        LocalData(client, chosen),
+        data,
         round=request.round,
-        message=request.message,
+        message=objective.survey(client.model, weights, data.in_order, request.message),
         kept=client.state.get(OBJECTIVE),
     )
+    return fit_reply(client, request, len(chosen), outcome)
+
+
+def samples_kept(client: Client, request: Fit) -> NDArray[np.int64]:
+    """The samples kept this round, by their place among the client's own."""
+    chosen = np.arange(len(client))
+    if request.keep < 1:
+        chosen = chosen[client.rng("keep", request.round).random(len(client)) < request.keep]
+    return chosen
+
+
+def starting_point(client: Client, request: Fit) -> Weights:
+    """The model that came, with the client's own statistics where it keeps them."""
+    local = client.world.job.training.batch_norm == "local"
+    sent = request.weights
+    return Weights(sent.params, client.state[BUFFERS]) if local and BUFFERS in client.state else sent
+
+
+def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> FitReply:
+    """What the server learns of a client's training; the rest becomes the client's state."""
     if outcome.kept is not None:
         client.state[OBJECTIVE] = outcome.kept
     result = outcome.weights
-    if local and result.buffers:
+    if client.world.job.training.batch_norm == "local" and result.buffers:
         # The statistics stay here; what goes back is what came, so that nobody learns them.
         client.state[BUFFERS] = result.buffers
-        result = Weights(result.params, sent.buffers)
-    told = (len(chosen), outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
+        result = Weights(result.params, request.weights.buffers)
+    told = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
     return FitReply(result, *told, outcome.loss, outcome.message)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -76,8 +76,8 @@ class Client:
 
     def changed(self) -> bool:
         """Whether an entry of the state was replaced, added or removed."""
-        before = self._before
-        return self.state.keys() != before.keys() or any(self.state[key] is not before[key] for key in before)
+        state, before = self.state, self._before
+        return len(state) != len(before) or any(key not in state or state[key] is not before[key] for key in before)
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -122,6 +122,7 @@ CarriageMaker = Callable[[World, Weights], Carriage]
 _HANDLERS: dict[type[Request], Handler] = {}
 _FUSED: dict[type[Request], FusedHandler] = {}
 _CARRIERS: dict[type[Request], Carrier] = {}
+_REPLIES: dict[type[Request], type[Reply]] = {}
 _CARRIAGES: dict[type[Request], CarriageMaker] = {}
 
 
@@ -170,6 +171,23 @@ def handler_of(kind: type[Request]) -> Handler:
     if kind not in _HANDLERS:
         raise FedstrataError(f"clients do not know how to answer {kind.__name__}: declare it with @answers")
     return _HANDLERS[kind]
+
+
+def reply_kind(kind: type[Request]) -> type[Reply]:
+    """What the handler of a request declares to return; ``Reply`` where it declares nothing more."""
+    if kind not in _REPLIES:
+        _REPLIES[kind] = _declared_reply(kind)
+    return _REPLIES[kind]
+
+
+def _declared_reply(kind: type[Request]) -> type[Reply]:
+    handler: Callable[..., Any] | None = _HANDLERS.get(kind) or _CARRIERS.get(kind)
+    try:
+        declared = get_type_hints(handler).get("return") if handler else None
+    except NameError:  # an annotation that only a type checker can read
+        declared = None
+    declared = get_args(declared)[-1] if get_origin(declared) is tuple else declared
+    return declared if isinstance(declared, type) and issubclass(declared, Reply) else Reply
 
 
 def fused_handler_of(kind: type[Request]) -> FusedHandler | None:

@@ -47,6 +47,7 @@ def evaluate(
     loss = 0.0
     hits = torch.zeros(data.classes, dtype=torch.int64)
     with model.loaded(weights.params, weights.buffers, train=False) as params:
+        device = next(iter(params.values())).device
         norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         for layer in norms:
             layer.train(batch_statistics)
@@ -54,10 +55,10 @@ def evaluate(
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()
         for begin, end in itertools.pairwise(bounds):
             part = slice(begin, end)
-            y = data.labels(part, "test")
-            logits = model(params, data.inputs(part, "test"))
+            x, y = data.inputs(part, "test").to(device), data.labels(part, "test").to(device)
+            logits = model(params, x)
             loss += float(F.cross_entropy(logits, y, reduction="sum"))
-            hits += torch.bincount(y[logits.argmax(dim=1) == y], minlength=data.classes)
+            hits += torch.bincount(y[logits.argmax(dim=1) == y], minlength=data.classes).cpu()
         for layer in norms:
             layer.eval()
     totals = torch.bincount(data.y_test, minlength=data.classes)

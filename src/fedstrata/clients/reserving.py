@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedstrata.clients.client import Client, World, answers, answers_fused
+from fedstrata.clients.training import chain_of, is_plain
 from fedstrata.federation.messages import ClientId, Gradient, GradientReply, Params, Reply, Reserve, ReserveReply, Steps
 from fedstrata.nn.batchnorm import federated
 from fedstrata.nn.model import Model
@@ -18,6 +20,7 @@ from fedstrata.records import record
 from fedstrata.rng import torch_seeded
 
 Ints = NDArray[np.int64]
+_NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
 """Names under which a client keeps its pools, and the label behind each placeholder where labels are masked."""
 
@@ -56,11 +59,18 @@ class Reserved:
     batches: Ints
     places: Ints
 
+    @cached_property
+    def begins(self) -> list[int]:
+        """Where each batch begins in ``batches``; one entry more, for the end of the last."""
+        last = int(self.batches[-1]) if len(self.batches) else -1
+        begins: list[int] = np.searchsorted(self.batches, np.arange(last + 2)).tolist()
+        return begins
+
 
 def places_of(client: Client, placeholder: int) -> Ints:
     """Where the samples of a placeholder are among the client's own, ascending; empty where it holds none."""
     label = label_of(client, placeholder)
-    return np.empty(0, dtype=np.int64) if label is None else np.flatnonzero(client.labels == label)
+    return _NONE if label is None else np.flatnonzero(client.labels == label)
 
 
 def label_of(client: Client, placeholder: int) -> int | None:
@@ -97,9 +107,8 @@ def refilled(client: Client, pools: Mapping[int, Pool], request: Reserve | Steps
 def reserve(client: Client, request: Reserve) -> ReserveReply:
     """Set one sample aside for every position as long as the placeholder's pool lasts."""
     before = client.state.get(STATE)
-    empty = np.empty(0, dtype=np.int64)
     if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
-        before = Reserved(request.round, {}, empty, empty)
+        before = Reserved(request.round, {}, _NONE, _NONE)
     pools = refilled(client, before.pools, request)
     batches, wanted = request.batches.numpy(), request.labels.numpy()
     places = np.full(len(wanted), -1, dtype=np.int64)
@@ -122,9 +131,9 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 def set_aside(client: Client, batch: int) -> Ints:
     """The data set's indices that the client keeps for a batch."""
-    state = client.state[STATE]
-    begin, end = np.searchsorted(state.batches, [batch, batch + 1])
-    indices: Ints = client.indices[state.places[begin:end]]
+    state: Reserved = client.state[STATE]
+    places = state.places[slice(*state.begins[batch : batch + 2])] if batch + 1 < len(state.begins) else _NONE
+    indices: Ints = client.indices[places]
     return indices
 
 
@@ -136,6 +145,7 @@ def gradient(client: Client, request: Gradient) -> GradientReply:
     with (
         nullcontext() if group is None else federated(model.module, group),
         model.loaded(weights.params, weights.buffers, train=True) as params,
+        _seeded(client.world, request),
     ):
         return summed_gradient(client.world, model, params, request, indices)
 
@@ -145,10 +155,25 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is."""
     indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
     client = next(iter(clients.values()))
-    request = requests[client.number]
-    model, params = _workbench(client.world)
-    model.reload(request.weights.params, request.weights.buffers)
-    return summed_gradient(client.world, model, params, request, indices)
+    world, request = client.world, requests[client.number]
+    model, params = _workbench(world)
+    model.share(request.weights.params, request.weights.buffers)
+    if not world.prepared.get("draws"):
+        # Seeding costs a tenth of a small batch, and few models draw numbers: the first pass that does tells.
+        before = torch.get_rng_state()
+        reply = summed_gradient(world, model, params, request, indices)
+        if torch.equal(torch.get_rng_state(), before):
+            return reply
+        torch.set_rng_state(before)
+        world.prepared["draws"] = True
+        model.share(request.weights.params, request.weights.buffers)
+    with _seeded(world, request):
+        return summed_gradient(world, model, params, request, indices)
+
+
+def _seeded(world: World, request: Gradient) -> AbstractContextManager[None]:
+    """Layers that draw numbers draw those of their batch."""
+    return torch_seeded(world.job.seed, f"layers/{request.batch}", request.round)
 
 
 def _workbench(world: World) -> tuple[Model, Params]:
@@ -164,10 +189,13 @@ def summed_gradient(world: World, model: Model, params: Params, request: Gradien
     """The gradient of the summed loss over some samples, at what the model has loaded."""
     where = torch.from_numpy(indices)
     batch = Batch(world.data.inputs(where), world.data.y_train[where])
+    chain = chain_of(world) if is_plain(world.objective, "loss") else None
+    if chain is not None:
+        mean, parts = chain.gradient(params, batch.x, batch.y)
+        torch._foreach_mul_(parts, len(indices))
+        return GradientReply(dict(zip(params, parts, strict=True)), len(indices), mean.item() * len(indices), {})
     context = Context(request.weights.params, torch.zeros(world.job.classes), {}, None, world.job.training.lr)
-    with torch_seeded(world.job.seed, f"layers/{request.batch}", request.round):
-        loss = world.objective.loss(model, params, batch, context) * len(indices)
-        found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-    return GradientReply(
-        dict(zip(params, found, strict=True)), len(indices), float(loss.detach()), model.current_buffers()
-    )
+    loss = world.objective.loss(model, params, batch, context) * len(indices)
+    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+    gradient = dict(zip(params, found, strict=True))
+    return GradientReply(gradient, len(indices), loss.item(), model.current_buffers())

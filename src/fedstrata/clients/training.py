@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.clients.client import Client
+from fedstrata.clients.client import Client, World
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.nn.batchnorm import has_batchnorm
+from fedstrata.nn.dense import Dense
+from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
 from fedstrata.records import Tree
 from fedstrata.rng import torch_seeded
@@ -21,6 +24,10 @@ from fedstrata.settings import Training
 
 GATHER_LIMIT = 128 << 20
 """Bytes of inputs up to which a client's samples are made floats once a round, and not once a batch."""
+
+
+DENSE, PAIRS = "dense", "pairs"
+"""What is found out once for all clients of a process."""
 
 
 class LocalData:
@@ -35,7 +42,10 @@ class LocalData:
         self.client, self.chosen = client, chosen
         features = int(np.prod(client.world.data.shape))
         # BatchNorm has no statistics of a single sample: a last one alone joins the batch before it.
-        self.pairs = has_batchnorm(client.model.module)
+        prepared = client.world.prepared
+        if PAIRS not in prepared:
+            prepared[PAIRS] = has_batchnorm(client.model.module)
+        self.pairs: bool = prepared[PAIRS]
         self._all = client.samples(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
 
     def __len__(self) -> int:
@@ -66,16 +76,32 @@ class LocalData:
         done = 0
         while done < steps:
             order = draw.permutation(n)
+            shuffled = self._in_new_order(order) if steps - done > n // size // 2 else None
             for begin in range(0, n - size + 1 if whole else n, size):
                 if done == steps:
                     return
                 end = begin + size
                 if self.pairs and size > 1 and n - end == 1 and not whole:
                     end = n
-                yield self.batch(order[begin:end])
+                if shuffled is None:
+                    yield self.batch(order[begin:end])
+                else:
+                    yield Batch(shuffled.x[begin:end], shuffled.y[begin:end])
                 done += 1
                 if end == n:
                     break
+
+    def _in_new_order(self, order: NDArray[np.int64]) -> Batch | None:
+        """All samples in another order, so that a batch is a mere view; None where they are read batch by batch."""
+        if self._all is None:
+            return None
+        x, y = self._all
+        where = torch.from_numpy(order)
+        if x.dim() != 4:
+            return Batch(x.index_select(0, where), y.index_select(0, where))
+        # Pixel by pixel, as the data set gives them.
+        pixels = x.permute(0, 2, 3, 1).index_select(0, where)
+        return Batch(pixels.permute(0, 3, 1, 2), y.index_select(0, where))
 
 
 @dataclass(frozen=True)
@@ -126,27 +152,81 @@ def train(
         lr=lr,
     )
     context = objective.begin(model, context)
-    step = _Step(training, lr)
+    by_hand = training.precision == "float32" and is_plain(objective, "loss", "trains")
+    chain = chain_of(client.world) if by_hand else None
     losses: list[Tensor] = []
     seen = 0
-    with (
-        torch_seeded(client.world.job.seed, "layers", round, client.number),
-        model.loaded(weights.params, weights.buffers, train=True) as params,
-    ):
-        names = [name for name in params if objective.trains(name, model)]
-        trained = [params[name] for name in names]
+    with _workbench(client, weights, chain, objective, round) as params:
+        step = _stepper(model, params, objective, context, training, chain)
         for batch in data.shuffled(training, client.rng("batches", round)):
-            loss = objective.loss(model, params, batch, context)
-            # A parameter that the loss does not reach has no gradient; correction and decay still move it.
-            gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-            step(trained, list(gradient), objective.correction(params, context), names)
-            losses.append(loss.detach())
+            losses.append(step(batch))
             seen += len(batch.y)
-        after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
+        if chain is None:
+            after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
+        else:
+            after = Weights(params, weights.buffers)
         with torch.no_grad():
             extra, kept = objective.finish(Trained(after.params, len(losses), model, data.in_order), context)
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
+
+
+def chain_of(world: World) -> Dense | None:
+    """The model as a chain of linear layers where it is one; found once for all clients."""
+    if DENSE not in world.prepared:
+        world.prepared[DENSE] = Dense.of(world.job.model.module)
+    found: Dense | None = world.prepared[DENSE]
+    return found
+
+
+@contextmanager
+def _workbench(
+    client: Client, weights: Weights, chain: Dense | None, objective: Objective, round: int
+) -> Iterator[Params]:
+    """Parameters to train: those of the module, or for a chain, which needs no module, plain tensors."""
+    seeded = torch_seeded(client.world.job.seed, "layers", round, client.number)
+    if chain is None:
+        with seeded, client.model.loaded(weights.params, weights.buffers, train=True) as params:
+            yield params
+    else:
+        # Linear layers draw no random numbers.
+        with nullcontext() if is_plain(objective, "correction", "finish") else seeded:
+            yield {name: w.clone() for name, w in weights.params.items()}
+
+
+def _stepper(
+    model: Model, params: Params, objective: Objective, context: Context, training: Training, chain: Dense | None
+) -> Callable[[Batch], Tensor]:
+    """What trains ``params`` on a batch and returns the loss before that."""
+    names = [name for name in params if objective.trains(name, model)]
+    trained = [params[name] for name in names]
+    step = _Step(training, context.lr)
+    if chain is None:
+
+        def by_autograd(batch: Batch) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16"):
+                loss = objective.loss(model, params, batch, context)
+            # A parameter that the loss does not reach has no gradient; correction and decay still move it.
+            gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+            step(trained, list(gradient), objective.correction(params, context), names)
+            return loss.detach()
+
+        return by_autograd
+
+    if not (training.momentum or training.clip) and is_plain(objective, "correction"):
+        return lambda batch: chain.step(params, batch.x, batch.y, context.lr, training.weight_decay)
+
+    def by_hand(batch: Batch) -> Tensor:
+        loss, gradient = chain.gradient(params, batch.x, batch.y)
+        step(trained, gradient, objective.correction(params, context), names)
+        return loss
+
+    return by_hand
+
+
+def is_plain(objective: Objective, *hooks: str) -> bool:
+    """Whether an objective leaves these hooks as they are."""
+    return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)
 
 
 class _Step:

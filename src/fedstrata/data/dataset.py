@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -84,13 +85,21 @@ class Dataset:
         """
         taken = _take(self.x_train if split == "train" else self.x_test, indices)
         batch = taken.to(torch.float32, copy=isinstance(indices, slice))
-        if self.shift is not None and self.scale is not None:
-            # One long row per sample: broadcasting over an innermost axis of 3 channels takes four times as
-            # long.
-            row = batch.flatten(1)
-            repeats = row.shape[1] // len(self.shift)
-            row.sub_(self.shift.repeat(repeats)).mul_(self.scale.repeat(repeats))
+        if self._rows is not None:
+            shift, scale = self._rows
+            batch.flatten(1).sub_(shift).mul_(scale)
         return batch.permute(0, 3, 1, 2) if batch.dim() == 4 else batch
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor] | None:
+        """Shift and scale of every number of a sample: one long row.
+
+        Broadcasting over an innermost axis of 3 channels takes four times as long.
+        """
+        if self.shift is None or self.scale is None:
+            return None
+        repeats = self.x_train.shape[1:].numel() // len(self.shift)
+        return self.shift.repeat(repeats), self.scale.repeat(repeats)
 
     def labels(self, indices: Indices, split: Split = "train") -> Tensor:
         """Labels of some samples, (B,) int64."""

@@ -7,7 +7,11 @@ from fedstrata.clients.store import StateStore
 from fedstrata.errors import SpecError, nearest
 from fedstrata.federation.seam import Engine
 
-ENGINES = {"local": "this process"}
+ENGINES = {
+    "local": "this process",
+    "ray": "processes on all cores of this machine or of a Ray cluster",
+    "nvflare": "sites of NVIDIA FLARE's simulator",
+}
 """What there is, and where clients live there."""
 
 
@@ -19,6 +23,11 @@ def make_engine(name: str, world: World, store: StateStore) -> Engine:
     """
     if name == "local":
         from fedstrata.engines.local import LocalEngine
+        from fedstrata.engines.team import cores
 
-        return LocalEngine(world, store)
+        return LocalEngine(world, store, world.job.training.workers or cores())
+    if name == "ray":
+        from fedstrata.engines.ray import RayEngine
+
+        return RayEngine(world, store)
     raise SpecError("engine", f"no such engine; there are: {', '.join(ENGINES)}{nearest(name, ENGINES)}", name)

@@ -1,9 +1,10 @@
-"""The local engine: all clients in this process, one after another."""
+"""The local engine: all clients on this machine, one after another or beside each other in a few processes."""
 
 from __future__ import annotations
 
+import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torch.nn.modules.dropout import _DropoutNd
@@ -19,42 +20,124 @@ from fedstrata.clients.client import (
     handler_of,
 )
 from fedstrata.clients.store import StateStore
+from fedstrata.clients.vectorised import side_by_side
+from fedstrata.engines.team import Answer, State, Team, can_fork
 from fedstrata.errors import SpecError
+from fedstrata.federation.engine import Note
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.seam import Failure
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.nn.model import Model
 from fedstrata.records import Tree
 
+TEAM_PAYS, ASKING_PAYS = 0.2, 0.01
+"""Seconds of work beyond which worker processes are started, and beyond which those that there are get some of it."""
+
 
 class LocalEngine:
     """Clients are made when asked and gone afterwards; only their states stay.
 
+    Where the work of a question is worth it, worker processes share in it. Clients are independent of each other and
+    replies are sorted, so that the result is the same bits whoever computed them.
+
     Args:
         world: Data, assignment, model and settings that they share.
         store: Their states.
+        workers: Processes that may work at once, this one among them.
+
+    Raises:
+        SpecError: There is no such device as the settings name.
     """
 
-    def __init__(self, world: World, store: StateStore) -> None:
+    def __init__(self, world: World, store: StateStore, workers: int = 1) -> None:
         self.world, self.store = world, store
+        self._side_by_side = side_by_side(world)
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
+        # A fork of a process whose operations use several threads could hang.
+        self._helpers = workers - 1 if world.job.training.threads == 1 and can_fork() else 0
+        self._team: Team | None = None
+        self._pace: dict[type[Request], float] = {}
+        """Seconds for a unit of work, as measured here."""
 
-    def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """The clients' answers, computed in client order; ``together``, in one thread each."""
+    def ask(
+        self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
+    ) -> Mapping[ClientId, Reply | Failure]:
+        """The clients' answers, computed in client order; ``together``, in one thread each.
+
+        Args:
+            requests: See ``Engine.ask``.
+            together: See ``Engine.ask``.
+            group: The group in which they answer, member after member; one of their own unless given.
+        """
         if together:
-            return self._ask_group(requests)
+            return self._ask_group(requests, group)
         self._pending = {}
         outcomes: dict[ClientId, Reply | Failure] = {}
-        for number in sorted(requests):
-            client = self._client(number)
-            request = requests[number]
-            handler = handler_of(type(request))
+        if self._side_by_side is not None:
+            outcomes |= self._side_by_side.answer(requests, self._client)
+            requests = {number: request for number, request in requests.items() if number not in outcomes}
+        work = {number: 1.0 + request.work(self._size(number)) for number, request in requests.items()}
+        # The longest first, so that nobody is left with a long one at the end.
+        order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
+        left = sum(work.values())
+
+        def here(number: ClientId) -> None:
+            nonlocal left
+            began = time.perf_counter()
+            outcomes[number] = self._outcome(number, requests[number])
+            self._pace[type(requests[number])] = (time.perf_counter() - began) / work[number]
+            left -= work[number]
+
+        # What takes no gradients goes through clients' states at most: sharing these would cost more.
+        asked = not self._helpers or left <= len(work)
+        for place, number in enumerate(order):
+            if not asked and len(order) - place > 1:
+                seconds = left * self._pace.get(type(requests[number]), 0.0)
+                if seconds > (TEAM_PAYS if self._team is None else ASKING_PAYS):
+                    asked = True
+                    self._ask_team(order[place:], requests, outcomes, here)
+            # After the team, those whom nobody answered for: what went wrong there can be seen here.
+            if number not in outcomes:
+                here(number)
+        return {number: outcomes[number] for number in sorted(outcomes)}
+
+    def _outcome(self, number: ClientId, request: Request) -> Reply | Failure:
+        client, handler = self._client(number), handler_of(type(request))
+        try:
+            return handler(client, request)
+        except Exception as error:
+            return failure(error)
+
+    def _size(self, number: ClientId) -> int:
+        sizes = self.world.job.sizes
+        return 1 if sizes is None else int(sizes[number])
+
+    def _ask_team(
+        self,
+        order: Sequence[ClientId],
+        requests: Mapping[ClientId, Request],
+        outcomes: dict[ClientId, Reply | Failure],
+        here: Callable[[ClientId], None],
+    ) -> None:
+        """Let workers and this process answer, each when it is free; some answers may be missing afterwards."""
+        if self._team is None:
             try:
-                outcomes[number] = handler(client, request)
-            except Exception as error:
-                outcomes[number] = failure(error)
-        return outcomes
+                self._team = Team(self._helpers, self._answer)
+            except OSError:
+                self._helpers = 0
+                return
+        states = {number: state for number in order if (state := self.store.get(number))}
+        for number, answer in self._team.ask(order, requests, states, here).items():
+            outcomes[number] = answer.reply
+            if answer.state is not None:
+                self._client(number).state = dict(answer.state)
+
+    def _answer(self, number: ClientId, request: Request, state: State) -> Answer:
+        """What a worker process does for a client."""
+        client = Client(number, self.world, state)
+        reply = handler_of(type(request))(client, request)
+        return Answer(reply, client.state if client.changed() else None)
 
     def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
         """The sum in one pass where there is a handler for it and it succeeds."""
@@ -79,8 +162,12 @@ class LocalEngine:
 
     def ride(self, kind: type[Request], cargo: Weights) -> LocalRide | None:
         """A relay in one pass where there is something that carries it."""
-        maker = carriage_maker_of(kind)
+        maker = carriage_maker_of(kind) if self.world.job.training.execution == "fused" else None
         return None if maker is None else LocalRide(self, maker(self.world, cargo))
+
+    def notes(self) -> Iterable[Note]:
+        """Whom training side by side left to the loop, and why."""
+        return [] if self._side_by_side is None else self._side_by_side.notes()
 
     def settle(self, accepted: Iterable[ClientId]) -> None:
         """Keep what the accepted clients changed in their state."""
@@ -90,24 +177,26 @@ class LocalEngine:
         self._pending = {}
 
     def close(self) -> None:
-        """Remove states that went to disk."""
+        """End worker processes and remove states that went to disk."""
+        if self._team is not None:
+            self._team.close()
+            self._team = None
         self.store.close()
 
     def _client(self, number: ClientId) -> Client:
         client = self._pending[number] = Client(number, self.world, self.store.get(number))
         return client
 
-    def _ask_group(self, requests: Mapping[ClientId, Request]) -> Mapping[ClientId, Reply | Failure]:
+    def _ask_group(
+        self, requests: Mapping[ClientId, Request], group: LocalGroup | None
+    ) -> Mapping[ClientId, Reply | Failure]:
         """All clients at once, so that they can add up tensors in the middle of a pass."""
-        if random := [m for m in self.world.job.model.module.modules() if isinstance(m, _DropoutNd) and m.p > 0]:
-            # Threads share PyTorch's generator: who draws first would be a matter of chance.
-            problem = f"{random[0]} draws random numbers, which clients that run at the same time cannot do repeatably"
-            raise SpecError("model", problem + "; set its p to 0, or use training.execution = 'fused' with Stratify")
+        refuse_random(self.world.job.model)
         self._pending = {}
         numbers = sorted(requests)
         while len(self._models) < len(numbers):
             self._models.append(self.world.job.model.clone())
-        group = LocalGroup(len(numbers))
+        group = LocalGroup(len(numbers)) if group is None else group
         for place, number in enumerate(numbers):
             client = self._client(number)
             client.group, client.model = group.member(place), self._models[place]
@@ -166,6 +255,18 @@ class LocalRide:
             if client not in bad and state is not self._engine.store.get(client):
                 self._engine.store.put(client, state)
         return weights, outcomes
+
+
+def refuse_random(model: Model) -> None:
+    """Refuse a model that draws random numbers where clients run at the same time.
+
+    Raises:
+        SpecError: It has a dropout layer.
+    """
+    if random := [m for m in model.module.modules() if isinstance(m, _DropoutNd) and m.p > 0]:
+        # Threads share PyTorch's generator: who draws first would be a matter of chance.
+        problem = f"{random[0]} draws random numbers, which clients that run at the same time cannot do repeatably"
+        raise SpecError("model", problem + "; set its p to 0, or use training.execution = 'fused' with Stratify")
 
 
 def failure(error: Exception) -> Failure:

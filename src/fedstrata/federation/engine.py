@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.data.spare import Spare
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.nn.model import Model
 from fedstrata.settings import Training
@@ -26,6 +27,9 @@ class Job:
         clients: N.
         sizes: n_k of every client, shape (N,), where a simulation knows them; a method never uses them to train, only
             to warn and to simulate time.
+        spare: Training samples that no client holds, for a method whose server has data of its own; None where there
+            cannot be any.
+        weight_diversity: Whether a method that combines models records how far they are from each other.
     """
 
     seed: int
@@ -34,6 +38,8 @@ class Job:
     classes: int
     clients: int
     sizes: NDArray[np.int64] | None = None
+    spare: Spare | None = field(default=None, repr=False, compare=False)
+    weight_diversity: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Failure:
 
 
 class Ride(Protocol):
-    """A relay that is computed where its clients live: the model stays, and each client's part comes to it."""
+    """A relay whose model the server does not see on the way; what it cannot use turns out at the end."""
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """Take up one client's part. What the reply says about the model's work may still be missing."""
@@ -77,10 +83,33 @@ class Engine(Protocol):
         """Let one client work on the travelling model."""
 
     def ride(self, kind: type[Request], cargo: Weights) -> Ride | None:
-        """A relay of tasks of one kind in one pass, or None where the engine has no such pass."""
+        """A relay of tasks of one kind whose model stays with the clients, or None: ``hop`` by ``hop`` then."""
 
     def settle(self, accepted: Iterable[ClientId]) -> None:
         """Keep the new state of these clients, drop that of all others that were just asked."""
 
     def close(self) -> None:
         """Free what the engine holds."""
+
+
+Note = tuple[str, list[ClientId], str]
+"""An event of an engine's own: its kind, whom it concerns, and why."""
+
+
+@runtime_checkable
+class Noting(Protocol):
+    """An engine that has events of its own."""
+
+    def notes(self) -> Iterable[Note]:
+        """What happened since it was last asked."""
+
+
+@runtime_checkable
+class Remote(Noting, Protocol):
+    """An engine whose clients keep their states themselves, and which has to be told what to remember."""
+
+    def begin(self, round: int) -> None:
+        """Before the first exchange: clients go back to their states after ``round``; 0 to start anew."""
+
+    def save(self, round: int) -> None:
+        """Before a checkpoint of the server: clients write their states to where they survive."""

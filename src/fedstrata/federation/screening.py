@@ -36,11 +36,10 @@ def defect_of(reply: Any, check: Check | None) -> str | None:
 
 def _finite(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
-        if not (leaf.is_floating_point() or leaf.is_complex()):
-            return True
+        if not leaf.is_floating_point():
+            return not leaf.is_complex() or _finite(torch.view_as_real(leaf))
         # NaN and infinity survive a sum, which is several times faster; a finite tensor's sum may still overflow.
-        total = leaf.sum()
-        return bool(torch.isfinite(total)) or bool(torch.isfinite(leaf).all())
+        return math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())
     return not isinstance(leaf, float) or math.isfinite(leaf)
@@ -52,15 +51,15 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
     Raises:
         ReplyRefusedError: With the first difference.
     """
-    if missing := [name for name in like if name not in got]:
-        raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
-    if unknown := [name for name in got if name not in like]:
-        raise ReplyRefusedError(f"{what} has an unknown {unknown[0]!r}")
+    if got.keys() != like.keys():
+        if missing := [name for name in like if name not in got]:
+            raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
+        raise ReplyRefusedError(f"{what} has an unknown {next(name for name in got if name not in like)!r}")
     for name, tensor in like.items():
-        if got[name].shape != tensor.shape or got[name].dtype != tensor.dtype:
+        found = got[name]
+        if found.shape != tensor.shape or found.dtype != tensor.dtype:
             raise ReplyRefusedError(
-                f"{what}[{name!r}] is {tuple(got[name].shape)} {got[name].dtype}, "
-                f"expected {tuple(tensor.shape)} {tensor.dtype}"
+                f"{what}[{name!r}] is {tuple(found.shape)} {found.dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
             )
 
 

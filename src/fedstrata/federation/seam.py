@@ -175,7 +175,7 @@ class Federation:
             reached.add(client)
             if kind is None:
                 kind = type(task)
-                ride = self.engine.ride(kind, weights) if self.job.training.execution == "fused" else None
+                ride = self.engine.ride(kind, weights)
             self.tally.hops += 1
             self.tally.bytes_down += records.size(task) + cargo
             if ride is not None:
@@ -264,59 +264,63 @@ class Federation:
         count: bool = True,
     ) -> dict[ClientId, Request]:
         """Those of the requests that reach their client and will be answered in time."""
-        clients = np.array(sorted(requests), dtype=np.int64)
-        if len(clients) == 0:
+        clients = sorted(requests)
+        if not clients:
             return {}
         if clients[0] < 0 or clients[-1] >= self.job.clients:
             raise ValueError(f"clients {clients[0]} … {clients[-1]} asked; there are 0 … {self.job.clients - 1}")
-        self.tally.invited.update(clients.tolist())
-        online = self._is_online(clients)
-        self._miss("dropped", clients[~online], self.tally.dropped)
-        clients = clients[online]
+        self.tally.invited.update(clients)
+        clients = self._online_of(clients)
         if count:
             sizes: dict[int, int] = {}
-            for client in clients.tolist():
+            for client in clients:
                 request = requests[client]
                 # Many clients are often sent the very same request: measured once.
-                sizes[id(request)] = sizes.get(id(request)) or records.size(request)
-                self.tally.bytes_down += sizes[id(request)]
+                size = sizes.get(id(request))
+                if size is None:
+                    size = sizes[id(request)] = records.size(request)
+                self.tally.bytes_down += size
             self.tally.exchanges += 1
         clients = self._in_time(clients, requests, deadline, work)
-        return {client: requests[client] for client in clients.tolist()}
+        return {client: requests[client] for client in clients}
 
-    def _is_online(self, clients: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
+        """Those of some clients who are there; each is drawn once a round."""
         if self.round == 0:
-            return np.ones(len(clients), dtype=bool)
-        new = np.array([c for c in clients.tolist() if c not in self._online], dtype=np.int64)
-        if len(new):
-            drawn = self.availability.online(new, self.round, self.job.seed)
-            self._online.update(zip(new.tolist(), drawn.tolist(), strict=True))
-        return np.array([self._online[c] for c in clients.tolist()], dtype=bool)
+            return clients
+        online = self._online
+        if new := [client for client in clients if client not in online]:
+            drawn = self.availability.online(np.array(new, dtype=np.int64), self.round, self.job.seed)
+            online.update(zip(new, drawn.tolist(), strict=True))
+        self._miss("dropped", [client for client in clients if not online[client]], self.tally.dropped)
+        return [client for client in clients if online[client]]
 
     def _in_time(
         self,
-        clients: NDArray[np.int64],
+        clients: list[ClientId],
         requests: Mapping[ClientId, Request],
         deadline: float | None,
         work: Mapping[ClientId, float] | None,
-    ) -> NDArray[np.int64]:
+    ) -> list[ClientId]:
         deadline = self.availability.deadline if deadline is None else deadline
         simulates_time = deadline is not None or self.availability.speed_spread > 0
-        if self.job.sizes is None or not simulates_time or self.round == 0 or len(clients) == 0:
+        if self.job.sizes is None or not simulates_time or self.round == 0 or not clients:
             return clients
         done = [
             work[client] if work is not None else requests[client].work(int(self.job.sizes[client]))
-            for client in clients.tolist()
+            for client in clients
         ]
-        seconds = self.availability.seconds(clients, np.array(done, dtype=np.float64), self.job.seed)
+        asked = np.array(clients, dtype=np.int64)
+        seconds = self.availability.seconds(asked, np.array(done, dtype=np.float64), self.job.seed)
         late = seconds > (math.inf if deadline is None else deadline)
         self.tally.simulated_seconds += float(seconds.max()) if not late.any() or deadline is None else deadline
         # A client that is too late is not simulated: its work would be thrown away, and its state stays as it was.
-        self._miss("late", clients[late], self.tally.late)
-        return clients[~late]
+        self._miss("late", asked[late].tolist(), self.tally.late)
+        in_time: list[ClientId] = asked[~late].tolist()
+        return in_time
 
-    def _miss(self, kind: str, clients: NDArray[np.int64], seen: set[ClientId]) -> None:
-        fresh = [client for client in clients.tolist() if client not in seen]
+    def _miss(self, kind: str, clients: list[ClientId], seen: set[ClientId]) -> None:
+        fresh = [client for client in clients if client not in seen]
         if fresh:
             seen.update(fresh)
             self.note(kind, fresh)

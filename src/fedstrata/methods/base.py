@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from pydantic import field_validator
 
 from fedstrata.aggregation.base import AGGREGATORS, Aggregator, MeanBySize
 from fedstrata.config import Registry, Setting, under
 from fedstrata.errors import ReplyRefusedError, SpecError
-from fedstrata.federation.messages import Extra, Fit, FitReply, Weights
+from fedstrata.federation.messages import Extra, Fit, FitReply, Params, Weights
 from fedstrata.federation.seam import Check, Federation, Job, check_like, require_like
 from fedstrata.objectives.base import OBJECTIVES, CrossEntropy, Objective
 from fedstrata.records import Tree, record
@@ -140,11 +142,13 @@ class Recipe(Method):
         sampler, data, objective, aggregator = self.choices()
         sampler.check(job)
         data.check(job)
-        objective.check(job.training)
+        objective.check(job)
         aggregator.check(job, sampler)
         if data.private and aggregator.needs_counts:
             accepted = "'mean', 'stratum' or 'horvitz-thompson'"
             raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
+        if data.private and objective.tells_counts:
+            raise SpecError("method.objective", "tells sizes that clients keep private; use another", objective.name)
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Every choice's own beginning."""
@@ -153,7 +157,7 @@ class Recipe(Method):
             weights=weights,
             clients=sampler.init(federation),
             data=data.init(federation),
-            objective=objective.init(weights, federation.job.classes),
+            objective=objective.init(weights, federation.job),
             aggregator=None,
         )
 
@@ -167,10 +171,13 @@ class Recipe(Method):
 
         message, counts = objective.message(state.objective), not data.private
         request = Fit(federation.round, weights, message, keep, **effort(job), counts=counts)
-        expected = objective.expected(weights, job.classes)
+        expected = objective.expected(weights, job)
         replies = federation.ask(dict.fromkeys(invited, request), check=fit_check(weights, expected))
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
+        # A server optimiser with weight decay would move even what no client trains.
+        frozen = {n: w for n, w in weights.params.items() if not objective.trains(n, job.model)}
+        combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
         answers = list(replies.values())
         objective_state, after = objective.absorb(state.objective, weights, combined, answers, job.clients)
         state = RecipeState(
@@ -180,7 +187,13 @@ class Recipe(Method):
             objective=objective_state,
             aggregator=aggregator_state,
         )
-        return state, {**training_metrics(answers), **selection.metrics, **data_metrics}
+        return state, {
+            **training_metrics(answers),
+            **selection.metrics,
+            **data_metrics,
+            **objective.metrics(answers),
+            **(weight_diversity([reply.weights.params for reply in answers]) if job.weight_diversity else {}),
+        }
 
 
 def effort(job: Job) -> dict[str, Any]:
@@ -204,6 +217,21 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     if answers:
         loss = sum(w * reply.loss for w, reply in zip(weights, answers, strict=True)) / sum(weights)
     return {"clients_trained": len(answers), "samples": seen, "train_loss": loss}
+
+
+def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
+    """Λ = mean_k ‖w_k − w̄‖² with w̄ the plain mean of the clients' parameters (ReBaFL, Eq. 24); None for no client.
+
+    >>> weight_diversity([{"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([2.0, 1.0])}])
+    {'weight_diversity': 1.0}
+    """
+    if not models:
+        return {"weight_diversity": None}
+    total = 0.0
+    for name in models[0]:
+        stacked = torch.stack([params[name] for params in models])
+        total += float((stacked - stacked.mean(dim=0)).square().sum(dtype=torch.float64))
+    return {"weight_diversity": total / len(models)}
 
 
 def fit_check(weights: Weights, expected: Extra) -> Check:
@@ -238,5 +266,13 @@ METHODS: Registry[Method] = Registry(
         "stratify": "fedstrata.methods.stratify:Stratify",
         "sfl": "fedstrata.methods.sfl:SFL",
         "fedtan": "fedstrata.methods.fedtan:FedTAN",
+        "rebafl": "fedstrata.methods.rebafl:ReBaFL",
+        "feddyn": "fedstrata.methods.feddyn:FedDyn",
+        "moon": "fedstrata.methods.moon:MOON",
+        "fedrs": "fedstrata.methods.fedrs:FedRS",
+        "fedlc": "fedstrata.methods.fedlc:FedLC",
+        "fedbabu": "fedstrata.methods.fedbabu:FedBABU",
+        "bsm-fedavg": "fedstrata.methods.bsm:BSMFedAvg",
+        "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
     },
 )

@@ -20,17 +20,19 @@ class FedSTS(Recipe):
         strata: H.
         centres: d', different values in a compressed gradient.
         coordinates: K_desired, the length a gradient is projected to; 0 for its full length.
-        refresh: Who renews its compressed gradient each round: ``all``, the last ``participants``, or nobody, and
-            ``updates`` stand for gradients; ``all`` up to 1,000 clients and ``updates`` beyond unless given.
+        refresh: Whose compressed gradient is renewed each round: ``all`` (up to 1,000 clients unless given) or the
+            ``participants`` alone.
+        gradients: Whether clients are ``asked`` for it (with ``all``), or ``updates`` of participants stand for it.
         aggregation: ``paper``, which importance sampling biases, or ``horvitz-thompson``, which is unbiased.
     """
 
     paper: ClassVar[str] = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework"
 
     strata: PositiveInt = 10
-    centres: int = Field(default=9, ge=1, le=256)
+    centres: int = Field(default=9, ge=1, le=255)
     coordinates: int = Field(default=2048, ge=0)
-    refresh: Literal["all", "participants", "updates"] | None = None
+    refresh: Literal["all", "participants"] | None = None
+    gradients: Literal["asked", "updates"] | None = None
     aggregation: Literal["paper", "horvitz-thompson"] = "paper"
 
     def default_client_sampler(self) -> ClientSampler:
@@ -40,6 +42,7 @@ class FedSTS(Recipe):
             centres=self.centres,
             coordinates=self.coordinates,
             refresh=self.refresh,
+            gradients=self.gradients,
             replacement=self.aggregation == "horvitz-thompson",
         )
 

@@ -45,30 +45,34 @@ def batch_epoch(
         memory,
         lr=training.lr_at(federation.round) * (server.lr if server else 1.0),
     )
+    together = has_batchnorm(federation.job.model.module)
     seen, loss, transfers = 0, 0.0, 0
     for batch in range(plan.batches):
-        total = _batch(federation, plan, batch, weights)
+        total = _batch(federation, plan, batch, weights, together)
         if total is None:
             continue
         reply: GradientReply = total.reply
-        with torch.no_grad():
-            # In place: the sum is nobody else's, and memory for another one costs as much as the division.
-            mean = list(reply.gradient.values())
-            torch._foreach_div_(mean, float(reply.samples))
-            if training.clip is not None:
+        if training.clip is None:
+            stepper.step(reply.gradient, reply.samples)
+        else:
+            with torch.no_grad():
+                # In place: the sum is nobody else's, and memory for another one costs as much as the division.
+                mean = list(reply.gradient.values())
+                torch._foreach_div_(mean, float(reply.samples))
                 clip_(mean, training.clip)
-        stepper.step(reply.gradient)
+            stepper.step(reply.gradient)
         weights = Weights(stepper.params(), reply.buffers)
         seen, loss, transfers = seen + reply.samples, loss + reply.loss, transfers + len(total.clients)
+        # Two gradients at a time would crowd each other out of the processor's cache.
+        del total, reply
     # The stepper's own tensors go with it.
     weights = Weights({name: w.clone() for name, w in weights.params.items()}, weights.buffers)
     metrics = {"samples": seen, "train_loss": loss / seen if seen else None, "transfers": transfers}
     return weights, stepper.state(), metrics
 
 
-def _batch(federation: Federation, plan: Plan, batch: int, weights: Weights) -> Summed | None:
+def _batch(federation: Federation, plan: Plan, batch: int, weights: Weights, together: bool) -> Summed | None:
     """The sum over one batch; who fails is left out and its later positions are given to others."""
-    together = has_batchnorm(federation.job.model.module)
     request = Gradient(federation.round, batch, weights)
     while work := plan.work(batch):
         total = federation.ask_sum(

@@ -11,7 +11,7 @@ them) add up to those of the whole batch.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -262,13 +262,21 @@ class LocalGroup:
                 self._broken = reason
             self._changed.notify_all()
 
-    def _sum(self, number: int, tensor: Tensor) -> Tensor:
+    def add(self, parts: Mapping[int, Tensor]) -> Tensor:
+        """Bring the parts of some members and wait for the others'.
+
+        Args:
+            parts: By member.
+
+        Raises:
+            GroupBrokenError: A member gave up, came twice, brought another shape or did not come in time.
+        """
         with self._changed:
-            if number in self._given:
-                self.abort(f"member {number} came twice to one all-reduce")
+            if again := sorted(self._given.keys() & parts.keys()):
+                self.abort(f"member {again[0]} came twice to one all-reduce")
             self._refuse_broken()
             turn = self._turn
-            self._given[number] = tensor
+            self._given.update(parts)
             if len(self._given) == self.size:
                 self._finish_turn()
             elif not self._changed.wait_for(lambda: self._turn != turn or self._broken is not None, self.timeout):
@@ -285,12 +293,20 @@ class LocalGroup:
             shapes = ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
             self.abort(f"members are out of step, they brought {shapes}")
             return
+        try:
+            self._total = self._add_up(parts)
+        except GroupBrokenError as error:
+            self.abort(str(error))
+            return
+        self._given = {}
+        self._turn += 1
+        self._changed.notify_all()
+
+    def _add_up(self, parts: list[Tensor]) -> Tensor:
         total = parts[0].clone()
         for part in parts[1:]:
             total += part
-        self._total, self._given = total, {}
-        self._turn += 1
-        self._changed.notify_all()
+        return total
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:
@@ -305,4 +321,4 @@ class _Member:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """See ``Group.all_reduce_sum``."""
-        return self._group._sum(self._number, tensor)
+        return self._group.add({self._number: tensor})

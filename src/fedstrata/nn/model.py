@@ -56,6 +56,7 @@ class Model:
             raise SpecError("model.head", "no submodule of that name; there are: " + ", ".join(modules), head)
         self._head = modules[self.head_name]
         self._installed: Params | None = None
+        self._shared: Params = {}
         self._collect()
         # By identity, not by prefix: a head that is reachable under two names has its parameters under the
         # first.
@@ -188,6 +189,7 @@ class Model:
         finally:
             self._installed = None
             installed.clear()
+            self._part()
             _copy_into(self._leaves, self._initial_params)
             _copy_into(self._others, self._initial_buffers)
             for leaf in self._leaves.values():
@@ -195,7 +197,7 @@ class Model:
             self.train_mode(training)
 
     def load_for_good(self, train: bool = False) -> Params:
-        """Like ``loaded``, for a model that stays loaded: nobody else may use it, and only ``reload`` changes it.
+        """Like ``loaded``, for a model that stays loaded: nobody else may use it; ``reload`` and ``share`` change it.
 
         Raises:
             RuntimeError: Something is loaded already.
@@ -213,8 +215,37 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("reload() is for use inside 'with model.loaded(...)'")
+        self._part()
         _copy_into(self._leaves, params)
         _copy_into(self._others, buffers or {})
+
+    def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
+        """Like ``reload``, but parameters are used where they lie, and only buffers are copied.
+
+        For passes that read the parameters: until the next load, nobody may change them, neither here nor there.
+
+        Raises:
+            RuntimeError: Nothing is loaded.
+        """
+        if self._installed is None:
+            raise RuntimeError("share() is for use inside 'with model.loaded(...)'")
+        for name, leaf in self._leaves.items():
+            given, own = params[name], self._initial_params[name]
+            if given is self._shared.get(name):
+                continue
+            if given.stride() == own.stride() and given.dtype == own.dtype:
+                leaf.data = self._shared[name] = given
+            else:
+                # What came over a wire or from a file may have lost the layout in which the module is fast.
+                self._shared.pop(name, None)
+                leaf.data = torch.empty_like(own).copy_(given)
+        _copy_into(self._others, buffers or {})
+
+    def _part(self) -> None:
+        """Give parameters that were shared memory of the module's own again."""
+        for name in self._shared:
+            self._leaves[name].data = torch.empty_like(self._initial_params[name])
+        self._shared.clear()
 
     def train_mode(self, on: bool) -> None:
         """Put the module in training mode or in evaluation mode."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from fedstrata.config import Registry, Setting, build, load_object, plain
 from fedstrata.errors import SpecError
+from fedstrata.nn.layout import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.rng import torch_seeded
 
@@ -195,7 +196,7 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
     with torch_seeded(seed, "model"):
         module = spec.build(shape, classes)
         _try_out(module, spec, shape, classes)
-    return Model(module)
+    return Model(lay_out(module, shape) if isinstance(spec, Custom) else module)
 
 
 def _try_out(module: nn.Module, spec: ModelSpec, shape: tuple[int, ...], classes: int) -> None:

@@ -8,18 +8,20 @@ remote site.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedstrata.config import Registry, Setting
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
+from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
 from fedstrata.records import Tree
-from fedstrata.settings import Training
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,26 @@ class Batch:
     Args:
         x: Inputs, shape (B, …), float32.
         y: Labels, shape (B,), int64.
+        real: Which of the samples are no padding, shape (B,), bool; None for all. Padding comes last.
     """
 
     x: Tensor
     y: Tensor
+    real: Tensor | None = None
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """The mean of the real samples' values, a scalar.
+
+        Args:
+            losses: A value of every sample, shape (B,).
+        """
+        if self.real is None:
+            return losses.mean()
+        return torch.where(self.real, losses, 0.0).sum() / self.real.sum()
+
+
+Batches = Callable[[], Iterable[Batch]]
+"""Calls to get all of a client's samples of the round once, batch by batch, in a fixed order."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class Context:
     Args:
         start: The global parameters w_t that it started at.
         counts: n_k(c), how many samples of each class it trains on, shape (C,), float32.
-        received: What the objective's server side sent.
+        received: What the objective's server side sent, with what ``survey`` added to it.
         kept: The client's own state of this objective, as ``finish`` left it; None the first time.
         lr: η of this round.
         derived: What ``begin`` prepared, so that no step computes it again.
@@ -74,7 +92,7 @@ class Trained:
     params: Params
     steps: int
     model: Model
-    batches: Any
+    batches: Batches
 
 
 class Objective(Setting):
@@ -82,10 +100,15 @@ class Objective(Setting):
 
     # At the server.
 
-    def check(self, training: Training) -> None:
-        """Raise ``SpecError`` for training settings under which the objective would be wrong."""
+    def check(self, job: Job) -> None:
+        """Raise ``SpecError`` for a model or training settings under which the objective would be wrong."""
 
-    def init(self, weights: Weights, classes: int) -> Tree:
+    @property
+    def tells_counts(self) -> bool:
+        """Whether clients' messages tell how many samples they hold, which a private data sampler forbids."""
+        return False
+
+    def init(self, weights: Weights, job: Job) -> Tree:
         """The server's state before the first round."""
         return None
 
@@ -93,7 +116,7 @@ class Objective(Setting):
         """What goes out with the global model."""
         return {}
 
-    def expected(self, weights: Weights, classes: int) -> Extra:
+    def expected(self, weights: Weights, job: Job) -> Extra:
         """Tensors of the names, shapes and dtypes that a client's message must have."""
         return {}
 
@@ -114,15 +137,33 @@ class Objective(Setting):
         """
         return state, after
 
+    def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
+        """What the objective adds to the metrics of a round."""
+        return {}
+
     # At a client.
+
+    def survey(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
+        """Before training: what was received, with what the client's data under the received model add to it.
+
+        Args:
+            model: The client's model, not loaded.
+            weights: The received model; its buffers are the client's own under ``batch_norm = "local"``.
+            batches: Calls to get the local data.
+            received: What the objective's server side sent.
+        """
+        return received
 
     def begin(self, model: Model, context: Context) -> Context:
         """Prepare what is constant during this client's training."""
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """The mean loss over a batch, a scalar."""
-        return F.cross_entropy(model(params, batch.x), batch.y)
+        """The mean loss over a batch's real samples, a scalar."""
+        logits = model(params, batch.x)
+        if batch.real is None:
+            return F.cross_entropy(logits, batch.y)
+        return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
 
     def correction(self, params: Params, context: Context) -> Params | None:
         """What is added to the loss's gradient, by parameter; None for nothing."""
@@ -141,6 +182,18 @@ class CrossEntropy(Objective):
     """Plain cross-entropy: FedAvg's local objective."""
 
 
+class PerSample(Objective):
+    """An objective whose loss is the mean of the samples' own losses, which is all that it writes."""
+
+    def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """The mean of ``losses`` over the real samples."""
+        return batch.mean(self.losses(model, params, batch, context))
+
+    @abstractmethod
+    def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """The loss of every sample of a batch, shape (B,)."""
+
+
 OBJECTIVES: Registry[Objective] = Registry(
     "objective",
     Objective,
@@ -148,5 +201,12 @@ OBJECTIVES: Registry[Objective] = Registry(
         "cross-entropy": "fedstrata.objectives.base:CrossEntropy",
         "fedprox": "fedstrata.objectives.fedprox:Proximal",
         "scaffold": "fedstrata.objectives.scaffold:Scaffold",
+        "feddyn": "fedstrata.objectives.feddyn:Dynamic",
+        "moon": "fedstrata.objectives.moon:Contrastive",
+        "fedrs": "fedstrata.objectives.calibrated:Restricted",
+        "fedlc": "fedstrata.objectives.calibrated:Margins",
+        "bsm": "fedstrata.objectives.calibrated:Balanced",
+        "rebafl": "fedstrata.objectives.rebafl:Rebalanced",
+        "fedbabu": "fedstrata.objectives.fedbabu:BodyOnly",
     },
 )

@@ -8,10 +8,10 @@ import torch
 
 from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
+from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Context, Objective, Trained
 from fedstrata.records import Tree
-from fedstrata.settings import Training
 
 
 class Scaffold(Objective):
@@ -21,14 +21,15 @@ class Scaffold(Objective):
     clipping are refused instead of being silently wrong.
     """
 
-    def check(self, training: Training) -> None:
+    def check(self, job: Job) -> None:
         """Only plain SGD steps."""
+        training = job.training
         if training.momentum > 0:
             raise SpecError("training.momentum", "SCAFFOLD's control variates need plain SGD; use 0", training.momentum)
         if training.clip is not None:
             raise SpecError("training.clip", "SCAFFOLD's control variates need unclipped gradients", training.clip)
 
-    def init(self, weights: Weights, classes: int) -> Tree:
+    def init(self, weights: Weights, job: Job) -> Tree:
         """C = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
@@ -36,7 +37,7 @@ class Scaffold(Objective):
         """The server's c."""
         return {"c": state}
 
-    def expected(self, weights: Weights, classes: int) -> Extra:
+    def expected(self, weights: Weights, job: Job) -> Extra:
         """Δc, shaped like the parameters."""
         return {"delta_c": weights.params}
 

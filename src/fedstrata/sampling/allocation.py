@@ -55,7 +55,7 @@ def allocate(budget: int, sizes: NDArray[np.int64], weights: NDArray[np.float64]
     # A trace of proportionality to size lets strata of weight zero take what is left when all others are full.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
     # The scale at which the shares, held between one and the stratum's size, add up to the budget.
-    low, high = 0.0, float((sizes[filled] / shares[filled]).max())
+    low, high = float(1 / shares.max()), float((sizes[filled] / shares[filled]).max())
     # Until no number lies between the two.
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, filled, sizes).sum() < budget else (low, middle)

@@ -8,18 +8,22 @@ parameters is kept as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import FitReply, Params, SketchReply
 from fedstrata.federation.seam import Check
 from fedstrata.records import record
-from fedstrata.sampling.squeeze import project
+from fedstrata.sampling.squeeze import bucketed, project, signs
+
+TOGETHER = 1 << 18
+"""Parameters that are sketched at once: what stays in a cache."""
 
 
 @record
@@ -54,9 +58,31 @@ def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
     Returns:
         Shape (min(d, K),).
     """
-    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
-    found: NDArray[np.float32] = project(flat, coordinates, seed).numpy()
+    found: NDArray[np.float32] = project(_flat(params), coordinates, seed).numpy()
     return found
+
+
+def sketches(models: Sequence[Params], coordinates: int, seed: int) -> NDArray[np.float32]:
+    """The sketches of several models, shape (n, min(d, K)), without a copy of all of them at once."""
+    d = sum(tensor.numel() for tensor in models[0].values())
+    if coordinates == 0 or d <= coordinates:
+        return np.stack([_flat(params).numpy() for params in models])
+    sign = signs(d, seed)
+    found = np.empty((len(models), coordinates), dtype=np.float32)
+    # One buffer for all groups: writing to fresh memory would take longer than the sums.
+    size = min(max(1, TOGETHER // d), len(models))
+    buffer = torch.empty(size, d)
+    for begin in range(0, len(models), size):
+        group = models[begin : begin + size]
+        for row, params in zip(buffer, group, strict=False):
+            torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()], out=row)
+        signed = buffer[: len(group)].mul_(sign)
+        found[begin : begin + len(group)] = bucketed(signed.numpy(), coordinates)
+    return found
+
+
+def _flat(params: Params) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
 
 
 def length(params: Params, coordinates: int) -> int:
@@ -118,7 +144,7 @@ def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, se
     """
     if not replies:
         return state
-    points = np.stack([sketch(reply.weights.params, coordinates, seed) for reply in replies.values()])
+    points = sketches([reply.weights.params for reply in replies.values()], coordinates, seed)
     return remember(state, np.fromiter(replies, dtype=np.int64), points - state.sent if updates else points)
 
 

@@ -19,11 +19,13 @@ from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.sketches import renewed, sketch
+from fedstrata.sampling.moving import Clusters
+from fedstrata.sampling.rows import Rows
+from fedstrata.sampling.sketches import sketch, sketches
 from fedstrata.sampling.squeeze import restore
 
 LARGE = 1000
-"""Clients above which nobody is asked for compressed gradients, unless ``refresh`` says otherwise."""
+"""Clients above which participants alone are renewed, unless ``refresh`` says otherwise."""
 
 FITTED = 1000
 """Clients above which k-means and S_h see a random subset; the others join the nearest centre."""
@@ -35,19 +37,39 @@ class StratifiedState:
 
     Args:
         known: Clients that ever sent one, ascending, int64.
-        points: Their Z, shape (len(known), d), float32.
+        rows: Their Z, len(known) rows of length d.
         participants: Who returned a model in the last round, ascending, int64.
         sent: The sketch of the model that went out, shape (d,), where updates stand for gradients.
         lr: η of that round.
         seed: The experiment's seed, which sketches belong to.
+        clusters: Where k-means stands, beyond ``FITTED`` clients of whom a few are renewed a round.
     """
 
     known: NDArray[np.int64]
-    points: NDArray[np.float32]
+    rows: Rows
     participants: NDArray[np.int64]
     sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     lr: float = 1.0
     seed: int = 0
+    clusters: Clusters | None = None
+
+    @property
+    def points(self) -> NDArray[np.float32]:
+        """Z, shape (len(known), d)."""
+        return self.rows.whole()
+
+    def learned(self, clients: NDArray[np.int64], points: NDArray[np.float32]) -> StratifiedState:
+        """With Z of some clients, ascending, renewed or added."""
+        known, rows = self.rows.joined(self.known, clients, points)
+        clusters = self.clusters
+        if clusters is not None and len(clients) == len(known):
+            clusters = None
+        elif clusters is not None:
+            again = np.searchsorted(self.known, clients[np.isin(clients, self.known)])
+            clusters = clusters.without(again, self.rows.take(again))
+            if len(known) > len(self.known):
+                clusters = clusters.among(np.searchsorted(known, self.known), len(known))
+        return replace(self, known=known, rows=rows, clusters=clusters)
 
 
 class Stratified(ClientSampler):
@@ -57,23 +79,29 @@ class Stratified(ClientSampler):
         strata: H.
         centres: d', different values that a compressed gradient has.
         coordinates: K_desired, the length to which a gradient is projected first; 0 for its full length.
-        refresh: Whose compressed gradients are renewed every round, the others keeping their last one: ``all`` ask
-            everybody (the paper); ``participants`` those of the last round and as many that are not known yet;
-            ``updates`` nobody: what a participant's update says of its gradient, (w_t − w_k) / (η K) after K steps,
-            stands for it, and clients that never took part are a stratum of their own. By default ``all`` up to 1,000
-            clients, beyond ``updates``: the questions would take longer than the training.
+        refresh: Whose Z is renewed every round, the others keeping their last one: ``all`` (the paper) or
+            ``participants``, by default up to 1,000 clients and beyond.
+        gradients: Where Z comes from. ``asked``: those to be renewed are asked for their compressed gradient at w_t,
+            which takes them a pass over their data; with ``participants`` as many clients that are not known yet are
+            asked too. ``updates``: nobody is asked; what a participant's update says of its gradient, (w_t − w_k) /
+            (η K) after K steps, stands for it, and clients that never took part are a stratum of their own. By default
+            ``asked`` with ``all`` and ``updates`` with ``participants``: asking would take longer than the training.
         replacement: Draw with replacement within a stratum, as unbiased Horvitz-Thompson weights need.
     """
 
     strata: PositiveInt = 10
-    centres: int = Field(default=9, ge=1, le=256)
+    centres: int = Field(default=9, ge=1, le=255)
     coordinates: int = Field(default=2048, ge=0)
-    refresh: Literal["all", "participants", "updates"] | None = None
+    refresh: Literal["all", "participants"] | None = None
+    gradients: Literal["asked", "updates"] | None = None
     replacement: bool = False
 
     def check(self, job: Job) -> None:
         """No more strata than clients; fewer draws than strata are allowed, and said."""
         super().check(job)
+        if self._refreshes(job) == "all" and self.gradients == "updates":
+            problem = "there are updates of participants alone: set refresh = 'participants', or use 'asked'"
+            raise SpecError("method.gradients", problem, self.gradients)
         if self.strata > job.clients:
             raise SpecError("method.strata", f"more strata than clients; give at most {job.clients}", self.strata)
         d = sum(tensor.numel() for tensor in job.model.params().values())
@@ -91,33 +119,32 @@ class Stratified(ClientSampler):
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
         nobody = np.empty(0, dtype=np.int64)
-        return StratifiedState(nobody, np.empty((0, 0), dtype=np.float32), nobody)
+        return StratifiedState(nobody, Rows.of(np.empty((0, 0), dtype=np.float32)), nobody)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Refresh Z, stratify, allocate, draw."""
         job, candidates = federation.job, federation.candidates()
         state, candidates = self._refresh(federation, state, weights, candidates)
+        met = np.zeros(job.clients, dtype=bool)
+        met[state.known] = True
         strangers = np.empty(0, dtype=np.int64)
-        if self._refreshes(job) == "updates":
-            strangers = np.setdiff1d(candidates, state.known)
-        known = np.intersect1d(state.known, candidates)
+        if self._uses_updates(job):
+            strangers = candidates[~met[candidates]]
+        known = candidates[met[candidates]]
         clients = np.concatenate([known, strangers])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        all_there = len(known) == len(state.known)
-        points = state.points if all_there else state.points[np.searchsorted(state.known, known)]
         # Strangers are a stratum of their own; the few that are known at first have their share of the strata.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
-        strata = stratify(points, min(count, len(known)), job.seed, federation.round) if len(known) else known
-        count = int(strata.max(initial=-1)) + 1
-        seen = _seen(len(points), job.seed, federation.round)
-        sizes, deviations = np.bincount(strata, minlength=count), spread(points[seen], strata[seen], count)
-        # In float64 and row by row: squares of very small gradients leave the range of float32.
-        norms = np.sqrt(np.einsum("kd,kd->k", points, points, dtype=np.float64))
+        there = np.searchsorted(state.known, known)
+        norms = state.rows.norms[there]
+        # Nothing is known of strangers, and so as much as of all others together: all lengths alike.
+        strata, deviations, overall = known, np.empty(0), 1.0
+        if len(known):
+            state, strata, deviations, overall = self._strata(federation, state, there, min(count, len(known)))
+        sizes = np.bincount(strata, minlength=len(deviations))
         if len(strangers):
-            # Nothing is known of them, and so as much as of all others together: all lengths alike.
-            overall = spread(points[seen], np.zeros_like(known)[seen], 1)[0] if len(known) else 1.0
-            strata = np.concatenate([strata, np.full(len(strangers), count)])
+            strata = np.concatenate([strata, np.full(len(strangers), len(sizes))])
             sizes, deviations = np.append(sizes, len(strangers)), np.append(deviations, overall)
             norms = np.concatenate([norms, np.zeros(len(strangers))])
         m = min(job.training.invited(job.clients), len(clients))
@@ -144,30 +171,49 @@ class Stratified(ClientSampler):
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Remember who took part: their compressed gradients are renewed, or their updates stand for them."""
         if len(state.sent) and replies:
-            points = np.stack(
-                [
-                    (state.sent - sketch(reply.weights.params, self.coordinates, state.seed))
-                    / np.float32(state.lr * max(reply.steps, 1))
-                    for reply in replies.values()
-                ]
-            )
-            known, points = renewed(state.known, state.points, np.fromiter(replies, dtype=np.int64), points)
-            state = replace(state, known=known, points=points)
+            lr, steps = np.float32(state.lr), [max(reply.steps, 1) for reply in replies.values()]
+            models = sketches([reply.weights.params for reply in replies.values()], self.coordinates, state.seed)
+            points = (state.sent - models) / (lr * np.array(steps, dtype=np.float32))[:, None]
+            state = state.learned(np.fromiter(replies, dtype=np.int64), points)
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
     def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
         """k-means of what is known."""
         if len(state.known) == 0:
             return None
-        found = stratify(state.points, min(self.strata, len(state.known)), job.seed, round)
-        return Strata(state.known, state.points, found)
+        points = state.points
+        if state.clusters is not None:
+            found = np.unique(state.clusters.settled(state.rows).labels, return_inverse=True)[1]
+        else:
+            found = stratify(points, min(self.strata, len(points)), job.seed, round)
+        return Strata(state.known, points, found)
+
+    def _strata(
+        self, federation: Federation, state: StratifiedState, there: NDArray[np.int64], count: int
+    ) -> tuple[StratifiedState, NDArray[np.int64], NDArray[np.float64], float]:
+        """The strata of those known clients that are ``there``, S_h, and S of all of them together."""
+        seed, round, rows, clusters = federation.job.seed, federation.round, state.rows, state.clusters
+        if len(rows) > FITTED and self._refreshes(federation.job) != "all":
+            # Few changed: the last round's centres go on moving, until half the clients have changed once.
+            worn = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
+            if clusters is None or worn or len(clusters.sizes) != count:
+                clusters = Clusters.of(rows, stratify(state.points, count, seed, round))
+            clusters = clusters.settled(rows)
+            deviations, overall = clusters.spread(rows.norms)
+            return replace(state, clusters=clusters), clusters.labels[there], deviations, overall
+        points = state.points if len(there) == len(rows) else rows.take(there)
+        strata = stratify(points, count, seed, round)
+        seen = _seen(len(points), seed, round)
+        fitted, strata_seen = (points, strata) if seen is None else (points[seen], strata[seen])
+        deviations = spread(fitted, strata_seen, int(strata.max()) + 1)
+        return state, strata, deviations, float(spread(fitted, np.zeros_like(strata_seen), 1)[0])
 
     def _refresh(
         self, federation: Federation, state: StratifiedState, weights: Weights, candidates: NDArray[np.int64]
     ) -> tuple[StratifiedState, NDArray[np.int64]]:
         """What is known now, and who of the candidates may be drawn."""
         refresh = self._refreshes(federation.job)
-        if refresh == "updates":
+        if self._uses_updates(federation.job):
             job = federation.job
             sent = sketch(weights.params, self.coordinates, job.seed)
             return replace(state, sent=sent, lr=job.training.lr_at(federation.round), seed=job.seed), candidates
@@ -187,12 +233,14 @@ class Stratified(ClientSampler):
             return state, candidates[:0] if refresh == "all" else candidates
         fresh = np.array(sorted(replies), dtype=np.int64)
         restored = np.stack([_point(replies[int(client)]) for client in fresh])
-        known, points = renewed(state.known, state.points, fresh, restored)
         # Who was just asked and did not answer is not there: inviting it would waste a place.
-        return replace(state, known=known, points=points), fresh if refresh == "all" else candidates
+        return state.learned(fresh, restored), fresh if refresh == "all" else candidates
 
     def _refreshes(self, job: Job) -> str:
-        return self.refresh or ("all" if job.clients <= LARGE else "updates")
+        return self.refresh or ("all" if job.clients <= LARGE and self.gradients != "updates" else "participants")
+
+    def _uses_updates(self, job: Job) -> bool:
+        return self._refreshes(job) == "participants" and self.gradients != "asked"
 
 
 def _point(reply: CompressReply) -> NDArray[np.float32]:
@@ -232,7 +280,7 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
     from sklearn.exceptions import ConvergenceWarning
 
     seen = _seen(len(points), seed, round)
-    fitted = points[seen]
+    fitted = points if seen is None else points[seen]
     # k-means does not mind the scale, but squares of very small or large gradients leave the range of float32.
     largest = np.float32(max(float(fitted.max()), -float(fitted.min())))
     fitted = fitted / largest if largest > 0 else fitted
@@ -245,7 +293,7 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
     labels = model.labels_
-    if len(fitted) < len(points):
+    if seen is not None:
         centres = model.cluster_centers_
         products = points @ centres.T / (largest if largest > 0 else np.float32(1))
         labels = np.argmin((centres * centres).sum(axis=1) - 2 * products, axis=1)
@@ -253,10 +301,10 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
-def _seen(clients: int, seed: int, round: int) -> NDArray[np.int64] | slice:
-    """The rows that k-means sees: all, or a random subset of many, the same for whoever asks."""
+def _seen(clients: int, seed: int, round: int) -> NDArray[np.int64] | None:
+    """The rows that k-means sees: None for all, or a random subset of many, the same for whoever asks."""
     if clients <= FITTED:
-        return slice(None)
+        return None
     return np.sort(rng(seed, "strata-subset", round).choice(clients, FITTED, replace=False))
 
 

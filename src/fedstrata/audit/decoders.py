@@ -1,0 +1,117 @@
+"""Networks that draw images from features, and their training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Features (B, d) and images (B, C, H, W) to a scalar."""
+
+COARSE = 7
+"""Pixels each way, about, at which an up-convolutional network begins."""
+
+
+class UpConvolutional(nn.Module):
+    """Features to images: a linear layer to a coarse map, doubled by transposed convolutions (Dosovitskiy & Brox 2016).
+
+    Args:
+        features: d.
+        shape: Shape of an image, (C, H, W).
+        width: Channels of the coarse map; every doubling halves them.
+
+    >>> UpConvolutional(5, (3, 28, 30))(torch.zeros(2, 5)).shape
+    torch.Size([2, 3, 28, 30])
+    """
+
+    def __init__(self, features: int, shape: tuple[int, ...], width: int = 64) -> None:
+        super().__init__()
+        self.shape = shape
+        channels, rows, columns = shape
+        doublings = max(1, round(math.log2(min(rows, columns) / COARSE)))
+        coarse = (width, -(-rows // 2**doublings), -(-columns // 2**doublings))
+        layers: list[nn.Module] = [nn.Linear(features, math.prod(coarse)), nn.Unflatten(1, coarse), nn.ReLU()]
+        for _ in range(doublings):
+            narrower = max(width // 2, 16)
+            layers += [nn.ConvTranspose2d(width, narrower, 4, stride=2, padding=1), nn.ReLU()]
+            width = narrower
+        self.layers = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Images in [0, 1], (B, C, H, W)."""
+        drawn: Tensor = self.layers(features)[:, :, : self.shape[1], : self.shape[2]]
+        return drawn.sigmoid()
+
+    def loss(self, features: Tensor, images: Tensor) -> Tensor:
+        """Mean squared error."""
+        return F.mse_loss(self(features), images)
+
+
+class Variational(nn.Module):
+    """A variational autoencoder (Kingma & Welling 2014) whose encoder ends in the features of the attacked model.
+
+    The features give mean and variance of a Gaussian code, the code gives the image. What decodes to images is thus
+    the neighbourhood of every code, and not the codes of the training images alone.
+
+    Args:
+        features: d.
+        shape: Shape of an image, (C, H, W).
+        code: Length of the code.
+        deviation: Standard deviation of a pixel given its code, in [0, 1]: the smaller, the less the prior counts.
+    """
+
+    def __init__(self, features: int, shape: tuple[int, ...], code: int = 32, deviation: float = 0.1) -> None:
+        super().__init__()
+        self.mean, self.log_variance = nn.Linear(features, code), nn.Linear(features, code)
+        self.decoder = UpConvolutional(code, shape)
+        self.deviation = deviation
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Images in [0, 1] of the codes' means, (B, C, H, W)."""
+        drawn: Tensor = self.decoder(self.mean(features))
+        return drawn
+
+    def loss(self, features: Tensor, images: Tensor) -> Tensor:
+        """The negative evidence lower bound, up to a constant; draws codes from PyTorch's generator."""
+        mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
+        drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
+        error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)
+        divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(dim=1)
+        bound: Tensor = (error + divergence).mean()
+        return bound
+
+
+def fit(
+    decoder: UpConvolutional | Variational,
+    features: Tensor,
+    images: Tensor,
+    *,
+    steps: int,
+    draw: np.random.Generator,
+    batch_size: int = 64,
+    lr: float = 2e-3,
+) -> None:
+    """Train a decoder with Adam, its rate falling to 0 as a cosine.
+
+    Args:
+        decoder: The network.
+        features: Its inputs, (n, d).
+        images: What it should draw, (n, C, H, W).
+        steps: Mini-batch steps.
+        draw: Chooses the batches.
+        batch_size: Samples in a batch.
+        lr: Learning rate at the beginning.
+    """
+    optimiser = torch.optim.Adam(decoder.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    for _ in range(steps):
+        batch = torch.from_numpy(draw.integers(len(images), size=batch_size))
+        optimiser.zero_grad()
+        torch.autograd.backward(decoder.loss(features[batch], images[batch]))
+        optimiser.step()
+        schedule.step()

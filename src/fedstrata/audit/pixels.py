@@ -1,0 +1,57 @@
+"""Images in [0, 1], in which attackers draw and errors are measured, and the same images as a model takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedstrata.data.dataset import Dataset, Indices, Split
+from fedstrata.errors import SpecError
+
+SMALLEST = 7
+"""Pixels that an image needs each way: the window of SSIM."""
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """The way between stored values, values in [0, 1] and a model's inputs.
+
+    Args:
+        data: The data set, of images.
+        low: The value that is 0 (black).
+        high: The value that is 1.
+    """
+
+    data: Dataset
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, data: Dataset) -> Pixels:
+        """Bytes are 0 … 255; other types range as the training set does.
+
+        Raises:
+            SpecError: The samples are no images, or smaller than 7x7.
+        """
+        if len(data.shape) != 3 or min(data.shape[1:]) < SMALLEST:
+            problem = f"the audit compares images of at least {SMALLEST}x{SMALLEST}; these samples are {data.shape}"
+            raise SpecError("data.name", problem, data.name)
+        if data.x_train.dtype == torch.uint8:
+            return cls(data, 0.0, 255.0)
+        low, high = float(data.x_train.min()), float(data.x_train.max())
+        return cls(data, low, high if high > low else low + 1.0)
+
+    def images(self, indices: Indices, split: Split = "train") -> Tensor:
+        """Samples as values in [0, 1], shape (B, C, H, W)."""
+        stored = self.data.x_train if split == "train" else self.data.x_test
+        taken = stored[indices].float()
+        return ((taken - self.low) / (self.high - self.low)).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
+
+    def inputs(self, images: Tensor) -> Tensor:
+        """What a model sees of images in [0, 1]; differentiable."""
+        values = images * (self.high - self.low) + self.low
+        if self.data.shift is None or self.data.scale is None:
+            return values
+        return (values - self.data.shift[:, None, None]) * self.data.scale[:, None, None]

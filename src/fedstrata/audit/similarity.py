@@ -1,0 +1,71 @@
+"""How alike two images are: PSNR and SSIM as scikit-image computes them, on values in [0, 1]."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from fedstrata.errors import ExtraMissingError
+
+CEILING = 100.0
+"""The PSNR, in dB, from which on two images count as the same; that of an image with itself would be infinite."""
+
+
+def metrics() -> Any:
+    """``skimage.metrics``, imported when first needed.
+
+    Raises:
+        ExtraMissingError: scikit-image is not installed.
+    """
+    try:
+        return importlib.import_module("skimage.metrics")
+    except ImportError:
+        raise ExtraMissingError("the leakage audit", "audit") from None
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How alike a reconstruction is to some images.
+
+    Args:
+        psnr: Peak signal-to-noise ratio in dB, 10 log₁₀(1 / MSE); at most 100.
+        ssim: Structural similarity (Wang et al. 2004) over uniform windows of 7x7, in [-1, 1].
+    """
+
+    psnr: float
+    ssim: float
+
+
+def psnr(one: Tensor, other: Tensor) -> float:
+    """PSNR of two images (C, H, W).
+
+    >>> import torch
+    >>> black, grey = torch.zeros(1, 8, 8), torch.full((1, 8, 8), 0.1)
+    >>> round(psnr(black, grey), 4), psnr(black, black)
+    (20.0, 100.0)
+    """
+    if float((one - other).square().mean()) <= 10 ** (-CEILING / 10):
+        return CEILING
+    return float(metrics().peak_signal_noise_ratio(_array(one), _array(other), data_range=1.0))
+
+
+def ssim(one: Tensor, other: Tensor) -> float:
+    """SSIM of two images (C, H, W), the mean over their channels."""
+    return float(metrics().structural_similarity(_array(one), _array(other), data_range=1.0, channel_axis=0))
+
+
+def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
+    """Mean likeness of an image (C, H, W) to others (n, C, H, W), and that to the nearest, by each measure."""
+    ratios = [psnr(image, other) for other in others]
+    similarities = [ssim(image, other) for other in others]
+    mean = Likeness(float(np.mean(ratios)), float(np.mean(similarities)))
+    return mean, Likeness(max(ratios), max(similarities))
+
+
+def _array(image: Tensor) -> np.ndarray[Any, Any]:
+    # In double precision: the same bits whatever PyTorch's flags are.
+    return image.detach().double().numpy()

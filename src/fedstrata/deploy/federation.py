@@ -1,0 +1,151 @@
+"""The sites of a federation: ``hospitals.toml``."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from fedstrata.config import Setting, build
+from fedstrata.deploy.settings import PATIENCE
+from fedstrata.engines.nvflare.wire import Agreed
+from fedstrata.errors import SpecError
+from fedstrata.experiment import prepare
+from fedstrata.spec import Experiment, placed
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
+RESERVED = ("server", "admin", "authority", "result")
+"""What else is called by a name in the folder of a deployment."""
+
+
+class SiteEntry(Setting):
+    """A site.
+
+    Args:
+        data: Its own data file, as that site sees it; it can be named in the site's own settings instead.
+        keys: The folder of the sites' shared keys there, for masked labels.
+        allow: Top-level packages from which a spec may name ``module:Class`` there.
+    """
+
+    data: str | None = None
+    keys: str | None = None
+    allow: list[str] = []
+
+
+class AgreedEntry(Setting):
+    """What the sites' own data look like.
+
+    Args:
+        shape: Of one sample as a model sees it: (channels, height, width) or (features,).
+        classes: Labels are 0 … classes − 1.
+        shift: Subtracted from every channel or feature.
+        scale: Multiplied after that.
+    """
+
+    shape: list[PositiveInt] = Field(min_length=1)
+    classes: PositiveInt
+    shift: list[float] = []
+    scale: list[float] = []
+
+    @model_validator(mode="after")
+    def _lengths(self) -> AgreedEntry:
+        for values in (self.shift, self.scale):
+            if values and len(values) != self.shape[0]:
+                raise ValueError(f"{len(values)} numbers of shift or scale for {self.shape[0]} channels or features")
+        return self
+
+    def message(self) -> Agreed:
+        """As it travels."""
+        return Agreed(self.shape, self.classes, self.shift, self.scale)
+
+
+class ServerEntry(Setting):
+    """The server.
+
+    Args:
+        host: Its name, as the sites reach it.
+        port: The one port that must be open, for sites and administrators.
+        data: Its own file of test samples, where sites bring their own data.
+        allow: Top-level packages from which a spec may name ``module:Class`` there.
+    """
+
+    host: str = "localhost"
+    port: int = Field(default=8002, ge=1, le=65535)
+    data: str | None = None
+    allow: list[str] = []
+
+
+class Sites(Setting):
+    """A federation.
+
+    Args:
+        federation: Its name, in the certificates.
+        patience: Seconds that a site has for an answer.
+        least: Fewest sites with which a run starts and goes on.
+        relay: Whether a travelling model goes from site to site, encrypted from end to end (``direct``), or is sent
+            back to the server after every hop.
+        days: How long the certificates are valid.
+        server: The server.
+        agreed: What the sites' own data look like. Without it, sites use the spec's data by its partition: a trial.
+        site: The sites by name (letters, digits and hyphens); where they bring their own data, in the order of their
+            clients' numbers.
+    """
+
+    federation: str = "fedstrata"
+    patience: PositiveFloat = PATIENCE
+    least: PositiveInt = 1
+    relay: Literal["direct", "server"] = "direct"
+    days: PositiveInt = 365
+    server: ServerEntry = ServerEntry()
+    agreed: AgreedEntry | None = None
+    site: dict[str, SiteEntry] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Sites:
+        for name in (self.federation, *self.site):
+            if not _NAME.fullmatch(name) or name in RESERVED:
+                raise ValueError(f"{name!r}: expected letters, digits and hyphens, and none of {', '.join(RESERVED)}")
+        if self.least > len(self.site):
+            raise ValueError(f"least = {self.least}, and there are {len(self.site)} sites")
+        given = [self.server.data, *(entry.data for entry in self.site.values())]
+        files = [file for file in given if file]
+        if self.agreed is None and files:
+            raise ValueError(f"{files[0]} is a file of its own: say in [agreed] what such files hold")
+        if self.agreed is not None and self.server.data is None:
+            raise ValueError("sites bring their own data: server.data must name a file with test samples")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Sites:
+        """From a TOML file.
+
+        Raises:
+            SpecError: It is missing, no TOML, or a setting is wrong; the message names the line.
+        """
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise SpecError("--sites", "no such file", str(path)) from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise SpecError("--sites", f"cannot be read as TOML: {error}", str(path)) from None
+        try:
+            return build(cls, table)
+        except SpecError as error:
+            raise placed(error, path) from None
+
+    def homes(self, spec: Experiment) -> tuple[str, ...]:
+        """The site of every client.
+
+        Raises:
+            SpecError: There are fewer clients than sites.
+        """
+        names = list(self.site)
+        if self.agreed is not None:
+            return tuple(names)
+        clients = prepare(spec).job.clients
+        if clients < len(names):
+            raise SpecError("partition.clients", f"there are {len(names)} sites; at least so many", clients)
+        return tuple(names[client * len(names) // clients] for client in range(clients))

@@ -1,0 +1,209 @@
+"""What runs inside NVFlare's processes: the server's loop and a site, mounted on the Collab API."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from pathlib import Path
+from typing import Any
+
+from nvflare.collab import collab
+from nvflare.collab.api.exceptions import RunAborted
+
+from fedstrata.clients.keys import KeyRing
+from fedstrata.config import only_from
+from fedstrata.deploy.agreed import prepare_server
+from fedstrata.deploy.configuration import ERROR, described
+from fedstrata.deploy.host import Host
+from fedstrata.deploy.settings import Plan, SiteSettings, run_of
+from fedstrata.engines.nvflare.engine import NVFlareEngine
+from fedstrata.engines.nvflare.sums import Sums
+from fedstrata.engines.nvflare.wire import SiteLostError
+from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.experiment import SPEC, go, prepare, refuse_foreign
+from fedstrata.jsonl import write_json
+from fedstrata.spec import Experiment
+
+RESULT = "fedstrata"
+"""The run folder inside the result of a deployed job."""
+
+PULSE = 2.0
+"""Seconds between two looks at whether a site that has not answered yet is there at all."""
+
+
+class Server:
+    """The server's part of a job: runs one experiment after another.
+
+    Args:
+        plans: What to run; see ``Plan``. As tables of plain values, because a job's configuration is JSON.
+    """
+
+    def __init__(self, plans: list[dict[str, Any]]) -> None:
+        self.plans = plans
+        self._sums: Sums | None = None
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def add_up(self, data: bytes) -> bytes:
+        """A site brings its clients' parts of a sum, and waits for the others."""
+        if self._sums is None:
+            raise FedstrataError("no run has begun")
+        return self._sums.add_up(collab.caller, data)
+
+    @collab.main  # type: ignore[untyped-decorator]
+    def main(self) -> None:
+        """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
+        line = CollabLine({site.name: site for site in collab.clients})
+        root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
+        settings = _settings(root)
+        specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
+        for table in self.plans:
+            plan = Plan.from_table(table)
+            if Path(plan.spec).name != plan.spec:
+                raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
+            text = (specs / plan.spec).read_text(encoding="utf-8")
+            folder = folder_of(plan, text, root, settings)
+            (folder / ERROR).unlink(missing_ok=True)
+            try:
+                with only_from(settings.packages):
+                    self._run(plan, text, folder, line, settings.data)
+            except (RunAborted, SiteLostError):
+                raise  # The run is not over: it goes on when the job comes again.
+            except Exception as error:
+                folder.mkdir(parents=True, exist_ok=True)
+                write_json(folder / ERROR, described(error))
+                if not isinstance(error, FedstrataError):
+                    raise
+            finally:
+                if plan.sites and folder.is_dir():
+                    # What an administrator fetches is the job's own folder.
+                    without = shutil.ignore_patterns("checkpoint")
+                    shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
+
+    def _run(self, plan: Plan, text: str, folder: Path, line: CollabLine, test: Path | None) -> None:
+        spec = Experiment.from_table(tomllib.loads(text))
+        resume = (folder / SPEC).exists()
+        refuse_foreign(folder, spec, resume)
+        homes = plan.homes(sorted(line.sites))
+        if plan.agreed is None:
+            prepared = prepare(spec)
+        else:
+            if test is None:
+                raise FedstrataError("the server's settings name no file with test samples")
+            prepared = prepare_server(spec, plan.agreed, test, len(homes))
+        self._sums = Sums(plan.patience)
+        engine = NVFlareEngine(
+            prepared.job,
+            line,
+            homes,
+            self._sums,
+            spec=text,
+            run=run_of(text),
+            agreed=plan.agreed,
+            patience=plan.patience,
+            direct=plan.direct,
+        )
+        go(prepared, folder, engine, resume=resume)
+
+
+def folder_of(plan: Plan, spec: str, root: Path, settings: SiteSettings) -> Path:
+    """The run folder: a server of several jobs never answers one with another's result, whatever the job says."""
+    return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
+
+
+def _settings(root: Path) -> SiteSettings:
+    """A party's own settings; in a deployment nothing is imported from where NVFlare unpacks its jobs."""
+    settings = SiteSettings.read(root)
+    if not settings.simulated:
+        sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
+    return settings
+
+
+class Site:
+    """A site's part of a job; all that it needs to know is in the site's own settings."""
+
+    def __init__(self) -> None:
+        self._host: Host | None = None
+
+    @collab.init  # type: ignore[untyped-decorator]
+    def init(self) -> None:
+        """Read the site's own settings."""
+        root = Path(collab.workspace.get_root_dir())
+        settings = _settings(root)
+        keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
+        others = {site.name: site for site in collab.clients}
+        server = collab.server
+
+        def send(target: str, data: bytes) -> object:
+            if target == "server":
+                return server(timeout=settings.patience).add_up(data)
+            return others[target](timeout=settings.patience, secure=settings.secure).call(data)
+
+        self._host = Host(
+            collab.site_name,
+            (settings.states or root / "fedstrata") / collab.site_name,
+            send,
+            patience=settings.patience,
+            data=settings.data,
+            keys=keys,
+            allow=settings.packages,
+            frank=settings.simulated,
+        )
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def call(self, data: bytes) -> bytes:
+        """Everything that a site is asked; see ``fedstrata.engines.nvflare.wire``."""
+        if self._host is None:
+            raise FedstrataError("the site is not ready")
+        return self._host.call(collab.caller, data)
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def alive(self) -> bool:
+        """Whether anybody is there."""
+        return True
+
+
+class CollabLine:
+    """The server's calls to its sites; see ``fedstrata.engines.nvflare.engine.Line``.
+
+    Args:
+        sites: Proxies by name.
+    """
+
+    def __init__(self, sites: dict[str, Any]) -> None:
+        self.sites = sites
+        self._pool = ThreadPoolExecutor(max(2 * len(sites), 4), thread_name_prefix="calls")
+        self._late: set[str] = set()
+
+    def send(self, site: str, data: bytes, patience: float) -> object:
+        """What the site answers; a site that died while it worked is not waited for."""
+        if site not in self.sites:
+            raise SiteLostError("it has not joined")
+        if site in self._late and not self._there(site, wait=False):
+            raise SiteLostError("it has not been heard of since it was late")
+        self._late.discard(site)
+        waiting = self._pool.submit(self.sites[site](timeout=patience).call, data)
+        while True:
+            try:
+                return waiting.result(timeout=PULSE)
+            except RunAborted:
+                raise
+            except TimeoutError:
+                if not waiting.done() and not self._there(site, wait=True):
+                    raise SiteLostError("it died while it worked") from None
+            except Exception as error:
+                if "timed out" in str(error):
+                    self._late.add(site)
+                    raise SiteLostError(f"no answer within {patience:g} s") from None
+                raise SiteLostError(f"it cannot be reached: {error}") from None
+
+    def _there(self, site: str, *, wait: bool) -> bool:
+        """Whether a site is there; one that does not answer at once may be, if we ``wait``."""
+        try:
+            self.sites[site](timeout=PULSE).alive()
+        except RunAborted:
+            raise
+        except Exception as error:
+            return wait and "timed out" in str(error)
+        return True

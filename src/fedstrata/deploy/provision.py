@@ -1,0 +1,180 @@
+"""Make a federation's certificates, start-up kits and job, one folder for everybody who takes part."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedstrata.deploy.agreed import prepare_server
+from fedstrata.deploy.configuration import CLASSES, write_job
+from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.settings import LOCAL, Plan, SiteSettings, run_of
+from fedstrata.deploy.simulator import require_nvflare
+from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.spec import Experiment
+
+SERVER, ADMIN, JOB = "server", "admin", "job"
+"""Folders beside those of the sites; the job is the administrator's."""
+
+USER = "admin@fedstrata.local"
+"""The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
+
+_RIGHTS = {
+    "format_version": "1.0",
+    "permissions": {
+        "lead": {
+            "submit_job": "any",
+            "manage_job": "any",
+            "download_job": "any",
+            "view": "any",
+            "operate": "none",
+            "shell_commands": "none",
+            "clone_job": "none",
+            "byoc": "none",
+            "server-predeployed-flwr": "none",
+        }
+    },
+}
+
+
+def provision(spec: Experiment, sites: Sites, out: Path, *, near: Path | None = None) -> None:
+    """Write ``out/server``, ``out/admin`` (with the job) and one folder a site, each with a README.
+
+    Args:
+        spec: What to run.
+        sites: Where.
+        out: A folder that does not exist yet, or is empty.
+        near: For a trial on this machine: data files are looked for from here, and NVFlare's own records stay in
+            ``out``.
+
+    Raises:
+        ExtraMissingError: NVFlare is not installed.
+        SpecError: A setting is wrong, or ``out`` is in use.
+        DataError: The server's test samples are missing or not what was agreed.
+        FedstrataError: NVFlare cannot make the certificates.
+    """
+    require_nvflare()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecError("--out", "exists already; certificates are never written over", str(out))
+    homes = sites.homes(spec)
+    agreed = None if sites.agreed is None else sites.agreed.message()
+    if agreed is not None and sites.server.data is not None:
+        test = (near or Path()) / Path(sites.server.data).expanduser()
+        if near is not None or test.exists():  # it may be on the server's machine only
+            prepare_server(spec, agreed, test, len(homes))
+    out.mkdir(parents=True, exist_ok=True)
+    _certify(sites, out)
+    run = run_of(spec.to_toml())
+    plan = Plan("run.toml", run, len(homes), homes, agreed, sites.patience, sites.relay == "direct")
+    write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
+    storage = (out / SERVER / "records").absolute() if near else Path("/var/tmp/nvflare") / sites.federation
+    server = SiteSettings(data=_path(sites.server.data, near), patience=sites.patience, allow=sites.server.allow)
+    _settle(out / SERVER, server, storage)
+    for name, site in sites.site.items():
+        own = SiteSettings(
+            data=_path(site.data, near),
+            keys=_path(site.keys, near),
+            patience=sites.patience,
+            secure=True,
+            allow=site.allow,
+        )
+        _settle(out / name, own, storage)
+    _write_readmes(sites, out, run)
+
+
+def _certify(sites: Sites, out: Path) -> None:
+    """NVFlare's own provisioning, in a process of its own: it changes whoever calls it."""
+    everybody = [{"name": name, "type": "client", "org": "fedstrata"} for name in sites.site]
+    server = {"name": sites.server.host, "type": "server", "org": "fedstrata", "fed_learn_port": sites.server.port}
+    admin = {"name": USER, "type": "admin", "org": "fedstrata", "role": "lead"}
+    parts: list[tuple[str, dict[str, Any]]] = [
+        ("workspace.WorkspaceBuilder", {"template_file": ["master_template.yml"]}),
+        ("static_file.StaticFileBuilder", {"config_folder": "config"}),
+        ("cert.CertBuilder", {"root_valid_days": sites.days}),
+        ("signature.SignatureBuilder", {}),
+    ]
+    project = {
+        "api_version": 3,
+        "name": sites.federation,
+        "description": "made by fedstrata deploy",
+        "participants": [server, *everybody, admin],
+        "builders": [{"path": f"nvflare.lighter.impl.{path}", "args": args} for path, args in parts],
+    }
+    with tempfile.TemporaryDirectory(prefix="fedstrata-provision-") as place:
+        root = Path(place)
+        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")  # JSON is YAML
+        command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force"]
+        done = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        kits = root / "kits" / sites.federation / "prod_00"
+        if done.returncode or not kits.is_dir():
+            raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
+        for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
+            shutil.move(kits / kit, out / name)
+            (out / name).chmod(0o700)
+        # The root's private key makes new certificates: it stays with whoever provisions.
+        shutil.move(root / "kits" / sites.federation / "state", out / "authority")
+        (out / "authority").chmod(0o700)
+
+
+def _settle(folder: Path, settings: SiteSettings, storage: Path) -> None:
+    """What a site decides: its data, which classes a job may name, and what an administrator may do there."""
+    (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
+    local = folder / LOCAL.parent
+    text = (local / "resources.json.default").read_text(encoding="utf-8")
+    resources = json.loads(text.replace("/tmp/nvflare", str(storage)))
+    resources["class_allow_list"] = list(CLASSES)
+    resources["allow_log_streaming"] = False
+    for server in resources.get("servers", []):
+        server["heart_beat_timeout"] = 60
+    for component in resources.get("components", []):
+        if component["id"] == "job_scheduler":
+            component["args"]["max_jobs"] = 1  # two would write into one run folder
+    (local / "resources.json").write_text(json.dumps(resources, indent=2) + "\n", encoding="utf-8")
+    (local / "authorization.json").write_text(json.dumps(_RIGHTS, indent=2) + "\n", encoding="utf-8")
+
+
+def _path(given: str | None, near: Path | None) -> Path | None:
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    return (near / path).absolute() if near is not None else path
+
+
+def _write_readmes(sites: Sites, out: Path, run: str) -> None:
+    install = "pip install 'fedstrata[nvflare]'"
+    where = f"{sites.server.host}:{sites.server.port}"
+    common = "Keep this folder to yourself: it holds a private key. Stop with `bash startup/stop_fl.sh`.\n"
+    names = ", ".join(sites.site)
+    code = (
+        "A spec may name classes of fedstrata's; of a package of yours only if you list it in "
+        '`local/fedstrata.toml`: `allow = ["my_package"]`.'
+    )
+    texts = {
+        SERVER: f"# Server of {sites.federation}\n\n1. On the machine that sites reach as `{sites.server.host}`, with "
+        f"port {sites.server.port} open: `{install}`. {code}\n"
+        f"2. `bash startup/start.sh`\n\nRuns are in `fedstrata/{run}`. "
+        f"After a crash start it again the same way: the run goes on from its last checkpoint.\n{common}",
+        ADMIN: f"# Administrator of {sites.federation}\n\n1. `{install}`\n2. When the server and the sites ({names}) "
+        f"have started: `fedstrata submit . --out result`\n\nIt waits, takes in sites that join late, and fetches the "
+        f"result. Needs to reach {where}.\n{common}",
+    }
+    own = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.npz"` (with `x_train` '
+    own += "and `y_train`, labels from 0). The file is read here and never leaves.\n" if sites.agreed else ""
+    for name in sites.site:
+        data = own if sites.agreed else ""
+        texts[name] = (
+            f"# Site {name} of {sites.federation}\n\n1. `{install}`: this, and no code that comes with a job, "
+            f"is what runs here. {code}\n"
+            f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
+            f"{data}{4 if data else 3}. `bash startup/start.sh`\n\nWhat a job may name is listed in "
+            f"`local/resources.json`, what an administrator may do in `local/authorization.json`.\n{common}"
+        )
+    for name, text in texts.items():
+        (out / name / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,193 @@
+"""Experiments in NVFlare's simulator: a server and sites as processes of this machine, without certificates."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import tomli_w
+
+from fedstrata import checkpoint
+from fedstrata.deploy.configuration import CLASSES, ERROR, raised, write_job
+from fedstrata.deploy.processes import end
+from fedstrata.deploy.settings import LOCAL, PATIENCE, Plan, SiteSettings
+from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
+from fedstrata.experiment import METRICS, WEIGHTS, prepare, refuse_elsewhere
+from fedstrata.history import History
+from fedstrata.jsonl import read_jsonl, write_json
+from fedstrata.spec import Experiment
+
+Callback = Callable[[Mapping[str, Any]], None]
+
+SITES = "sites.json"
+"""In a run folder: over how many sites its clients are dealt."""
+
+_PROGRAM = "nvflare.private.fed.app.simulator.simulator"
+_LOOK = 0.1
+GRACE = 5.0
+"""Seconds for processes that are to end."""
+
+
+def require_nvflare() -> None:
+    """Raise ``ExtraMissingError`` where NVFlare is not installed."""
+    if importlib.util.find_spec("nvflare") is None:
+        raise ExtraMissingError("NVFlare", "nvflare")
+
+
+def simulate(
+    runs: Sequence[tuple[Experiment, Path | None]],
+    *,
+    sites: int | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    patience: float = PATIENCE,
+    direct: bool = True,
+) -> list[History]:
+    """Run experiments one after another in one session of NVFlare's simulator.
+
+    Args:
+        runs: Experiments and their run folders; None for no folder.
+        sites: How many processes hold the clients; one a client up to the number of processors, at least three. A
+            run that goes on keeps its number, on whatever machine: each site has the states of its own clients.
+        resume: Go on with what is in the folders.
+        callbacks: Called with the record of every round.
+        patience: Seconds that a site has for an answer.
+        direct: Whether the model of a relay goes from site to site.
+
+    Raises:
+        ExtraMissingError: NVFlare is not installed.
+        SpecError: A setting is wrong.
+        FedstrataError: A run ended early.
+    """
+    require_nvflare()
+    most = max(prepare(spec).job.clients for spec, _ in runs)
+    if resume:
+        sites = _sites_before([folder for _, folder in runs if folder is not None], sites)
+    count = min(most, max(3, os.cpu_count() or 1)) if sites is None else sites
+    if count < 1:
+        raise SpecError("sites", "expected at least one", count)
+    with tempfile.TemporaryDirectory(prefix="fedstrata-nvflare-", ignore_cleanup_errors=True) as place:
+        root = Path(place)
+        folders = [(root / f"run-{n}" if folder is None else folder).absolute() for n, (_, folder) in enumerate(runs)]
+        plans = [
+            Plan(f"run-{n}.toml", str(folders[n]), prepare(spec).job.clients, patience=patience, direct=direct)
+            for n, (spec, _) in enumerate(runs)
+        ]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / SITES, {"sites": count})
+        states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
+        write_job(root / "job", plans, [spec.to_toml() for spec, _ in runs])
+        (root / "keys").mkdir(mode=0o700)
+        settings = SiteSettings(keys=root / "keys", states=states, simulated=True, patience=patience)
+        _settle(root / "workspace", settings)
+        with _Watch(folders, callbacks) as watch, _started(root, count) as process:
+            while process.poll() is None:
+                watch.look()
+                time.sleep(_LOOK)
+            watch.look()
+        return [_finished(spec, folder, given, root) for (spec, given), folder in zip(runs, folders, strict=True)]
+
+
+def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
+    """The number of sites of runs that are to go on; ``sites`` where none was begun.
+
+    Raises:
+        SpecError: They had another number, or their clients lived elsewhere.
+    """
+    for folder in folders:
+        if found := checkpoint.load(folder / "checkpoint"):
+            refuse_elsewhere(found.remote, True, "nvflare")
+        if (folder / SITES).exists():
+            before = int(json.loads((folder / SITES).read_text(encoding="utf-8"))["sites"])
+            if sites not in (None, before):
+                raise SpecError(
+                    "sites", f"the run in {folder} goes on with {before}, where its clients' states are", sites
+                )
+            sites = before
+    return sites
+
+
+def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) -> History:
+    if (folder / ERROR).exists():
+        raise raised(folder / ERROR)
+    if not (folder / WEIGHTS).exists():
+        raise FedstrataError(f"NVFlare's simulator ended without a result; it said: {_tail(root / 'log.txt')}")
+    return History(
+        History.load(folder),
+        method=spec.method.name,
+        seed=spec.seed,
+        targets=spec.evaluation.targets,
+        path=given,
+        params=safetensors.torch.load((folder / WEIGHTS).read_bytes()),
+    )
+
+
+def _settle(workspace: Path, settings: SiteSettings) -> None:
+    """What the simulator copies to every site: its settings, and what a job may name."""
+    (workspace / LOCAL).parent.mkdir(parents=True)
+    (workspace / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
+    resources = {"format_version": 2, "class_allow_list": list(CLASSES)}
+    (workspace / "local" / "resources.json.default").write_text(json.dumps(resources), encoding="utf-8")
+
+
+@contextmanager
+def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", _PROGRAM, str(root / "job"), "-w", str(root / "workspace")]
+    # Each site is one processor's work: more threads would only get in each other's way.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (root / "log.txt").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, "-n", str(sites), "-t", str(sites)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                end(process, GRACE)
+
+
+class _Watch:
+    """Tells callbacks of every round that the servers of runs write down."""
+
+    def __init__(self, folders: Sequence[Path], callbacks: Sequence[Callback]) -> None:
+        self._files = [folder / METRICS for folder in folders]
+        self._callbacks = callbacks
+        self._seen: dict[Path, int] = {}
+
+    def __enter__(self) -> _Watch:
+        self._seen = {file: len(self._records(file)) for file in self._files}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def look(self) -> None:
+        for file in self._files:
+            records = self._records(file)
+            for record in records[self._seen[file] :]:
+                for callback in self._callbacks:
+                    callback(record)
+            self._seen[file] = len(records)
+
+    @staticmethod
+    def _records(file: Path) -> list[dict[str, Any]]:
+        return read_jsonl(file) if file.exists() else []
+
+
+def _tail(path: Path, lines: int = 15) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

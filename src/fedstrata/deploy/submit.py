@@ -1,0 +1,202 @@
+"""Bring a job to the server, stay with it until it is done, and fetch the result."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+from fedstrata.deploy.configuration import ERROR, raised
+from fedstrata.deploy.provision import JOB, USER
+from fedstrata.deploy.simulator import require_nvflare
+from fedstrata.errors import FedstrataError, SpecError
+
+RESULT = "fedstrata"
+POLL = 2.0
+MISSED = 5
+"""Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
+AGAIN = 3
+"""How often the job is brought again because of one site."""
+
+Tell = Callable[[str], None]
+
+
+def submit(
+    admin: Path, out: Path, *, sites: int = 0, wait: float = 60.0, lost: float = 600.0, tell: Tell = print
+) -> Path:
+    """Submit the administrator's job, wait for its end and fetch the run folder.
+
+    The server goes on from its last checkpoint whenever the job comes again. So that is what is done after the server
+    was down, and when a site is there that does not take part: one that joined late, or was started again.
+
+    Args:
+        admin: The administrator's folder, as ``provision`` wrote it.
+        out: Where the run folder goes.
+        sites: How many sites are waited for before the first submission.
+        wait: Seconds; afterwards those that are there begin.
+        lost: Seconds without the server after which we give up.
+        tell: Is told in a line what happens.
+
+    Raises:
+        ExtraMissingError: NVFlare is not installed.
+        SpecError: ``admin`` is no such folder, or ``out`` exists.
+        FedstrataError: The server cannot be reached, or refuses the job, or the run ended early.
+    """
+    require_nvflare()
+    # It says in many lines what is said below in one: that the server is away.
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+    if not (admin / JOB / "meta.json").is_file():
+        raise SpecError("ADMIN", "no administrator's folder: it has no job", str(admin))
+    if out.exists():
+        raise SpecError("--out", "exists already", str(out))
+    watch = _Watch(admin, lost, tell)
+    try:
+        watch.wait_for_sites(sites, wait)
+        while not (watch.finished() and watch.fetch(out)):
+            time.sleep(POLL)
+        return out
+    finally:
+        watch.close()
+
+
+class _Watch:
+    """An administrator's connection that survives the server's absence."""
+
+    def __init__(self, admin: Path, lost: float, tell: Tell) -> None:
+        self.admin, self.lost, self.tell = admin, lost, tell
+        self._session: Any = None
+        self._job: str | None = None
+        self._status = ""
+        self._missed: Counter[str] = Counter()
+        self._again: Counter[str] = Counter()
+        self._since: float | None = None
+
+    def wait_for_sites(self, count: int, wait: float) -> None:
+        end = time.monotonic() + wait
+        while time.monotonic() < end:
+            there = self._do(lambda session: session.get_connected_client_list())
+            if there is not None and len(there) >= max(count, 1):
+                return
+            time.sleep(POLL)
+
+    def finished(self) -> bool:
+        """Look once; bring the job where it is not at work."""
+        if self._job is None:
+            if brought := self._do(self._bring):
+                self._job, how = brought
+                self.tell(how)
+            return False
+        status = self._do(lambda session: session.get_job_status(self._job))
+        if status is None:
+            return False
+        if status != self._status:
+            self.tell(f"the job is {status}")
+            self._status = status
+        if status == "FINISHED:COMPLETED":
+            return True
+        if status.startswith("FINISHED"):
+            # Abandoned is what a server calls the jobs that it finds when it starts again.
+            if status == "FINISHED:ABORTED" or (status != "FINISHED:ABANDONED" and self._again["server"] >= AGAIN):
+                raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
+            self._bring_again("server", f"the job ended as {status}")
+        elif status == "RUNNING":
+            self._look_for_idle_sites()
+        return False
+
+    def _bring(self, session: Any) -> tuple[str, str]:
+        """Submit the job, unless this very job was submitted before and is still at work."""
+        if not self._again:
+            name = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"]
+            for job in session.list_jobs():
+                if job["job_name"] == name and not str(job["status"]).startswith("FINISHED"):
+                    return str(job["job_id"]), f"{job['job_id']} is at work already"
+        number = str(session.submit_job(str((self.admin / JOB).absolute())))
+        return number, f"submitted as {number}"
+
+    def _look_for_idle_sites(self) -> None:
+        found = self._do(lambda session: session.get_client_job_status()) or []
+        working = {entry.get("client_name") for entry in found if entry.get("job_id") == self._job}
+        for name in {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"} - working:
+            self._missed[name] += 1
+            if self._missed[name] >= MISSED and self._again[name] < AGAIN:
+                self._do(lambda session: session.abort_job(self._job))
+                self._bring_again(name, f"site {name} is there and takes no part")
+                return
+        for name in working:
+            self._missed.pop(name, None)
+
+    def _bring_again(self, cause: str, why: str) -> None:
+        self.tell(f"{why}: the job comes again and goes on from the last checkpoint")
+        self._again[cause] += 1
+        self._missed.clear()
+        self._job, self._status = None, ""
+
+    def fetch(self, out: Path) -> bool:
+        """Fetch the run folder; False while the server is away."""
+        place = out.with_name(f"{out.name}.download")
+        shutil.rmtree(place, ignore_errors=True)  # an attempt that broke off
+        found = self._do(lambda session: [session.download_job_result(self._job, str(place))])
+        if found is None:
+            return False
+        runs = [path for path in Path(found[0] or place).rglob(RESULT) if path.is_dir()]
+        if not runs:
+            raise FedstrataError(f"the job's result in {found[0]} holds no run")
+        if (runs[0] / ERROR).exists():
+            raise raised(runs[0] / ERROR)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(runs[0], out)
+        shutil.rmtree(place, ignore_errors=True)
+        return True
+
+    def close(self) -> None:
+        if self._session is not None:
+            with redirect_stdout(io.StringIO()):
+                self._session.close()
+            self._session = None
+
+    def _do(self, work: Callable[[Any], Any]) -> Any:
+        """What ``work`` gives; None while the server is away."""
+        from nvflare.apis.fl_exception import FLCommunicationError
+        from nvflare.fuel.flare_api.api_spec import InternalError, NoReply, SessionClosed
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+        # The last two are what NVFlare calls a server that goes away while it answers, or is about to come back.
+        away = (
+            ConnectionError,
+            TimeoutError,
+            FLCommunicationError,
+            SessionClosed,
+            NoReply,
+            InternalError,
+            RuntimeError,
+        )
+        try:
+            with redirect_stdout(io.StringIO()):
+                if self._session is None:
+                    self._session = new_secure_session(USER, str(self.admin.absolute()), timeout=10.0)
+                outcome = work(self._session)
+            self._since = None
+        except Exception as error:
+            self._forget()
+            if not isinstance(error, away):
+                raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
+            self._since = self._since or time.monotonic()
+            if time.monotonic() - self._since > self.lost:
+                raise FedstrataError(f"the server cannot be reached: {type(error).__name__}: {error}") from error
+            self.tell(f"waiting for the server ({type(error).__name__}: {error})")
+            time.sleep(POLL)
+            return None
+        return outcome
+
+    def _forget(self) -> None:
+        try:
+            self.close()
+        except Exception:
+            self._session = None

@@ -1,0 +1,393 @@
+"""The server's side: questions go out to the sites where clients live, all sites at once."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from fedstrata import records
+from fedstrata.clients.client import reply_kind
+from fedstrata.engines.local import refuse_random
+from fedstrata.engines.nvflare.sums import Sums
+from fedstrata.engines.nvflare.wire import (
+    Agreed,
+    Answers,
+    Ask,
+    Begin,
+    Begun,
+    Done,
+    Ended,
+    Envelope,
+    Failed,
+    Fetch,
+    Hop,
+    Hopped,
+    Kept,
+    Save,
+    Settled,
+    SiteLostError,
+    SiteRefusedError,
+    Unmoved,
+    read,
+)
+from fedstrata.errors import FedstrataError, WireError
+from fedstrata.federation.engine import Note
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.screening import check_like, defect_of
+from fedstrata.federation.seam import Failure, Job
+from fedstrata.records import Message
+
+BEGIN_SECONDS = 300.0
+"""What a site has at least to load its data and make its clients ready."""
+
+MOST_AT_ONCE = 64
+"""Sites that are talked to at the same time, at least; more where there are more cores."""
+
+
+class ClientRaisedError(FedstrataError):
+    """What a client raised at its site."""
+
+
+class Line(Protocol):
+    """What carries bytes to a site and back."""
+
+    def send(self, site: str, data: bytes, patience: float) -> object:
+        """What the site answers.
+
+        Raises:
+            SiteLostError: It cannot be reached, or does not answer within ``patience`` seconds.
+        """
+
+
+class NVFlareEngine:
+    """Clients at sites, which keep their data and their states.
+
+    Args:
+        job: What was agreed; ``sizes`` may be unknown.
+        line: How sites are reached.
+        homes: The site of every client.
+        sums: Where sites bring their parts of a group's sums.
+        spec: The experiment as TOML.
+        run: Names the run at the sites.
+        agreed: What the sites' data look like; None where they are the spec's own.
+        patience: Seconds that a site has for an answer.
+        direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        line: Line,
+        homes: Sequence[str],
+        sums: Sums,
+        *,
+        spec: str,
+        run: str,
+        agreed: Agreed | None = None,
+        patience: float = math.inf,
+        direct: bool = True,
+    ) -> None:
+        self.job, self.line, self.homes, self.sums = job, line, list(homes), sums
+        self.patience, self.direct = patience, direct
+        self._run, self._spec, self._agreed = run, spec, agreed
+        self._sites = sorted(set(homes))
+        self._news: dict[str, list[Message]] = {site: [] for site in self._sites}
+        self._notes: list[Note] = []
+        self._absent: dict[str, str] = {}
+        self._lost: set[str] = set()
+        self._unsaved: set[str] = set()
+        self._exchange = 0
+        self._asked: dict[str, list[ClientId]] = {}
+        self._journeys = 0
+        self._pool = ThreadPoolExecutor(min(len(self._sites), MOST_AT_ONCE), thread_name_prefix="sites")
+
+    def begin(self, round: int) -> None:
+        """Let every site make its clients ready, with their states after ``round``; 0 to start anew.
+
+        A site that cannot is left out of this run, and a note says why.
+
+        Raises:
+            SiteLostError: No site can be reached.
+            FedstrataError: No site can begin.
+        """
+        common = self._run, self._spec, self._agreed
+        bodies = {site: Begin(*common, self._clients_of(site), self.job.clients, round) for site in self._sites}
+        outcomes = self._all(bodies, Begun)
+        for site, outcome in outcomes.items():
+            clients = self._clients_of(site)
+            if isinstance(outcome, FedstrataError):
+                self._absent[site] = f"site {site} takes no part: {outcome}"
+                self._notes.append(("absent", clients, self._absent[site]))
+            elif outcome.round != round:
+                reason = f"site {site} has its clients' states of round {outcome.round}, not {round}"
+                self._notes.append(("state lost", clients, reason))
+            elif lost := [client for client in outcome.lost if client in clients]:
+                reason = f"site {site} has no states of clients that lived elsewhere up to round {round}"
+                self._notes.append(("state lost", lost, reason))
+        if len(self._absent) == len(self._sites):
+            raise FedstrataError(f"no site takes part; {'; '.join(self._absent.values())}")
+
+    def save(self, round: int) -> None:
+        """Let every site write its clients' states to its own disk; a note names those that do not any more."""
+        outcomes = self._all({site: Save(round) for site in self._sites if site not in self._absent}, Done)
+        for site, outcome in outcomes.items():
+            if not isinstance(outcome, FedstrataError):
+                self._unsaved.discard(site)
+            elif site not in self._unsaved:
+                self._unsaved.add(site)
+                self._notes.append(("state not stored", self._clients_of(site), str(outcome)))
+
+    def notes(self) -> Iterator[Note]:
+        """What happened since it was last asked."""
+        while self._notes:
+            yield self._notes.pop(0)
+
+    def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
+        """One message to every site, with the questions to its clients."""
+        self._asked = {}
+        for client in sorted(requests):
+            self._asked.setdefault(self.homes[client], []).append(client)
+        group = secrets.token_hex(8) if together else ""
+        self._exchange += 1
+        bodies: dict[str, Message] = {}
+        places = {client: place for place, client in enumerate(sorted(requests))}
+        for site, clients in self._asked.items():
+            different = list({id(requests[client]): requests[client] for client in clients}.values())
+            index = {id(request): number for number, request in enumerate(different)}
+            which = [index[id(requests[client])] for client in clients]
+            mine = [places[client] for client in clients] if together else []
+            bodies[site] = Ask(self._exchange, clients, different, which, group, mine)
+        if not together:
+            return self._outcomes(self._all(bodies, Answers), requests)
+        refuse_random(self.job.model)
+        if gone := [site for site in bodies if site in self._absent]:
+            # A sum lacks a part from the start: nobody needs to compute.
+            lost = {client: Failure(self._absent[site]) for site in gone for client in self._asked[site]}
+            others = Failure("another of the group is absent", bystander=True)
+            return {client: lost.get(client, others) for client in requests}
+        self.sums.open(group, {site: {places[client] for client in self._asked[site]} for site in bodies})
+        try:
+            return self._outcomes(self._all(bodies, Answers, lambda reason: self.sums.abort(group, reason)), requests)
+        finally:
+            self.sums.close(group)
+
+    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
+        """None: no site sees another's data."""
+        return None
+
+    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+        """One hop with the model sent there and back."""
+        self._exchange += 1
+        self._journeys += 1
+        self._asked = {self.homes[client]: [client]}
+        body = Hop(self._exchange, self._journeys, 0, client, task, "", 0, cargo, True)
+        outcome = self.send(self.homes[client], body, Hopped)
+        if isinstance(outcome, FedstrataError):
+            return Failure(str(outcome))
+        reply = reply_of(outcome.reply, task)
+        if isinstance(reply, Failure):
+            return reply
+        if outcome.cargo is None:
+            return Failure("it sent no model back")
+        return outcome.cargo, reply
+
+    def ride(self, kind: type[Request], cargo: Weights) -> Journey | None:
+        """A relay from site to site, or None where the model goes through the server."""
+        if not self.direct:
+            return None
+        self._journeys += 1
+        return Journey(self, self._journeys, cargo)
+
+    def settle(self, accepted: Iterable[ClientId]) -> None:
+        """Sites learn with the next message what counts."""
+        counted = set(accepted)
+        for site, clients in self._asked.items():
+            self.tell(site, Settled(self._exchange, [client for client in clients if client in counted]))
+        self._asked = {}
+
+    def close(self) -> None:
+        """Wait for nobody."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def tell(self, site: str, news: Message) -> None:
+        """Send something along with the next message, and again until one was answered."""
+        if site not in self._absent:
+            self._news[site].append(news)
+
+    def next_exchange(self) -> int:
+        """The number of a new exchange."""
+        self._exchange += 1
+        return self._exchange
+
+    def send(self, site: str, body: Message, *kinds: type[Message]) -> Any:
+        """What a site answers, of one of these kinds; a ``FedstrataError`` where it cannot be used."""
+        if site in self._absent:
+            return SiteLostError(self._absent[site])
+        news = list(self._news[site])
+        patience = max(self.patience, BEGIN_SECONDS) if isinstance(body, Begin) else self.patience
+        try:
+            answer: Message = read(self.line.send(site, records.encode(Envelope(news, body)), patience), *kinds)
+        except (SiteLostError, SiteRefusedError, WireError) as error:
+            if isinstance(error, SiteLostError):
+                self._lost.add(site)
+            return type(error)(f"site {site}: {error}")
+        self._lost.discard(site)
+        del self._news[site][: len(news)]
+        return answer
+
+    def _all(
+        self,
+        bodies: Mapping[str, Message],
+        kind: type[Message],
+        failed: Callable[[str], None] = lambda reason: None,
+    ) -> dict[str, Any]:
+        def one(site: str) -> Any:
+            outcome = self.send(site, bodies[site], kind)
+            if isinstance(outcome, FedstrataError):
+                failed(str(outcome))
+            elif isinstance(outcome, Answers) and any(isinstance(answer, Failed) for answer in outcome.outcomes):
+                failed(f"a client of site {site} failed")
+            return outcome
+
+        if len(bodies) == 1:
+            outcomes = {site: one(site) for site in bodies}
+        else:
+            outcomes = dict(zip(bodies, self._pool.map(one, bodies), strict=True))
+        if self._lost | self._absent.keys() >= set(self._sites):
+            # Rounds without anybody would pass in no time; the run can go on when somebody is there again.
+            raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes.values()))}")
+        return outcomes
+
+    def _outcomes(
+        self, answers: Mapping[str, Any], requests: Mapping[ClientId, Request]
+    ) -> dict[ClientId, Reply | Failure]:
+        outcomes: dict[ClientId, Reply | Failure] = {}
+        for site, answer in answers.items():
+            clients = self._asked[site]
+            if isinstance(answer, FedstrataError):
+                outcomes |= {client: Failure(str(answer)) for client in clients}
+            elif len(answer.outcomes) != len(clients):
+                reason = f"site {site}: {len(answer.outcomes)} answers to {len(clients)} questions"
+                outcomes |= {client: Failure(reason) for client in clients}
+            else:
+                outcomes |= {
+                    client: reply_of(one, requests[client])
+                    for client, one in zip(clients, answer.outcomes, strict=True)
+                }
+        return outcomes
+
+    def _clients_of(self, site: str) -> list[ClientId]:
+        return [client for client, home in enumerate(self.homes) if home == site]
+
+
+def reply_of(outcome: object, request: Request) -> Reply | Failure:
+    """A reply to a request, or why there is none."""
+    if isinstance(outcome, Failed):
+        error = None if outcome.bystander else ClientRaisedError(outcome.reason)
+        return Failure(outcome.reason, error, outcome.bystander)
+    wanted = reply_kind(type(request))
+    if isinstance(outcome, wanted):
+        return outcome
+    return Failure(
+        f"a {type(outcome).__name__} is no answer to {type(request).__name__}, which wants {wanted.__name__}"
+    )
+
+
+class Journey:
+    """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.Ride``.
+
+    The server sends the tasks and says where the model is. A site keeps the last model that it made until the journey
+    is over, so that the loss of a site costs no more than the hops since the model was last elsewhere.
+
+    Args:
+        engine: How sites are reached.
+        number: The journey's.
+        cargo: The model that sets out.
+    """
+
+    def __init__(self, engine: NVFlareEngine, number: int, cargo: Weights) -> None:
+        self._engine, self._number, self._cargo = engine, number, cargo
+        self._check = check_like(cargo)
+        self._trail: list[int] = []
+        """The hops after which the model can be had, in order: the last of each site."""
+        self._outcomes: list[Reply | Failure] = []
+        self._clients: list[ClientId] = []
+        self._sites: set[str] = set()
+        self._last: tuple[ClientId, Reply] | None = None
+
+    def hop(self, client: ClientId, task: Request) -> Reply | Failure:
+        """Send a task; the site fetches the model from where it is."""
+        self._last = None
+        site = self._engine.homes[client]
+        self._sites.add(site)
+        while True:
+            base = self._trail[-1] if self._trail else -1
+            holder = self._home(base) if base >= 0 else ""
+            cargo = self._cargo if base < 0 else None
+            number = len(self._outcomes)
+            exchange = self._engine.next_exchange()
+            body = Hop(exchange, self._number, number, client, task, holder, base, cargo, False)
+            outcome = self._engine.send(site, body, Hopped, Unmoved)
+            if isinstance(outcome, Unmoved) and base >= 0:
+                # Perhaps those two sites may not talk, or it came damaged: through the server then.
+                found = self._fetch(base)
+                if isinstance(found, FedstrataError):
+                    self._lose(base, str(found))
+                    continue
+                body = Hop(self._engine.next_exchange(), self._number, number, client, task, "", base, found, False)
+                outcome = self._engine.send(site, body, Hopped, Unmoved)
+            if isinstance(outcome, FedstrataError | Unmoved):
+                return Failure(str(outcome))
+            reply = reply_of(outcome.reply, task)
+            if not isinstance(reply, Failure):
+                self._last = client, reply
+            return reply
+
+    def keep(self, accepted: bool) -> None:
+        """Let the last hop count, or not."""
+        if not accepted or self._last is None:
+            return
+        client, reply = self._last
+        site, number = self._engine.homes[client], len(self._outcomes)
+        self._engine.tell(site, Kept(self._number, number))
+        self._outcomes.append(reply)
+        self._clients.append(client)
+        self._trail = [hop for hop in self._trail if self._home(hop) != site] + [number]
+
+    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+        """Fetch the model, and let the sites keep what counts."""
+        weights = self._cargo
+        while self._trail:
+            base = self._trail[-1]
+            found = self._fetch(base)
+            if isinstance(found, Weights):
+                weights = found
+                break
+            self._lose(base, str(found))
+        void = {c for c, outcome in zip(self._clients, self._outcomes, strict=True) if isinstance(outcome, Failure)}
+        for site in self._sites:
+            self._engine.tell(site, Ended(self._number, sorted(void)))
+        return weights, self._outcomes
+
+    def _fetch(self, base: int) -> Weights | FedstrataError:
+        outcome = self._engine.send(self._home(base), Fetch(self._number, base), Weights)
+        if isinstance(outcome, FedstrataError):
+            return outcome
+        if defect := defect_of(outcome, self._check):
+            return FedstrataError(defect)
+        found: Weights = outcome
+        return found
+
+    def _lose(self, base: int, reason: str) -> None:
+        """The model after a hop cannot be had: what was done since it was last elsewhere does not count."""
+        self._trail.remove(base)
+        since = self._trail[-1] if self._trail else -1
+        for hop in range(since + 1, len(self._outcomes)):
+            if not isinstance(self._outcomes[hop], Failure):
+                self._outcomes[hop] = Failure(f"the model that it passed on was lost: {reason}")
+
+    def _home(self, hop: int) -> str:
+        return self._engine.homes[self._clients[hop]]

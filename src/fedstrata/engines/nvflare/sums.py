@@ -1,0 +1,82 @@
+"""Sums over the clients of one group who live at several sites: each site brings its clients' parts in one call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.engines.nvflare.wire import Part, Refused, SiteRefusedError, Total, read
+from fedstrata.errors import WireError
+from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
+
+
+class Sums:
+    """The server's side: a barrier for each group that is at work.
+
+    Sums are taken in the order of the members, whichever site comes first: the same bits as ``LocalGroup``.
+
+    Args:
+        patience: Seconds that a site waits for the others.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience
+        self._lock = threading.Lock()
+        self._groups: dict[str, tuple[LocalGroup, dict[str, set[int]]]] = {}
+
+    def open(self, group: str, places: dict[str, set[int]]) -> None:
+        """Begin a group whose members have these places, by site."""
+        with self._lock:
+            self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
+
+    def abort(self, group: str, reason: str) -> None:
+        """Let everybody who waits, or comes later, know that the group is broken."""
+        with self._lock:
+            found = self._groups.get(group)
+        if found is not None:
+            found[0].abort(reason)
+
+    def close(self, group: str) -> None:
+        """Forget a group."""
+        self.abort(group, "it is over")
+        with self._lock:
+            self._groups.pop(group, None)
+
+    def add_up(self, site: str, data: object) -> bytes:
+        """The answer to a site's ``Part``: the ``Total``, or ``Refused`` where the group is broken."""
+        try:
+            part: Part = read(data, Part)
+            with self._lock:
+                group, places = self._groups.get(part.group, (None, {}))
+            if group is None:
+                raise GroupBrokenError("the group is over")
+            if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
+                raise WireError(f"site {site} brings parts of places {part.places}, which are not its own")
+            return records.encode(Total(group.add(dict(zip(part.places, part.tensors, strict=True)))))
+        except (GroupBrokenError, WireError, SiteRefusedError) as error:
+            return records.encode(Refused(str(error)))
+
+
+class SiteGroup(LocalGroup):
+    """The clients of one site, as threads, that belong to a larger group.
+
+    Args:
+        group: Its name.
+        places: Of these clients among its members.
+        send: Carries a ``Part`` to the server and gives back what it answers.
+        patience: Seconds that a client waits for the others of its site.
+    """
+
+    def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:
+        super().__init__(len(places), patience)
+        self._group, self._places, self._send = group, list(places), send
+
+    def _add_up(self, parts: list[Tensor]) -> Tensor:
+        try:
+            total: Total = read(self._send(records.encode(Part(self._group, self._places, parts))), Total)
+        except Exception as error:
+            raise GroupBrokenError(f"the group is broken: {error}") from error
+        return total.tensor

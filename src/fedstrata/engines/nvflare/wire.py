@@ -1,0 +1,294 @@
+"""What server and sites say to each other: an envelope with what became of earlier answers, and one question."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.errors import FedstrataError, WireError
+from fedstrata.federation.messages import Weights
+from fedstrata.records import Message, record
+
+
+class SiteLostError(FedstrataError):
+    """A site that cannot be reached, or did not answer in time."""
+
+
+class SiteRefusedError(FedstrataError):
+    """A site answered that it cannot do what it was asked."""
+
+
+@record
+class Agreed(Message):
+    """What all sites' data look like, where each brings its own.
+
+    Args:
+        shape: Of one sample as a model sees it: (channels, height, width) or (features,).
+        classes: C.
+        shift: Subtracted from every channel or feature; empty for 0.
+        scale: Multiplied after that; empty for 1.
+    """
+
+    shape: list[int]
+    classes: int
+    shift: list[float]
+    scale: list[float]
+
+
+@record
+class Begin(Message):
+    """The first message of a run, and of one that goes on.
+
+    Args:
+        run: Names the run; a site keeps its clients' states under this name.
+        spec: The experiment as TOML.
+        agreed: What the sites' data look like; None where they are the spec's own, by its partition.
+        clients: The numbers of the clients that live at this site.
+        total: N.
+        round: The last round that counts; the site goes back to its clients' states after it. 0 to start anew.
+    """
+
+    run: str
+    spec: str
+    agreed: Agreed | None
+    clients: list[int]
+    total: int
+    round: int
+
+
+@record
+class Begun(Message):
+    """A site is ready.
+
+    Args:
+        round: The round of its clients' states: the one asked for, or an earlier one if the site lost that.
+        lost: Those of its clients that did not live at this site then, so that their states are not there.
+    """
+
+    round: int
+    lost: list[int]
+
+
+@record
+class Settled(Message):
+    """Which answers of an exchange count. What the others changed in their clients' states is dropped.
+
+    Args:
+        exchange: Its number.
+        clients: Whose answers count.
+    """
+
+    exchange: int
+    clients: list[int]
+
+
+@record
+class Kept(Message):
+    """One hop of a journey counts, as far as is known now.
+
+    Args:
+        journey: Its number.
+        hop: The hop.
+    """
+
+    journey: int
+    hop: int
+
+
+@record
+class Ended(Message):
+    """A journey is over.
+
+    Args:
+        journey: Its number.
+        void: Clients whose parts turned out not to count.
+    """
+
+    journey: int
+    void: list[int]
+
+
+@record
+class Ask(Message):
+    """Questions to clients of one site.
+
+    Args:
+        exchange: Its number; ascending.
+        clients: Who is asked.
+        requests: The different requests; many clients are often sent the very same one.
+        which: For each client, the place of its request.
+        group: Names the group in which all clients answer at once; empty where each answers for itself.
+        places: Of these clients among the members of the group.
+    """
+
+    exchange: int
+    clients: list[int]
+    requests: list[Any]
+    which: list[int]
+    group: str
+    places: list[int]
+
+
+@record
+class Failed(Message):
+    """Why one client has no answer.
+
+    Args:
+        reason: In words.
+        bystander: See ``fedstrata.federation.engine.Failure``.
+    """
+
+    reason: str
+    bystander: bool
+
+
+@record
+class Answers(Message):
+    """Replies, or ``Failed``, in the order of the clients that were asked."""
+
+    outcomes: list[Any]
+
+
+@record
+class Hop(Message):
+    """A task of one client on the travelling model.
+
+    Args:
+        exchange: As for ``Ask``.
+        journey: Which relay; ascending.
+        hop: Its number on this journey.
+        client: Who works.
+        task: At what.
+        holder: The site where the model is; empty where it comes along.
+        base: The hop that left it there.
+        cargo: The model, where it comes along.
+        back: Whether the model goes back to the server with the reply, and is forgotten here.
+    """
+
+    exchange: int
+    journey: int
+    hop: int
+    client: int
+    task: Any
+    holder: str
+    base: int
+    cargo: Weights | None
+    back: bool
+
+
+@record
+class Hopped(Message):
+    """What became of a hop.
+
+    Args:
+        reply: The reply, or ``Failed``.
+        cargo: The model, where it was asked for.
+    """
+
+    reply: Any
+    cargo: Weights | None
+
+
+@record
+class Unmoved(Message):
+    """The model could not be had from where it is.
+
+    Args:
+        reason: In words.
+    """
+
+    reason: str
+
+
+@record
+class Fetch(Message):
+    """Send the model that a hop left at this site.
+
+    Args:
+        journey: Which relay.
+        hop: Which hop.
+    """
+
+    journey: int
+    hop: int
+
+
+@record
+class Save(Message):
+    """Write the clients' states to the site's own disk.
+
+    Args:
+        round: The round that is complete.
+    """
+
+    round: int
+
+
+@record
+class Done(Message):
+    """Nothing more to say."""
+
+
+@record
+class Refused(Message):
+    """The site cannot do it.
+
+    Args:
+        reason: In words.
+    """
+
+    reason: str
+
+
+@record
+class Part(Message):
+    """What the clients of one site bring to a sum over a group.
+
+    Args:
+        group: Its name.
+        places: Of the clients among the members.
+        tensors: What each brings.
+    """
+
+    group: str
+    places: list[int]
+    tensors: list[Tensor]
+
+
+@record
+class Total(Message):
+    """The sum over all members."""
+
+    tensor: Tensor
+
+
+@record
+class Envelope(Message):
+    """A message of the server to a site.
+
+    Args:
+        news: What became of earlier answers (``Settled``, ``Kept``, ``Ended``); again until an answer has come.
+        body: The message itself.
+    """
+
+    news: list[Any]
+    body: Any
+
+
+def read(data: object, *kinds: type[Message]) -> Any:
+    """The message in ``data``.
+
+    Raises:
+        WireError: It is no bytes of ours, or of another kind than expected.
+        SiteRefusedError: It is ``Refused``.
+    """
+    if not isinstance(data, bytes):
+        raise WireError(f"a {type(data).__name__} arrived where bytes were expected")
+    message = records.decode(data)
+    if isinstance(message, Refused):
+        raise SiteRefusedError(message.reason)
+    if not isinstance(message, kinds):
+        raise WireError(f"a {type(message).__name__} arrived; expected {', '.join(kind.__name__ for kind in kinds)}")
+    return message

@@ -1,0 +1,415 @@
+"""The Ray engine: clients in processes on all cores of this machine, or of a cluster.
+
+The method, the clients' states and the books stay in the process that runs the experiment. A state travels with its
+client's request and comes back changed, so that any worker can answer for any client, and one that dies takes
+nothing with it but the answers that it was working on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import math
+import os
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstrata import records
+from fedstrata.clients.client import World
+from fedstrata.clients.keys import KeyRing
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.rayworker import VERSIONS, Answer, Luggage, Payload, Worker
+from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError, WireError
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.seam import Failure
+
+ADDRESS = "RAY_ADDRESS"
+"""Names the cluster to join; without it, and outside a session of Ray's, a local one is started."""
+
+START_SECONDS = 300.0
+"""How long the engine waits for workers when there is none."""
+
+INLINE = 64 << 10
+"""Larger requests, in bytes, go once into the object store instead of into every call."""
+
+AHEAD = 2
+"""Calls that a worker has at a time: the next one waits there while it computes."""
+
+MOST_AT_ONCE = 8
+"""Most clients in a call that takes long."""
+
+CALL_PAYS = 0.005
+"""Seconds of work below which clients are put into one call."""
+
+
+class ClientError(FedstrataError):
+    """What a client raised in another process; the note has its traceback."""
+
+
+class RayEngine:
+    """Clients wherever a worker is free; only their states stay.
+
+    Args:
+        world: Data, assignment, model and settings that they share.
+        store: Their states.
+        address: The cluster to join; that of ``RAY_ADDRESS`` unless given, else a new one on this machine.
+        workers: How many; ``training.workers`` or one a processor of the cluster unless given, and never more than
+            clients.
+        crew: Workers that are there already and stay, instead of new ones.
+
+    Raises:
+        ExtraMissingError: Ray is not installed.
+        SpecError: There is no cluster at the address.
+        FedstrataError: A worker cannot start, or runs other versions.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        store: StateStore,
+        *,
+        address: str | None = None,
+        workers: int | None = None,
+        crew: Crew | None = None,
+    ) -> None:
+        self.world, self.store = world, store
+        self._states: dict[ClientId, bytes] = {}
+        self._exchange = 0
+        self._pace: dict[type[Request], float] = {}
+        """Seconds for a unit of work, as a worker measured them."""
+        self._ray = _import_ray()
+        with ExitStack() as closing:
+            closing.callback(store.close)
+            folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="fedstrata-keys-"))
+            if crew is None:
+                workers = workers or world.job.training.workers
+                closing.callback(_join(self._ray, address or os.environ.get(ADDRESS), workers))
+                count = workers or int(self._ray.cluster_resources().get("CPU", 1))
+                crew = closing.enter_context(Crew(min(count, world.job.clients)))
+            # In memory, keys would be those of one worker.
+            keys = world.keys if world.keys.folder else KeyRing(Path(folder), create=True)
+            crew.enter(self._ray.put(Luggage.of(world, keys)))
+            self._crew, self._closing = crew, closing.pop_all()
+
+    def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
+        """The clients' answers, whoever computes them; ``together``, in one worker, with a thread each.
+
+        One worker, because a sum in the middle of a pass costs a visit of every client to the others: between
+        processes that takes longer than a client's part of a batch.
+        """
+        self._states = {}
+        self._exchange += 1
+        outcomes: dict[ClientId, Reply | Failure] = {}
+        for errand, result in self._crew.run(self._errands(requests, together)):
+            if isinstance(result, Failure):
+                outcomes |= dict.fromkeys(errand.clients, result)
+                continue
+            answers, seconds = result
+            self._pace[type(requests[errand.clients[0]])] = seconds / errand.work
+            for client, answer in zip(errand.clients, answers, strict=True):
+                outcomes[client] = self._read(client, answer)
+        return outcomes
+
+    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
+        """None: there is no pass over clients of several processes."""
+        return None
+
+    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+        """One client works on the travelling model, which stays at its worker for the next one."""
+        self._states = {}
+        sent, state = records.encode(task), self._state(client)
+        host: Crewman | None = None
+
+        def send(worker: Crewman) -> Any:
+            nonlocal host
+            host = worker
+            model = None if worker.cargo is cargo else records.encode(cargo)
+            return worker.actor.hop.remote(client, sent, state, model)
+
+        ((_, answer),) = self._crew.run(iter([Errand([client], 1.0, send)]))
+        if isinstance(answer, Failure):
+            return answer
+        reply = self._read(client, answer)
+        if isinstance(reply, Failure):
+            return reply
+        assert host is not None
+        host.cargo = moved = records.decode(answer.moved)
+        return moved, reply
+
+    def ride(self, kind: type[Request], cargo: Weights) -> None:
+        """None: every hop is a call of its own."""
+
+    def settle(self, accepted: Iterable[ClientId]) -> None:
+        """Keep what the accepted clients changed in their state."""
+        for client in accepted:
+            if client in self._states:
+                self.store.put(client, records.decode(self._states[client]))
+        self._states = {}
+
+    def close(self) -> None:
+        """Stop the workers, and the cluster if it was started for them; remove states that went to disk."""
+        self._closing.close()
+
+    def _errands(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Errand]:
+        """Calls, those of the longest work first; short ones are for several clients."""
+        sizes = self.world.assignment.sizes
+        work = {c: 1.0 + request.work(int(sizes[c])) for c, request in requests.items()}
+        # Many clients are often sent the very same request: it is encoded, and put into the store, once.
+        places = {id(request): place for place, request in enumerate(requests.values())}
+        payloads: dict[int, Any] = {}
+        exchange = self._exchange
+
+        def errand(clients: list[ClientId]) -> Errand:
+            which = [places[id(requests[client])] for client in clients]
+            for client, place in zip(clients, which, strict=True):
+                if place not in payloads:
+                    payloads[place] = self._payload(requests[client])
+            calls = [(client, place, self._state(client)) for client, place in zip(clients, which, strict=True)]
+            sent = [payloads[place] for place in dict.fromkeys(which)]
+            return Errand(
+                clients,
+                sum(work[client] for client in clients),
+                lambda worker: worker.actor.ask.remote(exchange, calls, together, *sent),
+            )
+
+        left = deque(sorted(requests, key=lambda client: (-work[client], client)))
+        if together:
+            yield errand(sorted(left))
+            return
+        while left:
+            # As in guided self-scheduling: ever fewer in a call, so that all workers end at about one time.
+            count = min(MOST_AT_ONCE, len(left) // (4 * len(self._crew)))
+            seconds = self._pace.get(type(requests[left[0]]), math.inf) * work[left[0]]
+            short = min(math.ceil(CALL_PAYS / max(seconds, 1e-9)), -(-len(left) // len(self._crew)))
+            yield errand([left.popleft() for _ in range(max(1, count, short))])
+
+    def _payload(self, request: Request) -> Any:
+        data: Payload = records.encode(request)
+        return data if len(data) <= INLINE else self._ray.put(np.frombuffer(data, dtype=np.uint8))
+
+    def _state(self, client: ClientId) -> bytes:
+        state = self.store.get(client)
+        return records.encode(dict(state)) if state else b""
+
+    def _read(self, client: ClientId, answer: Answer) -> Reply | Failure:
+        if answer.failure is not None or answer.reply is None:
+            reason = answer.failure.reason if answer.failure else "no reply"
+            error = ClientError(reason) if answer.raised else None
+            if error is not None:
+                error.add_note(answer.raised)
+            return Failure(reason, error, answer.failure is not None and answer.failure.bystander)
+        if answer.state is not None:
+            self._states[client] = answer.state
+        try:
+            reply: Reply = records.decode(answer.reply)
+        except WireError as error:
+            return Failure(str(error))
+        return reply
+
+
+@dataclass(frozen=True)
+class Errand:
+    """One call of a worker.
+
+    Args:
+        clients: Whom it answers for.
+        work: What it takes, in any unit.
+        send: Calls a worker; Ray's reference to what it will return.
+    """
+
+    clients: list[ClientId]
+    work: float
+    send: Callable[[Crewman], Any]
+
+
+@dataclass(eq=False)
+class Crewman:
+    """A worker as the engine sees it.
+
+    Args:
+        actor: Ray's handle.
+        hello: Ray's reference to its greeting, until it has come and the worker is ready.
+        name: Who it is.
+        running: What it was called for, by Ray's reference, in order.
+        cargo: The travelling model that it had last.
+    """
+
+    actor: Any
+    hello: Any = None
+    name: str = ""
+    running: dict[Any, Errand] = field(default_factory=dict)
+    cargo: Weights | None = None
+
+    @property
+    def load(self) -> tuple[float, int]:
+        """The work that it has, and in how many calls."""
+        return sum(errand.work for errand in self.running.values()), len(self.running)
+
+
+class Crew:
+    """Workers, each of which is replaced when it dies.
+
+    Args:
+        count: How many.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._ray = _import_ray()
+        self._class = self._ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
+        self._luggage: Any = None
+        # Ray itself hands on the script's and the current folder alone.
+        self._paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100  keeps links, as Python does
+        self._all = [Crewman(self._class.remote(self._paths)) for _ in range(count)]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.dismiss()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def enter(self, luggage: Any) -> None:
+        """Take all workers into a world, to which Ray's reference is given, and wait until one of them is there.
+
+        The others join in when they can: processes start at their own pace, and a cluster may have no room yet.
+
+        Raises:
+            FedstrataError: One cannot start, or none did in time.
+        """
+        self._luggage = luggage
+        for worker in self._all:
+            worker.hello, worker.cargo = worker.actor.enter.remote(luggage), None
+        while all(worker.hello is not None for worker in self._all):
+            self._wait()
+
+    def run(self, errands: Iterator[Errand]) -> Iterator[tuple[Errand, Any]]:
+        """Have errands run, each as soon as a worker has room for it.
+
+        Yields:
+            Each errand with what came of it, as they are done; a ``Failure`` where its worker died over it.
+        """
+        again: deque[Errand] = deque()
+        try:
+            while True:
+                self._hand_out(errands, again)
+                if not again and not any(worker.running for worker in self._all):
+                    return
+                worker, ref = self._wait()
+                if ref is None:
+                    continue
+                try:
+                    yield worker.running[ref], self._get(ref)
+                    del worker.running[ref]
+                except self._ray.exceptions.RayError as error:
+                    yield from self._bury(worker, error, again)
+        finally:
+            for worker in self._all:
+                worker.running.clear()
+
+    def dismiss(self) -> None:
+        """Stop them all."""
+        for worker in self._all:
+            self._ray.kill(worker.actor)
+        self._all = []
+
+    def _hand_out(self, errands: Iterator[Errand], again: deque[Errand]) -> None:
+        ready = [worker for worker in self._all if worker.hello is None]
+        while ready:
+            # Who has least to do comes first; the next errand waits with nobody who has more than others.
+            worker = min(ready, key=lambda worker: worker.load)
+            if len(worker.running) >= AHEAD:
+                return
+            errand = again.popleft() if again else next(errands, None)
+            if errand is None:
+                return
+            worker.running[errand.send(worker)] = errand
+
+    def _wait(self) -> tuple[Crewman, Any]:
+        """A worker, and one of its calls that is over; None when it has just come up."""
+        waiting = {ref: worker for worker in self._all for ref in worker.running}
+        waiting |= {worker.hello: worker for worker in self._all if worker.hello is not None}
+        nobody = all(worker.hello is not None for worker in self._all)
+        done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=START_SECONDS if nobody else None)
+        if not done:
+            raise FedstrataError(f"no worker of Ray's came up within {START_SECONDS:g} s")
+        ref, worker = done[0], waiting[done[0]]
+        if worker.hello != ref:
+            return worker, ref
+        try:
+            versions, worker.name = self._ray.get(ref)
+        except self._ray.exceptions.RayError as error:
+            raise FedstrataError(f"a worker of Ray's cannot start: {_last_line(error)}") from error
+        if versions != VERSIONS:
+            raise FedstrataError(f"{worker.name} runs {versions}, and this process {VERSIONS}; install the same")
+        worker.hello = None
+        return worker, None
+
+    def _get(self, ref: Any, timeout: float | None = None) -> Any:
+        """What a call returned.
+
+        Raises:
+            FedstrataError: The engine there refused it, or failed.
+            RayError: It was lost.
+        """
+        try:
+            return self._ray.get(ref, timeout=timeout)
+        except self._ray.exceptions.RayTaskError as error:
+            raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
+
+    def _bury(self, dead: Crewman, error: Exception, again: deque[Errand]) -> Iterator[tuple[Errand, Any]]:
+        """Replace a worker: it died over the first of its calls that is not done; the next one runs elsewhere."""
+        died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
+        for ref, errand in list(dead.running.items()):
+            try:
+                yield errand, self._get(ref, timeout=0)
+            except self._ray.exceptions.RayError:
+                yield errand, died
+                break
+            finally:
+                del dead.running[ref]
+        again.extend(dead.running.values())
+        dead.running = {}
+        self._ray.kill(dead.actor)
+        actor = self._class.remote(self._paths)
+        self._all[self._all.index(dead)] = Crewman(actor, actor.enter.remote(self._luggage))
+
+
+def _last_line(error: Exception) -> str:
+    """The gist of Ray's messages, which are long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ModuleNotFoundError:
+        raise ExtraMissingError("the engine 'ray'", "ray") from None
+
+
+def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
+    """Enter a cluster; how to leave it."""
+    if ray.is_initialized():
+        return lambda: None
+    # It speaks of itself before it looks at its own logging_level.
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError) as error:
+            raise SpecError(ADDRESS, f"no cluster can be joined there: {_last_line(error)}", address) from error
+    else:
+        ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
+    leave: Callable[[], None] = ray.shutdown
+    return leave

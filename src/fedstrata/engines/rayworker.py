@@ -1,0 +1,183 @@
+"""What runs in a process of Ray's: clients, as in the local engine, with messages and states that come as bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.clients.client import _CARRIERS, _HANDLERS, World
+from fedstrata.clients.keys import KeyRing
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.seam import Failure
+
+Payload = bytes | NDArray[np.uint8]
+"""An encoded tree: bytes, or an array where it lies in Ray's object store."""
+
+VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
+"""What must be alike everywhere."""
+
+_REGISTRIES: tuple[dict[Any, Any], ...] = (records._RECORDS, _HANDLERS, _CARRIERS)
+
+
+@dataclass(frozen=True)
+class Luggage:
+    """A world as it travels: once to each machine, where its workers read the arrays in place.
+
+    Args:
+        world: Without the data set's tensors.
+        arrays: The training samples and what normalises them, by field of the data set.
+        declared: Records and handlers that are not of this package, by registry.
+    """
+
+    world: World
+    arrays: dict[str, NDArray[Any]]
+    declared: tuple[dict[Any, Any], ...]
+
+    @classmethod
+    def of(cls, world: World, keys: KeyRing) -> Luggage:
+        """Pack a world, with the keys of its clients."""
+        data = world.data
+        tensors = {
+            field.name: value
+            for field in dataclasses.fields(data)
+            if isinstance(value := getattr(data, field.name), Tensor)
+        }
+        # Clients see neither the test set nor what the server may have.
+        arrays = {name: t.numpy() for name, t in tensors.items() if not name.endswith("_test")}
+        nothing: dict[str, Any] = {name: tensor[:0].clone() for name, tensor in tensors.items()}
+        shell = dataclasses.replace(data, **nothing)
+        # A module that workers can import declares its own again; what a notebook declares goes along.
+        declared = tuple(
+            {key: item for key, item in registry.items() if not item.__module__.startswith("fedstrata.")}
+            for registry in _REGISTRIES
+        )
+        # A worker is one process of many: it starts none of its own, and no GPU is its own.
+        training = world.job.training.model_copy(update={"workers": 1, "device": "cpu", "vectorise": False})
+        job = dataclasses.replace(world.job, training=training, spare=None)
+        return cls(dataclasses.replace(world, job=job, data=shell, keys=keys, prepared={}), arrays, declared)
+
+    def unpack(self) -> World:
+        """The world, whose data set reads the arrays where they lie."""
+        for registry, declared in zip(_REGISTRIES, self.declared, strict=True):
+            registry.update(declared)
+        tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+        return dataclasses.replace(self.world, data=dataclasses.replace(self.world.data, **tensors))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one client's request.
+
+    Args:
+        reply: The encoded reply; None for none.
+        state: The client's encoded state where it changed.
+        failure: Why there is no reply.
+        raised: The traceback of the exception, where there was one.
+        moved: The encoded model after a hop.
+    """
+
+    reply: bytes | None = None
+    state: bytes | None = None
+    failure: Failure | None = None
+    raised: str = ""
+    moved: bytes | None = None
+
+
+class Worker:
+    """Answers for whichever clients it is given.
+
+    Args:
+        paths: Where modules are looked for besides, such as that of a method of the user's own.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        sys.path += [path for path in paths if path not in sys.path]
+
+    def enter(self, luggage: Luggage) -> tuple[str, str]:
+        """Enter a world; the versions that run here, and who this is."""
+        # The object store is read-only, and nothing writes to a data set.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        world = luggage.unpack()
+        torch.set_num_threads(world.job.training.threads)
+        self._engine = LocalEngine(world, StateStore())
+        self._exchange, self._requests = -1, dict[int, Request]()
+        self._cargo: Weights | None = None
+        return VERSIONS, f"process {os.getpid()} on {platform.node()}"
+
+    def ask(
+        self,
+        exchange: int,
+        calls: Sequence[tuple[ClientId, int, bytes]],
+        together: bool,
+        *payloads: Payload,
+    ) -> tuple[list[Answer], float]:
+        """The answers of some clients, in order, and how many seconds they took.
+
+        Args:
+            exchange: Counts exchanges: what came earlier in this one is not decoded again.
+            calls: Client, number of its request in the exchange, and its encoded state; ``b""`` for none.
+            together: Whether they answer at the same time, as a group.
+            payloads: One for each different request of ``calls``, in the order in which they first appear.
+        """
+        if exchange != self._exchange:
+            self._exchange, self._requests = exchange, {}
+        for which, payload in zip(dict.fromkeys(which for _, which, _ in calls), payloads, strict=True):
+            if which not in self._requests:
+                self._requests[which] = records.decode(bytes(payload))
+        self._engine.store = store = StateStore()
+        for client, _, state in calls:
+            if state:
+                store.put(client, records.decode(state))
+        store.changed.clear()
+        requests = {client: self._requests[which] for client, which, _ in calls}
+        began = time.perf_counter()
+        outcomes = self._engine.ask(requests, together=together)
+        seconds = time.perf_counter() - began
+        self._engine.settle(requests)
+        return [self._answer(client, outcomes[client]) for client in requests], seconds
+
+    def hop(self, client: ClientId, task: bytes, state: bytes, cargo: bytes | None) -> Answer:
+        """Let a client work on the travelling model; None for ``cargo`` is the model that the last hop led to."""
+        weights: Weights | None = self._cargo if cargo is None else records.decode(cargo)
+        assert weights is not None
+        self._engine.store = store = StateStore()
+        if state:
+            store.put(client, records.decode(state))
+        store.changed.clear()
+        outcome = self._engine.hop(client, records.decode(task), weights)
+        if isinstance(outcome, Failure):
+            return self._answer(client, outcome)
+        self._engine.settle([client])
+        self._cargo, reply = outcome
+        return self._answer(client, reply, self._cargo)
+
+    def _answer(self, client: ClientId, outcome: Reply | Failure, moved: Weights | None = None) -> Answer:
+        if isinstance(outcome, Failure):
+            # An exception may hold anything; its text travels.
+            raised = "".join(traceback.format_exception(outcome.error)) if outcome.error is not None else ""
+            return Answer(failure=dataclasses.replace(outcome, error=None), raised=raised)
+        try:
+            reply = records.encode(outcome)
+            cargo = None if moved is None else records.encode(moved)
+            store = self._engine.store
+            state = records.encode(dict(store.get(client))) if client in store.changed else None
+        except Exception as error:
+            return self._answer(client, Failure(f"{type(error).__name__}: {error}", error))
+        return Answer(reply, state, moved=cargo)

@@ -1,0 +1,160 @@
+"""Trees of tensors between a process and its own forks, through memory that they share.
+
+Both sides are one program, so that plain values are pickled here (``multiprocessing`` does nothing else); tensors and
+arrays lie in shared memory and are read where they were written. Nothing of this leaves the machine.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedstrata.records import Tree
+
+ALIGNMENT = 64
+"""Bytes: what PyTorch's own allocator gives, so that kernels take the same path."""
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; named since Python 3.13
+
+LARGEST, SMALLEST = 1 << 36, 1 << 26
+"""Bytes of addresses to ask for; memory is taken when it is first written to."""
+
+
+class SharedMemory:
+    """Memory that a process shares with those that it forks afterwards; one side writes, the other reads.
+
+    The writer takes a block for each tree. The reader's tensors lie in it, and when the last of them is gone it notes
+    the block in ``free``, which the writer has to be told (``reuse``).
+
+    Raises:
+        OSError: The system does not even give the smallest size.
+    """
+
+    def __init__(self) -> None:
+        size = LARGEST
+        while True:
+            try:
+                self._map = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
+                break
+            except OSError:
+                if size <= SMALLEST:
+                    raise
+                size //= 2
+        self._size, self._used = size, 0
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._reusable: dict[int, list[int]] = {}
+        self.free: list[tuple[int, int]] = []
+        """Blocks that the reader does not need any more, (offset, bytes)."""
+
+    def reuse(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Blocks that the writer may use again."""
+        for offset, size in blocks:
+            self._reusable.setdefault(size, []).append(offset)
+
+    def write(self, tree: Tree) -> bytes:
+        """Put a tree's tensors into the memory; returns what ``read`` needs.
+
+        Raises:
+            MemoryError: There is no room left.
+            Exception: Something in the tree cannot be pickled.
+        """
+        buffer = io.BytesIO()
+        packer = _Packer(buffer)
+        packer.dump(tree)
+        offset = self._block(packer.size) if packer.size else 0
+        for begin, tensor in packer.tensors:
+            count = tensor.numel() * tensor.element_size()
+            target = self._bytes[offset + begin : offset + begin + count].view(tensor.dtype)
+            target.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        return pickle.dumps((offset, packer.size)) + buffer.getvalue()
+
+    def read(self, data: bytes, *, copy: bool = False) -> Tree:
+        """The tree; its tensors in the shared memory itself, or copies."""
+        stream = io.BytesIO(data)
+        offset, size = pickle.load(stream)
+        block = None
+        if size:
+            held = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=offset)
+            if not copy:
+                weakref.finalize(held, self.free.append, (offset, size)).atexit = False
+            block = torch.from_numpy(held)
+        return _Unpacker(stream, block, copy).load()
+
+    def done(self, data: bytes) -> None:
+        """What ``write`` returned has been read as copies: its block may be used again."""
+        offset, size = pickle.load(io.BytesIO(data))
+        if size:
+            self.reuse([(offset, size)])
+
+    def _block(self, size: int) -> int:
+        if free := self._reusable.get(size):
+            return free.pop()
+        if self._used + size > self._size:
+            raise MemoryError(f"no room for {size} bytes in the memory shared with worker processes")
+        self._used += size
+        return self._used - size
+
+
+class _Packer(pickle.Pickler):
+    """Leaves out tensors and arrays, and says where in a block they go."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=5)
+        self.tensors: list[tuple[int, Tensor]] = []
+        self.size = 0
+        self._places: dict[int, int] = {}
+
+    def persistent_id(self, node: Any) -> Any:
+        if type(node) is np.ndarray and node.dtype.kind in "biuf" and node.flags.c_contiguous and node.size:
+            kind, tensor = "array", torch.from_numpy(node if node.flags.writeable else node.copy())
+        elif type(node) is Tensor and node.layout is torch.strided and node.device.type == "cpu" and node.numel():
+            kind, tensor = "tensor", node.detach()
+        else:
+            return None
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        place = self._places.get(id(node))
+        if place is None:
+            place = self._places[id(node)] = self.size
+            self.tensors.append((place, tensor))
+            self.size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        return kind, place, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, block: Tensor | None, copy: bool) -> None:
+        super().__init__(stream)
+        self._block, self._copy = block, copy
+        self._made: dict[tuple[str, int], Any] = {}
+
+    def persistent_load(self, where: Any) -> Any:
+        kind, place, dtype, shape, stride = where
+        if (kind, place) in self._made:
+            return self._made[kind, place]
+        assert self._block is not None
+        count = dtype.itemsize
+        for side in shape:
+            count *= side
+        tensor = self._block[place : place + count].view(dtype).as_strided(shape, stride, place // dtype.itemsize)
+        if self._copy:
+            tensor = tensor.clone()
+        made = self._made[kind, place] = tensor.numpy() if kind == "array" else tensor
+        return made
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory without gap or overlap, in whatever order."""
+    expected = 1
+    for stride, side in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= side
+    return True

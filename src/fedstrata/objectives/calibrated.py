@@ -1,0 +1,137 @@
+"""Cross-entropy on calibrated logits, scale · z + shift by class, which corrects a client's skewed labels.
+
+FedRS (Li and Zhan 2021), FedLC (Zhang et al. 2022) and balanced softmax (Ren et al. 2020; Chen and Chao 2022 in FL).
+All are computed as cross-entropy on shifted logits, never as a logarithm of a sum of exponentials.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor
+
+from fedstrata.federation.messages import FitReply, Params
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import Batch, Context, PerSample
+
+EXCLUDED = -1e9
+"""The shift of a class that has no part in the softmax: its probability and its gradient are exactly 0, and nothing is
+infinite, so that no gradient becomes NaN."""
+
+
+def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
+    """The logarithm of p̂(c) = (1 − ε) n(c) / n + ε / C (ReBaFL, Eq. 10); ``EXCLUDED`` where p̂ is 0.
+
+    Args:
+        counts: n(c), or any multiple of it, shape (C,).
+        epsilon: ε in [0, 1]; 0 is the plain prior, 1 the uniform one.
+
+    Returns:
+        Shape (C,).
+
+    >>> log_prior(torch.tensor([3.0, 1.0, 0.0]), 0.4).exp()
+    tensor([0.5833, 0.2833, 0.1333])
+    """
+    share = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
+    prior = (1 - epsilon) * share + epsilon / len(counts)
+    # The logarithm is taken of a 1 where it will not be used: 0 · inf would be NaN.
+    return torch.where(prior > 0, torch.where(prior > 0, prior, 1.0).log(), EXCLUDED)
+
+
+def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
+    """How many clients learnt nothing.
+
+    With one class in the softmax its probability is 1: every loss and every gradient is exactly 0, and only weight
+    decay and corrections still move such a client's model.
+    """
+    return {"idle_clients": sum(reply.loss == 0 for reply in replies)}
+
+
+class Calibrated(PerSample):
+    """Cross-entropy on ``scale`` · z + ``shift``, constants of a client's class counts."""
+
+    @abstractmethod
+    def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and shift of every class, shape (C,); None for 1 and 0.
+
+        Args:
+            counts: n_k(c), shape (C,), float32.
+        """
+
+    def begin(self, model: Model, context: Context) -> Context:
+        """They are the same at every step."""
+        scale, shift = self.calibration(context.counts)
+        return context.deriving(scale=scale, shift=shift)
+
+    def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """−log softmax(scale · z + shift)[y], shape (B,)."""
+        return F.cross_entropy(calibrate(model(params, batch.x), context), batch.y, reduction="none")
+
+
+def calibrate(logits: Tensor, context: Context) -> Tensor:
+    """The logits with the scale and the shift that ``begin`` derived."""
+    scale, shift = context.derived["scale"], context.derived["shift"]
+    logits = logits if scale is None else logits * scale
+    return logits if shift is None else logits + shift
+
+
+class Restricted(Calibrated):
+    """FedRS's restricted softmax: logits of classes that the client lacks count for less (Eq. 5).
+
+    They push the missing classes' weights away with less force.
+
+    Args:
+        alpha: α, what these logits are multiplied with; 1 is FedAvg, 0 freezes the missing classes' weights.
+    """
+
+    alpha: float = Field(default=0.5, ge=0, le=1)
+
+    def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """α for missing classes, 1 for the others."""
+        return torch.where(counts > 0, 1.0, self.alpha), None
+
+
+class Margins(Calibrated):
+    """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
+
+    The margin of a class without a sample is infinite as the formula stands. ``excluded`` takes it so: the class has no
+    part in the softmax, as in balanced softmax, and a client of one class learns nothing (``idle_clients``). ``one``
+    gives it the margin of a class with one sample, τ.
+
+    Args:
+        tau: τ, the strength.
+        missing: The margin of a class without a sample.
+    """
+
+    tau: NonNegativeFloat = 1.0
+    missing: Literal["excluded", "one"] = "excluded"
+
+    def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The margins as a shift."""
+        margins = self.tau * counts.clamp(min=1) ** -0.25
+        return None, torch.where(counts > 0, -margins, EXCLUDED) if self.missing == "excluded" else -margins
+
+    def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
+        """``idle_clients``."""
+        return idle_clients(replies)
+
+
+class Balanced(Calibrated):
+    """Balanced softmax with the client's own class shares as prior (ReBaFL, Eq. 8).
+
+    Missing classes have prior 0 and so no part in the softmax. A client of one class learns nothing
+    (``idle_clients``).
+    """
+
+    def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """The logarithm of the prior as a shift."""
+        return None, log_prior(counts)
+
+    def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
+        """``idle_clients``."""
+        return idle_clients(replies)

@@ -1,0 +1,75 @@
+"""MOON's model-contrastive loss (Li, He and Song 2021, Eq. 3)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from fedstrata.federation.messages import Extra, Params, Weights
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
+from fedstrata.objectives.prototypes import evaluating
+from fedstrata.records import Tree
+
+
+def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
+    """−log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ) with cosine similarity.
+
+    Args:
+        z: Features of the model in training, shape (B, …).
+        positive: z⁺, of the global model.
+        negative: z⁻, of the client's last model.
+        temperature: τ.
+
+    Returns:
+        Shape (B,).
+
+    >>> z = torch.tensor([[2.0, 0.0]])
+    >>> contrastive(z, z, -z, 1.0).exp() - 1  # e⁻² more than 1
+    tensor([0.1353])
+    """
+    near = F.cosine_similarity(z.flatten(1), positive.flatten(1))
+    far = F.cosine_similarity(z.flatten(1), negative.flatten(1))
+    # log(1 + e^x) of the difference: the two-class cross-entropy without its exponentials.
+    return F.softplus((far - near) / temperature)
+
+
+class Contrastive(PerSample):
+    """Cross-entropy + μ · contrastive loss: towards the global model's features, away from the client's last ones.
+
+    The features are the head's input. The two frozen models run in evaluation mode with buffers of their own. A
+    client's first time its last model is the global one, and then the loss has no gradient. A client keeps a whole
+    model between the rounds.
+
+    Args:
+        mu: μ. The paper's grid is 0.1, 1, 5 and 10.
+        temperature: τ.
+    """
+
+    mu: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 0.5
+
+    def survey(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
+        """The received buffers, which training changes."""
+        return {**received, "buffers": weights.buffers}
+
+    def begin(self, model: Model, context: Context) -> Context:
+        """The two models to compare with."""
+        theirs = {**context.start, **context.received["buffers"]}
+        return context.deriving(positive=theirs, negative=context.kept or theirs)
+
+    def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
+        """Both losses of every sample, shape (B,)."""
+        features, logits = model.with_features(params, batch.x)
+        with torch.no_grad(), evaluating(model):
+            positive, negative = (
+                model.with_features(context.derived[which], batch.x)[0] for which in ("positive", "negative")
+            )
+        second = contrastive(features, positive, negative, self.temperature)
+        return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
+
+    def finish(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+        """The client's model is the negative of its next time."""
+        return {}, {**trained.params, **trained.model.current_buffers()}
