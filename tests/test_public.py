@@ -10,10 +10,11 @@ import pytest
 import fedstrata as fs
 
 NAMES = """
-    Aggregator Always Assignment Bernoulli Classes ClientSampler ClusteredSampling Data DataSampler Dataset
-    Dirichlet Domains Evaluation Experiment FedAvg FedProx FedSSAR FedSTS FedSTaS FedSampling FedTAN Given Grouped
-    Groups History IID Method Model Objective Partition Persistent PowerLaw PowerOfChoice Recipe SCAFFOLD SFL
-    Shards Stratify Trace Training __version__ compare from_arrays prepare run
+    Aggregator Always Assignment BSMFedAvg Bernoulli Classes ClientSampler ClusteredSampling Data DataSampler
+    Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR
+    FedSTS FedSTaS FedSampling FedTAN Given Grouped Groups History IID MOON Method Model Objective Partition
+    Persistent PowerLaw PowerOfChoice ReBaFL Recipe SCAFFOLD SFL Shards Stratify Trace Training __version__
+    compare from_arrays prepare run
 """
 PUBLIC = NAMES.split()
 

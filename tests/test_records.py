@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 import struct
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -282,3 +283,41 @@ def test_sums_are_taken_leaf_by_leaf():
 def test_leaves_come_in_order():
     tree = Pair({"a": 1, "b": (torch.ones(1), "t")}, [None, 2.5])
     assert [type(leaf).__name__ for leaf in records.leaves_of(tree)] == ["int", "Tensor", "str", "NoneType", "float"]
+
+
+@pytest.mark.parametrize("dtype", [*records._SAFETENSORS, torch.complex64, torch.uint16, torch.float8_e5m2])
+def test_the_size_of_every_dtype_beside_others(dtype):
+    for shape in ((), (0,), (3,), (12, 1, 105)):
+        mixed = [torch.zeros(shape, dtype=each) for each in (torch.bool, dtype, torch.float32, dtype, torch.int64)]
+        tree = {"many": [*mixed, *mixed, *mixed], "n": (1, 0.5, 2**70, True)}
+        assert size(tree) == len(encode(tree)) == size(tree)
+
+
+def test_trees_of_one_form_are_told_from_others():
+    alike_but_not = [
+        [1],
+        (1,),
+        {"a": 1},
+        {"$a": 1},
+        {1: 1},
+        {True: 1},
+        {2**64: 1},
+        [True],
+        [False],
+        [None],
+        [1.0],
+        ["1"],
+        ["11"],
+        [b"1"],
+        [b"11"],
+        [np.zeros(1)],
+        [torch.zeros(1)],
+        [torch.zeros(1, 1)],
+        [2**64],
+        [2**65 + 2**90],
+        Pair(1, [1]),
+        OrderedDict(a=torch.zeros(7)),
+        OrderedDict(a=torch.zeros(8)),
+    ]
+    for tree in alike_but_not * 2:
+        assert size(tree) == len(encode(tree))

@@ -57,12 +57,12 @@ def test_a_round_touches_only_who_takes_part(monkeypatch, method):
         made.clear()
         x = np.random.default_rng(0).normal(size=(2 * clients + 50, 4)).astype(np.float32)
         y = np.arange(len(x)) % 2
-        choice = {"name": method, "refresh": "participants"} if method == "fedstas" else method
+        choice = {"name": method, "refresh": "participants", "gradients": "asked"} if method == "fedstas" else method
         history = fs.run(
             fs.Experiment(
                 partition=fs.IID(clients=clients),
                 method=choice,
-                training=fs.Training(rounds=3, clients_per_round=20, local_epochs=1),
+                training=fs.Training(rounds=3, clients_per_round=20, local_epochs=1, workers=1),
                 evaluation=fs.Evaluation(every=0),
             ),
             data=(x[: 2 * clients], y[: 2 * clients], x[2 * clients :], y[2 * clients :]),

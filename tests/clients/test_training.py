@@ -274,3 +274,33 @@ def test_training_does_not_touch_what_it_was_given(tiny):
     assert outcome.steps == 4
     assert all(torch.equal(w, copies.params[n]) for n, w in sent.params.items())
     assert all(torch.equal(b, copies.buffers[n]) for n, b in sent.buffers.items())
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_bf16_trains_nearly_the_same_and_leaves_float32(tiny, chain):
+    def fitted(precision):
+        torch.manual_seed(0)
+        more = {"module": nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))} if chain else {}
+        return one_fit(tiny(batch_size=8, local_epochs=3, lr=0.3, precision=precision, **more))
+
+    exact, rough = fitted("float32"), fitted("bf16")
+    for name, w in rough.weights.params.items():
+        assert w.dtype == torch.float32
+        torch.testing.assert_close(w, exact.weights.params[name], rtol=0.05, atol=0.02)
+    assert any(not torch.equal(w, exact.weights.params[name]) for name, w in rough.weights.params.items())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"momentum": 0.9}, {"weight_decay": 0.3}, {"momentum": 0.7, "weight_decay": 0.1, "clip": 0.2}],
+    ids=str,
+)
+def test_a_chain_of_linear_layers_is_trained_by_hand_as_pytorch_does(tiny, settings):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
+    federation = tiny(batch_size=8, local_epochs=5, lr=0.3, module=module, **settings)
+    reply = one_fit(federation)
+    assert federation.engine.world.prepared["dense"] is not None
+    settings = {{"weight_decay": "decay"}.get(key, key): value for key, value in settings.items()}
+    for name, w in by_hand(federation, lr=0.3, steps=5, **settings).items():
+        torch.testing.assert_close(reply.weights.params[name], w, rtol=1e-5, atol=1e-6)

@@ -127,7 +127,9 @@ def test_fewer_clients_than_strata_is_said():
 
 
 def test_participants_renew_and_the_others_keep_their_last(start):
-    started = start(spec({"name": "fedsts", "strata": 3, "coordinates": 32, "refresh": "participants"}))
+    started = start(
+        spec({"name": "fedsts", "strata": 3, "coordinates": 32, "refresh": "participants", "gradients": "asked"})
+    )
     started.step()
     assert len(started.state.clients.known) == len(started.state.clients.participants) == 6
     for number in range(2, 7):
@@ -201,7 +203,9 @@ class UnpluggedError(Exception):
     """Pulls the plug."""
 
 
-@pytest.mark.parametrize("method", [FEDSTAS, {**FEDSTAS, "refresh": "participants", "epsilon": 3.0, "bound": 500}])
+@pytest.mark.parametrize(
+    "method", [FEDSTAS, {**FEDSTAS, "refresh": "participants", "gradients": "asked", "epsilon": 3.0, "bound": 500}]
+)
 def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):
     wanted = spec({**method, "aggregation": "horvitz-thompson"}, rounds=5)
     whole = fs.run(wanted, out=tmp_path / "whole")

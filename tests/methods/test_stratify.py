@@ -9,7 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.clients.client import World
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
 from fedstrata.experiment import prepare
+from fedstrata.federation.messages import Gradient, Reserve, Weights
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.rng import torch_seeded
 
@@ -283,3 +287,30 @@ def test_an_own_seed_gives_another_epoch_and_the_same_seed_the_same(start, balan
     first, again, other = (run.state.weights.params["body.1.weight"] for run in runs)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+
+
+def test_a_layer_that_draws_is_seeded_from_the_first_batch_on(balanced):
+    with torch_seeded(0, "module"):
+        module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5))
+    prepared = prepare(spec_of("iid", clients=3), data=balanced, model=module)
+    world = World(prepared.job, prepared.data, prepared.assignment, prepared.spec.method.objective_in_use())
+    engine = LocalEngine(world, StateStore())
+    ask = {
+        k: Reserve(1, torch.zeros(4, dtype=torch.int64), torch.arange(4), torch.empty(0).long(), True) for k in (0, 2)
+    }
+    engine.ask(ask, together=False)
+    engine.settle(ask)
+    weights = Weights(prepared.job.model.params(), prepared.job.model.buffers())
+    generator = torch.get_rng_state()
+    # The first pass finds that the model draws and is repeated; later ones know.
+    replies = [engine.ask_fused(dict.fromkeys(ask, Gradient(1, 0, weights))) for _ in range(3)]
+    assert world.prepared["draws"]
+    assert torch.equal(torch.get_rng_state(), generator)
+    for reply in replies:
+        assert reply.samples == 8
+        assert reply.loss == replies[0].loss
+        assert int(reply.buffers["1.num_batches_tracked"]) == 1
+        for name, tensor in reply.gradient.items():
+            assert torch.equal(tensor, replies[0].gradient[name])
+    other = engine.ask_fused(dict.fromkeys(ask, Gradient(2, 0, weights)))
+    assert other.loss != replies[0].loss

@@ -292,3 +292,27 @@ def test_a_model_that_stays_loaded():
     assert all(torch.equal(params[name], tensor) for name, tensor in other.items())
     assert all(torch.equal(made.current_buffers()[name], tensor) for name, tensor in buffers.items())
     assert all(tensor.requires_grad for tensor in params.values())
+
+
+def test_shared_parameters_are_read_where_they_lie_and_left_alone_afterwards():
+    model = Model(
+        nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, 2)).to(memory_format=torch.channels_last)
+    )
+    with pytest.raises(RuntimeError, match="loaded"):
+        model.share(model.params())
+    params = model.load_for_good()
+    given = {name: tensor + 1 for name, tensor in model.params().items()}
+    given["0.weight"] = given["0.weight"].contiguous()  # as it comes from a wire
+    before = {name: tensor.clone() for name, tensor in given.items()}
+    x = torch.randn(4, 2, 2, 2)
+    for _ in range(2):
+        model.share(given)
+        assert torch.equal(model(params, x), model({**given}, x))
+        assert params["2.weight"].data_ptr() == given["2.weight"].data_ptr()
+        assert params["0.weight"].is_contiguous(memory_format=torch.channels_last)
+    given["2.weight"] += 1
+    before["2.weight"] += 1
+    assert torch.equal(params["2.weight"], given["2.weight"])
+    model.reload({name: torch.zeros_like(tensor) for name, tensor in given.items()})
+    assert all(not tensor.any() for tensor in params.values())
+    assert all(torch.equal(given[name], tensor) for name, tensor in before.items())

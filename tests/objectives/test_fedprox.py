@@ -58,7 +58,9 @@ def test_three_steps_are_those_of_the_penalised_loss():
 def test_without_strength_it_is_fedavg_and_with_much_it_stays_near():
     plain = trained("cross-entropy", linear(), steps=8)
     none = trained({"name": "fedprox", "mu": 0}, linear(), steps=8)
-    assert all(torch.equal(plain[name], none[name]) for name in plain)
+    # FedAvg's step goes straight into the weights of a linear layer: the same sums in another order.
+    for name in plain:
+        torch.testing.assert_close(none[name], plain[name], rtol=1e-5, atol=1e-6)
     moved = [
         float((trained({"name": "fedprox", "mu": mu}, linear(), steps=8)["weight"] - linear().weight).detach().norm())
         for mu in (0.0, 1.0, 4.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-import kmeans1d
+import ckmeans
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -48,9 +48,8 @@ def test_as_cheap_as_the_plain_program(kind, size, count):
     values = KINDS[kind](np.random.default_rng(size), size)
     distinct, weights = np.unique(values, return_counts=True)
     found = segment(distinct, weights, count)
-    codes, _ = kmeans1d.cluster(values, count)
-    order = np.argsort(values, kind="stable")
-    theirs = cost(np.sort(values), np.ones(size), np.flatnonzero(np.diff(np.array(codes)[order])) + 1)
+    cuts = np.cumsum([len(group) for group in ckmeans.ckmeans(values, count)[:-1]])
+    theirs = cost(np.sort(values), np.ones(size), cuts)
     assert cost(distinct, weights, found) == pytest.approx(theirs, rel=1e-9)
 
 

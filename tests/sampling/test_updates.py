@@ -8,6 +8,7 @@ import pytest
 import fedstrata as fs
 from fedstrata import records
 from fedstrata.aggregation.base import HorvitzThompson
+from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Compress
 from fedstrata.sampling import stratified
 from fedstrata.sampling.squeeze import restore
@@ -16,12 +17,12 @@ from fedstrata.sampling.stratified import Stratified, stratify
 
 def test_one_full_batch_step_gives_the_clients_gradient(tiny):
     federation = tiny(5, clients_per_round=3, batch_size=8, lr=0.25)
-    sampler = Stratified(strata=2, refresh="updates", centres=256)
+    sampler = Stratified(strata=2, refresh="participants", centres=255)
     selection, state = sampler.select(federation, sampler.init(federation), federation.weights)
     replies = federation.ask(federation.fits(*selection.clients.tolist()))
     state = sampler.observe(state, replies)
     assert state.known.tolist() == selection.clients.tolist()
-    asked = federation.ask(dict.fromkeys(selection.clients.tolist(), Compress(1, federation.weights, 256, 2048)))
+    asked = federation.ask(dict.fromkeys(selection.clients.tolist(), Compress(1, federation.weights, 255, 2048)))
     for point, reply in zip(state.points, asked.values(), strict=True):
         gradient = restore(reply.centres.numpy(), reply.codes.numpy(), reply.length)
         np.testing.assert_allclose(point, gradient, atol=1e-5)
@@ -31,19 +32,19 @@ def test_one_full_batch_step_gives_the_clients_gradient(tiny):
 def test_an_update_counts_by_the_step(tiny):
     """Two steps at a rate of their own: the mean of two gradients, about as long as one."""
     federation = tiny(4, clients_per_round=4, batch_size=4, lr=1e-4)
-    sampler = Stratified(strata=2, refresh="updates")
+    sampler = Stratified(strata=2, refresh="participants")
     _, state = sampler.select(federation, sampler.init(federation), federation.weights)
     replies = federation.ask(federation.fits())
     assert {reply.steps for reply in replies.values()} == {2}
     few = np.linalg.norm(sampler.observe(state, replies).points, axis=1)
-    asked = federation.ask(dict.fromkeys(range(4), Compress(1, federation.weights, 256, 2048)))
+    asked = federation.ask(dict.fromkeys(range(4), Compress(1, federation.weights, 255, 2048)))
     gradients = [restore(r.centres.numpy(), r.codes.numpy(), r.length) for r in asked.values()]
     np.testing.assert_allclose(few, np.linalg.norm(gradients, axis=1), rtol=0.05)
 
 
 def test_nobody_is_asked_and_everybody_becomes_known(tiny):
     federation = tiny(12, clients_per_round=4)
-    sampler = Stratified(strata=3, refresh="updates")
+    sampler = Stratified(strata=3, refresh="participants")
     state, unknown = sampler.init(federation), []
     for round in range(1, 12):
         federation.begin(round)
@@ -65,7 +66,7 @@ def test_nobody_is_asked_and_everybody_becomes_known(tiny):
 def test_strangers_are_drawn_alike_and_the_aggregate_stays_unbiased(tiny):
     """Six known clients and six strangers: E[a_k] = 1/N for each of them, over 1,200 rounds."""
     federation = tiny(12, clients_per_round=4)
-    sampler = Stratified(strata=3, refresh="updates", replacement=True)
+    sampler = Stratified(strata=3, refresh="participants", replacement=True)
     _, state = sampler.select(federation, sampler.init(federation), federation.weights)
     state = sampler.observe(state, federation.ask(federation.fits(0, 2, 4, 6, 8, 10)))
     total, squares = np.zeros(12), np.zeros(12)
@@ -81,10 +82,19 @@ def test_strangers_are_drawn_alike_and_the_aggregate_stays_unbiased(tiny):
     assert (np.abs(mean - 1 / 12) < 4.5 * error).all()
 
 
-@pytest.mark.parametrize(("clients", "refresh"), [(1000, "all"), (1001, "updates")])
+@pytest.mark.parametrize(("clients", "refresh"), [(1000, "all"), (1001, "participants")])
 def test_who_is_asked_by_default(clients, refresh):
-    spec = fs.Experiment(method="fedsts", partition=fs.IID(clients=clients))
-    assert Stratified()._refreshes(fs.prepare(spec).job) == refresh
+    job = fs.prepare(fs.Experiment(method="fedsts", partition=fs.IID(clients=clients))).job
+    assert Stratified()._refreshes(job) == refresh
+    assert Stratified()._uses_updates(job) == (refresh == "participants")
+    assert Stratified(gradients="updates")._refreshes(job) == "participants"
+    assert not Stratified(gradients="asked")._uses_updates(job)
+
+
+def test_there_are_no_updates_of_everybody():
+    spec = fs.Experiment(method={"name": "fedsts", "refresh": "all", "gradients": "updates"})
+    with pytest.raises(SpecError, match=r"method\.gradients = 'updates': there are updates of participants alone"):
+        fs.prepare(spec)
 
 
 def test_many_points_are_clustered_by_a_subset(monkeypatch):
@@ -101,7 +111,7 @@ def test_many_points_are_clustered_by_a_subset(monkeypatch):
 def test_it_learns():
     history = fs.run(
         fs.Experiment(
-            method={"name": "fedsts", "refresh": "updates", "strata": 5},
+            method={"name": "fedsts", "gradients": "updates", "strata": 5},
             partition=fs.Dirichlet(alpha=0.1, clients=30),
             training=fs.Training(rounds=25, lr=0.2, clients_per_round=10),
         )

@@ -1,0 +1,47 @@
+"""A short run of ReBaFL on the digits, and what is sent in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedstrata as fs
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    """The spec of a tiny run; sections are merged."""
+    table: dict[str, Any] = {
+        "seed": 1,
+        "data": {"name": "digits"},
+        "partition": {"name": "classes", "clients": 4, "per_client": 5},
+        "availability": {"name": "bernoulli", "p": 0.7},
+        "method": {"name": "rebafl"},
+        "model": {"name": "cnn"},
+        "training": {"rounds": 3, "clients_per_round": 4, "local_epochs": 1, "batch_size": 16, "lr": 0.05},
+        "evaluation": {"checkpoint_every": 1},
+    }
+    for section, settings in changes.items():
+        table[section] = table[section] | settings if section != "method" else settings
+    return table
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Runs a changed spec; gives its folder."""
+
+    def make(**changes: Any) -> Path:
+        fs.run(experiment(**changes), out=tmp_path / "run")
+        return tmp_path / "run"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the plain run."""
+    folder = tmp_path_factory.mktemp("audit") / "run"
+    fs.run(experiment(), out=folder)
+    return folder

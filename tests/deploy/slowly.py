@@ -1,0 +1,25 @@
+"""SCAFFOLD that takes its time, so that a test can hit the middle of a round on any machine."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fedstrata.methods.scaffold import SCAFFOLD
+from fedstrata.objectives.base import Objective
+from fedstrata.objectives.scaffold import Scaffold
+
+
+class SlowScaffold(Scaffold):
+    """Half a second before the first step."""
+
+    def begin(self, model: Any, context: Any) -> Any:
+        time.sleep(0.5)
+        return super().begin(model, context)
+
+
+class Slow(SCAFFOLD):
+    """Sites find it by name: like a package of their own that they installed."""
+
+    def default_objective(self) -> Objective:
+        return SlowScaffold()

@@ -1,0 +1,394 @@
+"""Deployments: what is asked for, what is written, and one that runs as separate processes with mutual TLS."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import stat
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tomli_w
+
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.deploy.configuration import CLASSES, ERROR, described, raised, write_job
+from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.host import Host
+from fedstrata.deploy.provision import provision
+from fedstrata.deploy.settings import LOCAL, Plan, SiteSettings
+from fedstrata.deploy.simulator import _sites_before
+from fedstrata.engines.nvflare.wire import Agreed
+from fedstrata.errors import DataError, ExtraMissingError, FedstrataError, SpecError
+from fedstrata.experiment import prepare
+
+needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals.toml"
+SPEC = """
+method = "scaffold"
+model = { name = "mlp", hidden = [16] }
+[partition]
+name = "dirichlet"
+clients = 3
+[training]
+rounds = 2
+local_steps = 3
+execution = "per-client"
+"""
+
+
+def _sites(path: Path, text: str) -> Sites:
+    (path / "sites.toml").write_text(text)
+    return Sites.read(path / "sites.toml")
+
+
+def test_the_example_is_a_trial_of_three_hospitals() -> None:
+    sites = Sites.read(EXAMPLE)
+    assert list(sites.site) == ["hospital-a", "hospital-b", "hospital-c"]
+    assert sites.agreed is None
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "site: needed"),
+        ("[site]", "site"),
+        ("[site.a]\nfile = 'x'", r"site.a.file.*unknown key; accepted here: data, keys.*line 2"),
+        ("[site.a]\n[site.'b c']", "'b c': expected letters, digits and hyphens"),
+        ("[site.server]", "'server': expected"),
+        ("least = 3\n[site.a]", "least = 3, and there are 1 sites"),
+        ("[site.a]\ndata = 'a.npz'", r"a.npz is a file of its own: say in \[agreed\]"),
+        ("[site.a]\n[agreed]\nshape = [4]\nclasses = 2", "server.data must name a file with test samples"),
+        ("[site.a]\n[agreed]\nshape = [4]\nclasses = 2\nshift = [1, 2]", "2 numbers of shift or scale for 4"),
+        ("site = 3 =", "cannot be read as TOML"),
+    ],
+)
+def test_what_is_wrong_with_the_sites_is_said_and_where(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem):
+        _sites(tmp_path, text)
+
+
+def test_a_missing_file_of_sites_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no such file"):
+        Sites.read(tmp_path / "none.toml")
+
+
+def test_clients_of_the_partition_are_dealt_to_the_sites_in_order(tmp_path: Path) -> None:
+    spec = fs.Experiment(partition=fs.IID(clients=5))
+    assert _sites(tmp_path, "[site.b]\n[site.a]").homes(spec) == ("b", "b", "b", "a", "a")
+    with pytest.raises(SpecError, match="there are 6 sites; at least so many"):
+        _sites(tmp_path, "".join(f"[site.s{n}]\n" for n in range(6))).homes(spec)
+
+
+def test_a_plan_survives_json() -> None:
+    plan = Plan("run.toml", "run", 2, ("a", "b"), Agreed([4], 2, [0.5], []), 3.0, False)
+    assert Plan.from_table(json.loads(json.dumps(plan.table()))) == plan
+
+
+def test_a_sites_own_settings(tmp_path: Path) -> None:
+    assert SiteSettings.read(tmp_path) == SiteSettings()
+    (tmp_path / LOCAL).parent.mkdir()
+    (tmp_path / LOCAL).write_text('data = "own.npz"\nsecure = true')
+    assert SiteSettings.read(tmp_path) == SiteSettings(data=tmp_path / "own.npz", secure=True)
+    settings = SiteSettings(data=tmp_path / "own.npz", patience=8.0, allow=["own"], simulated=True)
+    (tmp_path / LOCAL).write_text(tomli_w.dumps(settings.table()))
+    assert SiteSettings.read(tmp_path) == settings
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('date = "own.npz"', r"date = 'own.npz': unknown key; accepted here: data, keys.*did you mean 'data'"),
+        ("patience = -1", r"patience = -1: input should be greater than 0"),
+        ('patience = "long"', r"patience = 'long': .*number"),
+        ('secure = "perhaps"', r"secure = 'perhaps': .*boolean"),
+        ("data = 5", r"data = 5: .*path"),
+        ('allow = "own"', r"allow = 'own': .*list"),
+    ],
+)
+def test_what_is_wrong_with_a_sites_own_settings_is_said_and_where(tmp_path: Path, line: str, problem: str) -> None:
+    (tmp_path / LOCAL).parent.mkdir()
+    (tmp_path / LOCAL).write_text(f"# ours\n{line}")
+    with pytest.raises(SpecError, match=rf"{problem}.*fedstrata\.toml, line 2\)"):
+        SiteSettings.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SpecError("method.mu", "too large", 7),
+        SpecError("method.mu", "needed"),
+        SpecError("data", "no file", Path("own.npz")),
+        SpecError("shape", "too long", (1, 2)),
+        ExtraMissingError("NVFlare", "nvflare"),
+        DataError("gone"),
+        FedstrataError("x"),
+        ValueError("y"),
+    ],
+)
+def test_errors_of_a_server_come_back_as_what_they_were(tmp_path: Path, error: Exception) -> None:
+    (tmp_path / ERROR).write_text(json.dumps(described(error)))
+    again = raised(tmp_path / ERROR)
+    assert type(again) is (type(error) if isinstance(error, FedstrataError) else FedstrataError)
+    assert str(again) == (str(error) if isinstance(error, FedstrataError) else "ValueError: y")
+
+
+def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ExtraMissingError, match=r"fedstrata\[nvflare\]"):
+        provision(fs.Experiment(), Sites.read(EXAMPLE), tmp_path / "out")
+
+
+class _Line:
+    """Sites in this process, as a server reaches them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sites = {
+            name: Host(name, folder / name, lambda target, data: b"", patience=1.0) for name in ("a", "b", "c")
+        }
+
+    def send(self, site: str, data: bytes, patience: float) -> object:
+        return self.sites[site].call("server", data)
+
+
+@needs_nvflare
+def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(tmp_path: Path) -> None:
+    from fedstrata.deploy.job import Server, folder_of
+
+    old = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
+    new = old.replace("rounds = 2", "rounds = 1")
+    assert new != old
+    plan, deployed, simulated = Plan("run.toml", "run", 3), SiteSettings(), SiteSettings(simulated=True)
+    for settings in (deployed, simulated):
+        folder = folder_of(plan, old, tmp_path / "server", settings)
+        Server([])._run(plan, old, folder, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
+        assert len(fs.History.load(folder)) == 2
+    other = folder_of(plan, new, tmp_path / "server", deployed)
+    Server([])._run(plan, new, other, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
+    assert len(fs.History.load(other)) == 1
+    with pytest.raises(SpecError, match="holds a run of another spec"):
+        Server([])._run(plan, new, folder, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
+    assert (folder / "spec.toml").read_text() == old
+
+
+@needs_nvflare
+def test_nothing_is_imported_from_where_jobs_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedstrata.deploy.job import _settings
+
+    monkeypatch.chdir(tmp_path)
+    before = [str(tmp_path), "", *(entry for entry in sys.path if entry)]
+    monkeypatch.setattr(sys, "path", list(before))
+    assert _settings(tmp_path).packages == []
+    assert sys.path == before[2:]
+
+
+class _Session:
+    """A server as an administrator sees it, which says what a test tells it to."""
+
+    def __init__(self, folder: Path, *trouble: Exception, at: str, jobs: list[dict[str, str]]) -> None:
+        self.folder, self.trouble, self.at, self.jobs = folder, list(trouble), at, jobs
+        self.submitted = 0
+
+    def _answer(self, what: str, answer: object) -> Any:
+        if what == self.at and self.trouble:
+            raise self.trouble.pop(0)
+        return answer
+
+    def close(self) -> None:
+        pass
+
+    def get_connected_client_list(self) -> Any:
+        return ["a"]
+
+    def list_jobs(self) -> Any:
+        return self.jobs
+
+    def submit_job(self, path: str) -> Any:
+        self.submitted += 1
+        return self._answer("submit", "new")
+
+    def get_job_status(self, job: str) -> Any:
+        return self._answer("status", "FINISHED:COMPLETED")
+
+    def download_job_result(self, job: str, place: str) -> Any:
+        self._answer("fetch", None)
+        (Path(place) / job / "fedstrata").mkdir(parents=True)
+        (Path(place) / job / "fedstrata" / "of").write_text(job)
+        return str(Path(place) / job)
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, _Session, list[str]]]:
+    """Submits a job to a server with some trouble; which job's result came, the server, and what was told."""
+    from nvflare.fuel.flare_api import flare_api
+
+    from fedstrata.deploy import submit
+
+    def go(*trouble: Exception, at: str = "", jobs: Sequence[tuple[str, str]] = ()) -> tuple[str, _Session, list[str]]:
+        write_job(tmp_path / "admin" / "job", [Plan("run.toml", "run", 3)], [SPEC])
+        name = json.loads((tmp_path / "admin" / "job" / "meta.json").read_text())["name"]
+        listed = [{"job_id": n.format(name), "job_name": n.format(name), "status": status} for n, status in jobs]
+        session = _Session(tmp_path, *trouble, at=at, jobs=listed)
+        monkeypatch.setattr(flare_api, "new_secure_session", lambda *_, **__: session)
+        monkeypatch.setattr(submit, "POLL", 0.01)
+        told: list[str] = []
+        submit.submit(tmp_path / "admin", tmp_path / "out", tell=told.append)
+        return (tmp_path / "out" / "of").read_text(), session, told
+
+    return go
+
+
+Submitted = Callable[..., tuple[str, _Session, list[str]]]
+
+
+@needs_nvflare
+@pytest.mark.parametrize("at", ["submit", "status", "fetch"])
+def test_a_server_that_is_away_is_waited_for(submitted: Submitted, at: str) -> None:
+    from nvflare.fuel.flare_api.api_spec import NoConnection, SessionClosed
+
+    job, _, told = submitted(NoConnection("gone"), SessionClosed("gone"), at=at)
+    assert job == "new"
+    assert [line for line in told if "waiting" in line] == [
+        "waiting for the server (NoConnection: gone)", "waiting for the server (SessionClosed: gone)",
+    ]  # fmt: skip
+
+
+@needs_nvflare
+@pytest.mark.parametrize("at", ["submit", "status", "fetch"])
+def test_a_server_that_refuses_is_not_asked_again(submitted: Submitted, at: str) -> None:
+    from nvflare.fuel.flare_api.api_spec import AuthorizationError, InvalidJobDefinition
+
+    for refusal in (InvalidJobDefinition("no meta"), AuthorizationError("not you")):
+        with pytest.raises(FedstrataError, match=f"the server refuses: {type(refusal).__name__}: {refusal}"):
+            submitted(refusal, at=at)
+
+
+@needs_nvflare
+def test_only_the_very_same_job_is_found_at_work(submitted: Submitted) -> None:
+    job, server, _ = submitted(jobs=[("fedstrata", "RUNNING"), ("fedstrata-0123", "RUNNING"), ("{}", "FINISHED:X")])
+    assert (job, server.submitted) == ("new", 1)
+
+
+@needs_nvflare
+def test_a_job_that_was_submitted_before_is_found_at_work(submitted: Submitted) -> None:
+    job, server, told = submitted(jobs=[("fedstrata-0123", "RUNNING"), ("{}", "RUNNING")])
+    assert server.submitted == 0
+    assert told[0] == f"{job} is at work already"
+
+
+def test_the_name_of_a_job_tells_its_spec_and_plan(tmp_path: Path) -> None:
+    def name(plan: Plan, spec: str) -> str:
+        write_job(tmp_path, [plan], [spec])
+        return str(json.loads((tmp_path / "meta.json").read_text())["name"])
+
+    plan = Plan("run.toml", "run", 2, ("a", "b"))
+    others = [(plan, SPEC + "\n"), (Plan("run.toml", "run", 2, ("a", "c")), SPEC)]
+    assert name(plan, SPEC) == name(plan, SPEC)
+    assert len({name(plan, SPEC), *(name(*other) for other in others)}) == 3
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_a_simulation_that_goes_on_keeps_its_number_of_sites(tmp_path: Path, given: int | None) -> None:
+    (tmp_path / "sites.json").write_text('{"sites": 3}')
+    assert _sites_before([tmp_path], given) == 3
+    assert _sites_before([tmp_path / "none"], given) == given
+    with pytest.raises(SpecError, match=r"sites = 5: the run in .* goes on with 3"):
+        _sites_before([tmp_path], 5)
+
+
+@needs_nvflare
+def test_a_run_of_another_engine_does_not_go_on_in_the_simulator(tmp_path: Path) -> None:
+    spec = fs.Experiment.from_table({**tomllib.loads(SPEC), "evaluation": {"every": 0, "checkpoint_every": 1}})
+    fs.run(spec, out=tmp_path / "out")
+    before = sorted(path.name for path in (tmp_path / "out").iterdir())
+    with pytest.raises(SpecError, match=r"engine = 'nvflare': .*'local' or 'ray'"):
+        fs.run(spec, out=tmp_path / "out", engine="nvflare", resume=True)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``fedstrata deploy`` writes."""
+    place = tmp_path_factory.mktemp("deploy")
+    (place / "spec.toml").write_text(SPEC)
+    arguments = ["deploy", str(place / "spec.toml"), "--sites", str(EXAMPLE), "--out", str(place / "kits")]
+    assert main(arguments) == 0
+    return place / "kits"
+
+
+@needs_nvflare
+def test_everybody_gets_a_folder_with_what_to_do(kits: Path) -> None:
+    assert {path.name for path in kits.iterdir()} == {
+        "server", "admin", "authority", "hospital-a", "hospital-b", "hospital-c",
+    }  # fmt: skip
+    for path in kits.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700, "it holds a private key"
+        if path.name != "authority":
+            text = (path / "README.md").read_text()
+            assert ("allow = [" in text) == (path.name != "admin"), "what specs may name is said"
+            assert ("fedstrata submit" if path.name == "admin" else "bash startup/start.sh") in text
+
+
+@needs_nvflare
+def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> None:
+    for name in ("server", "hospital-a"):
+        resources = json.loads((kits / name / "local" / "resources.json").read_text())
+        assert resources["class_allow_list"] == list(CLASSES)
+        assert resources["class_list_enforcement_mode"] == "enforce"
+        rights = json.loads((kits / name / "local" / "authorization.json").read_text())["permissions"]
+        assert {role: (all_["byoc"], all_["shell_commands"]) for role, all_ in rights.items()} == {
+            "lead": ("none", "none")
+        }
+
+
+@needs_nvflare
+def test_the_job_has_no_source_and_no_path_of_a_site(kits: Path) -> None:
+    files = [path for path in (kits / "admin" / "job").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".toml"}
+    assert not any("data = " in path.read_text() for path in files)
+
+
+@needs_nvflare
+def test_certificates_are_never_written_over(kits: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["deploy", str(kits.parent / "spec.toml"), "--sites", str(EXAMPLE), "--out", str(kits)]
+    assert main(arguments) == 2
+    assert "never written over" in capsys.readouterr().err
+
+
+@needs_nvflare
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ssl_context is deprecated:DeprecationWarning")
+def test_a_trial_with_the_sites_own_files_and_mutual_tls_gives_the_result_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "spec.toml").write_text(SPEC)
+    spec = fs.Experiment.from_toml(tmp_path / "spec.toml")
+    prepared = prepare(spec)
+    data = prepared.data
+    assert data.shift is not None
+    assert data.scale is not None
+    for client, name in enumerate("abc"):
+        mine = prepared.assignment[client]
+        x, y = data.x_train[mine].numpy(), data.y_train[mine].numpy()
+        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y)
+    np.savez(tmp_path / "test.npz", x_test=data.x_test.numpy(), y_test=data.y_test.numpy())
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    (tmp_path / "sites.toml").write_text(
+        f"[server]\nport = {port}\ndata = 'test.npz'\n"
+        f"[agreed]\nshape = {list(data.shape)}\nclasses = 10\n"
+        f"shift = {data.shift.tolist()}\nscale = {data.scale.tolist()}\n"
+        + "".join(f"[site.{name}]\ndata = '{name}.npz'\n" for name in "abc")
+    )
+    arguments = ["deploy", str(tmp_path / "spec.toml"), "--sites", str(tmp_path / "sites.toml")]
+    assert main([*arguments, "--out", str(tmp_path / "fed"), "--try"]) == 0
+    there = fs.History.load(tmp_path / "fed" / "result")
+    here = fs.run(spec, out=tmp_path / "here")
+    assert [record["accuracy"] for record in there] == [record["accuracy"] for record in here]
+    model = "model.safetensors"
+    assert (tmp_path / "fed" / "result" / model).read_bytes() == (tmp_path / "here" / model).read_bytes()

@@ -1,0 +1,150 @@
+"""A deployment with mutual TLS in which everything goes wrong that can: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.deploy.federation import Sites
+from fedstrata.jsonl import read_jsonl
+
+pytest.importorskip("nvflare")
+
+from fedstrata.deploy.processes import send_signal
+from fedstrata.deploy.provision import ADMIN, SERVER, provision
+from fedstrata.deploy.trial import Processes
+
+PATIENCE = 8.0
+ROUNDS = 70
+
+
+def _port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _until(what: str, ready: Callable[[], bool], seconds: float = 240.0) -> None:
+    end = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
+        time.sleep(0.2)
+
+
+class Deployment:
+    """Three sites and a server, started; and the job, submitted in a thread."""
+
+    def __init__(self, out: Path, spec: fs.Experiment, processes: Processes) -> None:
+        self.out, self.spec, self.processes = out, spec, processes
+        command = [sys.executable, "-m", "fedstrata", "submit", str(out / ADMIN), "--out", str(out / "result")]
+        with (out / "submit.txt").open("wb") as log:
+            self.submitting = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    @property
+    def told(self) -> str:
+        return (self.out / "submit.txt").read_text()
+
+    @property
+    def folder(self) -> Path:
+        found = list((self.out / SERVER / "fedstrata").glob("*"))
+        return found[0] if found else self.out / "none"
+
+    def records(self, name: str) -> list[dict[str, object]]:
+        path = self.folder / name
+        return read_jsonl(path) if path.exists() else []
+
+    def round(self) -> int:
+        return len(self.records("metrics.jsonl"))
+
+    def reasons(self, site: int) -> str:
+        events = [e for e in self.records("events.jsonl") if e.get("clients") == [site]]
+        return " | ".join(str(event.get("reason")) for event in events)
+
+    def wait_for_round(self, number: int) -> None:
+        _until(f"round {number}", lambda: self.submitting.poll() is not None or self.round() >= number)
+        assert self.submitting.poll() is None, self.told
+
+    def returned(self) -> int:
+        records = self.records("metrics.jsonl")
+        return int(str(records[-1]["clients_returned"])) if records else 0
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    spec = fs.Experiment.from_table(
+        {
+            "method": "slowly:Slow",
+            "partition": {"name": "dirichlet", "alpha": 1.0, "clients": 3},
+            "model": {"name": "mlp", "hidden": [16]},
+            "training": {"rounds": ROUNDS, "local_steps": 5, "execution": "per-client"},
+            "evaluation": {"every": 0, "checkpoint_every": 1},
+        }
+    )
+    own = {"allow": ["slowly"]}
+    table = {"server": {"port": _port(), **own}, "patience": PATIENCE, "site": {"a": own, "b": own, "c": own}}
+    provision(spec, Sites.model_validate(table), tmp_path / "fed", near=tmp_path)
+    # Somebody with certificates from an authority of their own, for the same federation and the same names.
+    table["site"] = {"intruder": {}}
+    provision(spec, Sites.model_validate(table), tmp_path / "other", near=tmp_path)
+    shutil.move(tmp_path / "other" / "intruder", tmp_path / "fed" / "intruder")
+    # It trusts the server all the same: so it is the server that must turn it away.
+    shutil.copy(tmp_path / "fed" / "a" / "startup" / "rootCA.pem", tmp_path / "fed" / "intruder" / "startup")
+    with Processes(tmp_path / "fed") as processes:
+        for name in (SERVER, "a", "b", "c", "intruder"):
+            processes.start(name)
+        made = Deployment(tmp_path / "fed", spec, processes)
+        yield made
+        made.submitting.kill()
+        made.submitting.wait()
+
+
+@pytest.mark.slow
+def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployment: Deployment) -> None:
+    processes = deployment.processes
+
+    # A site hangs beyond the deadline: the round goes on, and when it is back it takes part again.
+    deployment.wait_for_round(2)
+    send_signal(processes.running["b"].pid, signal.SIGSTOP)
+    _until("b to be late", lambda: "no answer within 8 s" in deployment.reasons(1))
+    late = deployment.round()
+    deployment.wait_for_round(late + 1)
+    assert deployment.returned() == 2
+    send_signal(processes.running["b"].pid, signal.SIGCONT)
+    _until("b to be back", lambda: deployment.returned() == 3)
+
+    # kill -9 of a site in the middle of a round; started again, it joins late and goes on.
+    processes.kill("c")
+    _until("c to be missed", lambda: "site c:" in deployment.reasons(2))
+    gone = deployment.round()
+    deployment.wait_for_round(gone + 1)
+    assert deployment.returned() == 2
+    processes.start("c")
+    _until("the job to come again", lambda: "site c is there" in deployment.told)
+    _until("c to be back", lambda: deployment.returned() == 3)
+
+    # kill -9 of the server, which is started again: the run goes on from its last checkpoint.
+    before = deployment.round()
+    processes.kill(SERVER)
+    processes.start(SERVER)
+    deployment.wait_for_round(before + 1)
+    assert deployment.told.count("the job is RUNNING") >= 3
+
+    assert deployment.submitting.wait(240) == 0, deployment.told
+    result = read_jsonl(deployment.out / "result" / "metrics.jsonl")
+    assert [record["round"] for record in result] == list(range(1, ROUNDS + 1))
+    assert (deployment.out / "result" / "model.safetensors").exists()
+    assert "intruder" not in (deployment.out / SERVER / "log.txt").read_text(errors="replace")
+    assert "registered client" not in (deployment.out / "intruder" / "console.txt").read_text(errors="replace")

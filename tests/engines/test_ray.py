@@ -1,0 +1,277 @@
+"""The Ray engine: the same bits as the local one, whoever computes them, and whoever dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedstrata as fs
+from fedstrata import experiment
+from fedstrata.clients.client import World
+from fedstrata.clients.keys import KeyRing
+from fedstrata.clients.store import StateStore
+from fedstrata.engines import make_engine
+from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
+from fedstrata.experiment import prepare
+from fedstrata.federation.messages import Weights
+from fedstrata.federation.seam import Federation
+from fedstrata.jsonl import read_jsonl
+
+ray = pytest.importorskip("ray")
+
+from fedstrata.engines import ray as engine_module  # noqa: E402
+from fedstrata.engines.ray import Crew, RayEngine  # noqa: E402
+from fedstrata.engines.rayworker import Luggage  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+def load(name: str) -> ModuleType:
+    """A module beside this one, under the name by which Ray's workers know it."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+matrix, raycases = load("matrix"), load("raycases")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Two workers for all tests: most of the time of a short run is the start of processes."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    sys.path.insert(0, str(HERE))  # Ray hands it on to its workers.
+    try:
+        ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+        with Crew(2) as crew:
+            yield crew
+    finally:
+        ray.shutdown()
+        sys.path.remove(str(HERE))
+
+
+@pytest.fixture
+def run(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """``fedstrata.run`` on these workers."""
+    monkeypatch.setattr(experiment, "make_engine", lambda name, world, store, *_: RayEngine(world, store, crew=crew))
+    return fs.run
+
+
+def rows(history: fs.History) -> list[dict[str, Any]]:
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
+
+
+def world_of(spec: fs.Experiment, model: nn.Module | None = None) -> World:
+    found = prepare(spec, model=model)
+    return World(found.job, found.data, found.assignment, spec.method.objective_in_use())
+
+
+def federation(engine: Any, world: World) -> Federation:
+    made = Federation(engine, world.job, fs.Always(), "test")
+    made.begin(1)
+    return made
+
+
+@pytest.mark.parametrize("label", matrix.MATRIX)
+def test_equal_bytes_and_equal_books(label: str, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    if label in matrix.MASKED:
+        pytest.importorskip("tenseal")
+    spec = matrix.MATRIX[label]
+    here = fs.run(spec)
+    monkeypatch.setattr(experiment, "make_engine", lambda name, world, store, *_: RayEngine(world, store, crew=crew))
+    there = fs.run(spec, engine="ray")
+    assert matrix.final_bytes(here) == matrix.final_bytes(there)
+    assert rows(here) == rows(there)
+
+
+def test_many_clients_in_a_call(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = matrix.MATRIX["scaffold"].to_spec()
+    base["partition"]["clients"], base["training"]["clients_per_round"] = 60, 40
+    spec = fs.Experiment.from_table(base)
+    here = fs.run(spec)
+    monkeypatch.setattr(experiment, "make_engine", lambda name, world, store, *_: RayEngine(world, store, crew=crew))
+    assert matrix.final_bytes(here) == matrix.final_bytes(fs.run(spec))
+
+
+def test_failures_are_told_as_in_the_local_engine(crew: Crew) -> None:
+    world = world_of(fs.Experiment(partition=fs.IID(clients=5)))
+    told = []
+    for make in (lambda store: make_engine("local", world, store), lambda store: RayEngine(world, store, crew=crew)):
+        store = StateStore()
+        asked = federation(make(store), world)
+        for _ in range(2):
+            replies = asked.ask(dict.fromkeys(range(5), raycases.Trouble()))
+        assert {client: reply.times for client, reply in replies.items()} == {0: 2, 4: 2}
+        # What was raised or refused leaves no trace in a client's state.
+        assert {client: store.get(client) for client in range(5)} == {
+            0: {"times": 2}, 1: {}, 2: {}, 3: {}, 4: {"times": 2},
+        }  # fmt: skip
+        # What cannot be decoded never arrives: failed here, and refused there.
+        told.append(sorted((event["clients"], event["reason"]) for event in asked.events))
+        asked.engine.close()
+    assert told[0] == told[1]
+    assert any("ValueError: no luck" in reason and "raycases.py:" in reason for _, reason in told[1])
+
+
+def test_a_worker_that_is_killed_costs_its_clients_the_round(run: Any, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    table = {
+        "partition": {"name": "iid", "clients": 6},
+        "method": {"name": "fedavg"},
+        "model": {"name": "mlp", "hidden": [16]},
+        "training": {"rounds": 3, "local_epochs": 1, "batch_size": 32, "execution": "per-client"},
+    }
+    killer = fs.Experiment.from_table(
+        {**table, "method": {"name": "fedavg", "objective": {"name": "raycases:Fatal", "marker": str(marker)}}}
+    )
+    there = run(killer, out=tmp_path / "run", callbacks=[lambda row: row["round"] == 1 and marker.touch()])
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    victims = [event["clients"][0] for event in events]
+    # A call may be for several clients, never for all.
+    assert 1 <= len(victims) < 6
+    assert [row["clients_failed"] for row in there] == [0, len(victims), 0]
+    assert [row["clients_returned"] for row in there] == [6, 6 - len(victims), 6]
+    assert {(event["round"], event["kind"]) for event in events} == {(2, "failed")}
+    assert all("its worker (process " in event["reason"] for event in events)
+    # Nothing else was lost: the same as if these clients alone had been away.
+    away = [f"{client},{first},{last}" for client in range(6) for first, last in spans(client in victims)]
+    trace = tmp_path / "trace.csv"
+    trace.write_text("\n".join(["client,first,last", *away]))
+    plain = {**killer.to_spec(), "availability": {"name": "trace", "file": str(trace)}}
+    assert matrix.final_bytes(there) == matrix.final_bytes(run(fs.Experiment.from_table(plain)))
+
+
+def spans(away: bool) -> list[tuple[int, int]]:
+    """When a client is there in three rounds."""
+    return [(1, 1), (3, 3)] if away else [(1, 3)]
+
+
+def test_a_run_goes_on_from_its_checkpoint(run: Any, tmp_path: Path) -> None:
+    table = matrix.MATRIX["scaffold"].to_spec() | {"evaluation": {"checkpoint_every": 1}}
+    spec = fs.Experiment.from_table(table)
+    whole = run(spec)
+
+    def stop(row: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(spec, out=tmp_path, callbacks=[stop])
+    assert matrix.final_bytes(run(spec, out=tmp_path, resume=True)) == matrix.final_bytes(whole)
+
+
+def test_random_layers_cannot_run_together(crew: Crew) -> None:
+    world = world_of(fs.Experiment(), nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(), nn.Linear(8, 10)))
+    asked = federation(RayEngine(world, StateStore(), crew=crew), world)
+    with pytest.raises(SpecError, match="draws random numbers"):
+        asked.ask(dict.fromkeys(range(2), raycases.Trouble()), together=True)
+    # The engine goes on.
+    assert list(asked.ask({0: raycases.Trouble()})) == [0]
+    asked.engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_data_are_read_where_they_lie(crew: Crew) -> None:
+    world = world_of(fs.Experiment())
+    luggage = ray.put(Luggage.of(world, KeyRing()))
+    twice = [ray.get(luggage) for _ in range(2)]
+    first, second = (each.unpack() for each in twice)
+    assert first.data.x_train.data_ptr() == second.data.x_train.data_ptr()
+    assert torch.equal(first.data.inputs(slice(0, 9)), world.data.inputs(slice(0, 9)))
+    assert len(first.data.y_test) == 0
+    assert first.job.spare is None
+
+
+def test_a_world_has_no_more_luggage_than_its_clients_need() -> None:
+    world = world_of(fs.Experiment())
+    size = len(pickle.dumps(Luggage.of(world, KeyRing())))
+    model = sum(tensor.nbytes for tensor in world.job.model.params().values())
+    assert size < world.data.x_train.nbytes + world.data.y_train.nbytes + world.assignment.indices.nbytes + 4 * model
+
+
+def test_a_session_that_was_there_before_stays(crew: Crew) -> None:
+    world = world_of(matrix.MATRIX["fedavg"])
+    engine = RayEngine(world, StateStore(), workers=1)
+    asked = federation(engine, world)
+    assert list(asked.ask({0: raycases.Trouble(), 4 - 2: raycases.Trouble()})) == [0]
+    weights = Weights(world.job.model.params(), {})
+    assert engine.ride(raycases.Trouble, weights) is None
+    assert engine.ask_fused({}) is None
+    engine.close()
+    assert ray.is_initialized()
+
+
+def test_other_versions_are_refused(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "VERSIONS", "fedstrata 0")
+    with pytest.raises(FedstrataError, match="and this process fedstrata 0; install the same"):
+        RayEngine(world_of(fs.Experiment()), StateStore(), crew=crew)
+
+
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ExtraMissingError, match=r"fedstrata\[ray\]"):
+        make_engine("ray", world_of(fs.Experiment()), StateStore())
+
+
+def descendants(pid: int) -> set[int]:
+    """All processes below one."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(entry.parent.name)] = int(entry.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found, grown = {pid}, set[int]()
+    while found != grown:
+        grown = set(found)
+        found |= {child for child, parent in parents.items() if parent in found}
+    return found - {pid}
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
+@pytest.mark.skipif("FEDSTRATA_INTERRUPT" not in os.environ, reason="Ray may hold an interrupt back")
+def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
+    (tmp_path / "spec.toml").write_text("[training]\nrounds = 100000\n[evaluation]\nevery = 0\n")
+    command = [sys.executable, "-m", "fedstrata.cli", "run", "spec.toml", "--engine", "ray", "--out", "run"]
+    env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        patience = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text()):
+            assert process.poll() is None, process.communicate()[0].decode()
+            assert time.monotonic() < patience
+            time.sleep(0.1)
+        below = descendants(process.pid)
+        assert below
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.communicate(timeout=60)[0].decode()
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, said
+    assert "interrupted; go on" in said
+    assert "WARNING" not in said
+    patience = time.monotonic() + 10
+    while still := [pid for pid in below if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < patience, still
+        time.sleep(0.1)

@@ -1,0 +1,31 @@
+"""The example that readers start with runs, and says what it promises."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "stratify_from_scratch.py"
+
+
+def test_it_beats_fedavg_and_agrees_with_the_library():
+    pytest.importorskip("sklearn")
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^ +(\d+) +([\d.]+)% +([\d.]+)% +([\d.]+)% +(\d+)$", done.stdout, re.MULTILINE)
+    assert [int(row[0]) for row in rows] == [1, 2, 3, 4, 5]
+    fedavg, single, batch, hops = map(float, rows[-1][1:])
+    library = float(re.search(r"own batch mode after 5 epochs: ([\d.]+)%", done.stdout).group(1))
+    assert min(single, batch, library) > 90 > fedavg + 20
+    assert abs(library - batch) < 4
+    assert hops <= 1437  # with one digit a client, a hop trains at least one sample
+
+
+def test_it_is_one_short_file_and_imports_the_library_only_to_check():
+    text = EXAMPLE.read_text()
+    assert len(text.splitlines()) < 200
+    assert [line.strip() for line in text.splitlines() if "import fedstrata" in line] == ["import fedstrata as fs"]

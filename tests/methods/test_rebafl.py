@@ -1,0 +1,175 @@
+"""ReBaFL over rounds: where prototypes go, what they cost, and what its switches leave of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import fedstrata as fs
+from fedstrata import checkpoint
+from fedstrata.clients.store import StateStore
+from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.federation.messages import FitReply
+from fedstrata.methods.base import fit_check
+from fedstrata.objectives.rebafl import Rebalanced
+
+SKEWED = {
+    "data": {"name": "digits", "limit": 400},
+    "partition": {"name": "classes", "clients": 10, "per_client": 2},
+    "availability": {"name": "bernoulli", "p": 0.5},
+    "model": {"name": "cnn", "channels": [4], "hidden": 16},
+    "training": {"rounds": 3, "clients_per_round": 10, "local_epochs": 1, "batch_size": 16},
+}
+
+
+def run(method, **sections) -> fs.History:
+    return fs.run({**SKEWED, "method": method, **sections})
+
+
+def same(one: fs.History, two: fs.History) -> bool:
+    return all(torch.equal(one.params[name], two.params[name]) for name in one.params)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def given(clients, availability="always", **method) -> fs.Experiment:
+    return fs.Experiment(
+        partition={"name": "given", "indices": clients},
+        availability=availability,
+        method={"name": "rebafl", **method},
+        training={"clients_per_round": len(clients), "local_epochs": 2, "batch_size": 2, "lr": 0.2},
+    )
+
+
+def test_prototypes_by_round_with_dropout(start, seven, trace):
+    """Labels are 0 1 2 0 1 2 0: class 0 is at both clients, 1 and 2 at one each."""
+    clients, there = ((0, 1, 3), (2, 5, 6)), {0: [1], 1: [2]}
+    started = start(given(clients, trace(there)), seven, net())
+    model = started.job.model
+
+    def means(weights: dict, of: tuple[int, ...]) -> dict[int, torch.Tensor]:
+        features, _ = model.with_features(weights, seven.x_train[list(of)])
+        labels = seven.y_train[list(of)]
+        return {c: features[labels == c].mean(dim=0).detach() for c in labels.unique().tolist()}
+
+    assert started.state.objective["samples"].tolist() == [0, 0, 0]
+    started.step()  # client 0 alone: its model is the global one
+    first = means(started.state.weights.params, clients[0])
+    assert started.state.objective["samples"].tolist() == [2, 1, 0]
+    torch.testing.assert_close(started.state.objective["means"], torch.stack([first[0], first[1], torch.zeros(4)]))
+    kept = started.store.get(0)["objective"]
+    assert torch.equal(kept["means"], started.state.objective["means"])
+    started.step()  # client 1 alone; nobody reports class 1, whose prototype stays
+    second = means(started.state.weights.params, clients[1])
+    assert started.state.objective["samples"].tolist() == [1, 1, 2]
+    torch.testing.assert_close(started.state.objective["means"], torch.stack([second[0], first[1], second[2]]))
+    before = copy.deepcopy(started.state)
+    started.step()  # nobody: everything stays
+    assert torch.equal(started.state.objective["means"], before.objective["means"])
+    assert all(torch.equal(w, before.weights.params[n]) for n, w in started.state.weights.params.items())
+
+
+def test_two_clients_are_averaged_by_class_counts(start, seven):
+    started = start(given(((0, 1, 3), (2, 5, 6)), keep_prototypes=True), seven, net())
+    started.step()
+    one, two = (started.store.get(k)["objective"]["means"] for k in (0, 1))
+    found = started.state.objective
+    assert found["samples"].tolist() == [3, 1, 2]
+    torch.testing.assert_close(found["means"], torch.stack([(2 * one[0] + two[0]) / 3, one[1], two[2]]))
+
+
+def test_the_bytes_of_prototypes_are_counted():
+    plain, rebafl = run("fedavg"), run("rebafl")
+    for a, b in zip(plain, rebafl, strict=True):
+        means = 10 * 16 * 4 + 10 * 4
+        for way, clients in (("bytes_up", b["clients_returned"]), ("bytes_down", b["clients_returned"])):
+            extra = (b[way] - a[way]) / max(clients, 1)
+            assert means <= extra < means + 300, way
+    assert run({"name": "rebafl", "mu": 0})[0]["bytes_up"] == plain[0]["bytes_up"]
+
+
+def test_its_switches():
+    plain, both = run("fedavg"), run("rebafl")
+    assert same(plain, run({"name": "rebafl", "relaxed": False, "mu": 0}))
+    r_bsm, f_aug = run({"name": "rebafl", "mu": 0}), run({"name": "rebafl", "relaxed": False})
+    runs = [plain, both, r_bsm, f_aug]
+    assert not any(same(one, two) for i, one in enumerate(runs) for two in runs[i + 1 :])
+    assert same(run("bsm-fedavg"), run({"name": "rebafl", "mu": 0, "epsilon": 0}))
+    assert same(both, run({"name": "fedavg", "objective": {"name": "rebafl", "keep_prototypes": False}}))
+    own = fs.ReBaFL(mu=0.5, epsilon=0.1, transfer=0.9).choices()[2]
+    assert own == Rebalanced(mu=0.5, epsilon=0.1, transfer=0.9)
+
+
+@pytest.mark.parametrize("method", ["rebafl", "feddyn", "moon", "fedlc", "fedbabu"])
+def test_the_same_spec_gives_the_same_bytes_twice(method):
+    assert same(run(method), run(method))
+
+
+@pytest.mark.parametrize("method", ["rebafl", "feddyn", "moon", "fedavg-ft"])
+def test_a_run_that_broke_off_goes_on_to_the_same_bytes(method, tmp_path):
+    table = {
+        **SKEWED,
+        "partition": {**SKEWED["partition"], "size": 15},
+        "evaluation": {"checkpoint_every": 1},
+        "method": {"name": "fedavg-ft", "per_class": 3} if method == "fedavg-ft" else method,
+    }
+
+    def breaks_off(record) -> None:
+        if record["round"] == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(table, out=tmp_path / "run", callbacks=[breaks_off])
+    assert same(fs.run(table, out=tmp_path / "run", resume=True), fs.run(table))
+
+
+def test_what_an_audit_reads_is_in_the_checkpoint(tmp_path):
+    fs.run({**SKEWED, "method": "rebafl"}, out=tmp_path / "kept")
+    found = checkpoint.load(tmp_path / "kept" / "checkpoint")
+    assert found.state.objective["means"].shape == (10, 16)
+    store = StateStore()
+    found.restore(store)
+    tables = [store.get(k)["objective"] for k in store]
+    assert tables
+    assert all(int((table["samples"] > 0).sum()) == 2 for table in tables)
+    fs.run({**SKEWED, "method": {"name": "rebafl", "keep_prototypes": False}}, out=tmp_path / "not")
+    assert not checkpoint.load(tmp_path / "not" / "checkpoint").clients
+
+
+def test_a_client_that_sends_other_shapes_is_refused(start, seven):
+    started = start(given(((0, 1, 3), (2, 5, 6))), seven, net())
+    weights, objective = started.state.weights, started.method.choices()[2]
+    check = fit_check(weights, objective.expected(weights, started.job))
+    good = {"means": torch.zeros(3, 4), "samples": torch.zeros(3)}
+    check(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": good}))
+    for bad in ({**good, "means": torch.zeros(3, 5)}, {**good, "samples": torch.zeros(2)}, {"means": good["means"]}):
+        with pytest.raises(ReplyRefusedError, match="prototypes"):
+            check(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": bad}))
+
+
+def test_sizes_that_clients_keep_private_are_not_told_by_prototypes():
+    private = {"name": "fedstas", "epsilon": 3.0, "objective": "rebafl", "strata": 2}
+    with pytest.raises(SpecError, match=r"^method\.objective = 'rebafl': tells sizes"):
+        run(private, training={"rounds": 1})
+    silent = run({**private, "objective": {"name": "rebafl", "mu": 0}}, training={"rounds": 1})
+    assert len(silent) == 1
+
+
+def test_a_model_whose_features_have_no_length_is_refused_before_anything_is_written(tmp_path, seven):
+    class Pooled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(2, 3), nn.Identity()
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    with pytest.raises(SpecError, match=r"^model\.head: the head 'head' has no nn\.Linear"):
+        fs.run(given(((0,), (1,))), data=seven, model=Pooled(), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()

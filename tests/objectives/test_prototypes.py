@@ -1,0 +1,74 @@
+"""Prototypes: local, merged, averaged; by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedstrata.errors import SpecError
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import Batch
+from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes
+
+
+def table(means: list[list[float]], samples: list[float]) -> dict[str, Tensor]:
+    return {"means": torch.tensor(means), "samples": torch.tensor(samples)}
+
+
+def test_the_mean_by_samples_and_what_nobody_reports_stays():
+    before = table([[9.0, 9.0], [8.0, 8.0], [0.0, 0.0], [6.0, 6.0]], [4, 4, 0, 4])
+    one = table([[1.0, 2.0], [0.0, 0.0], [3.0, 3.0], [0.0, 0.0]], [3, 0, 2, 0])
+    two = table([[5.0, -2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 7.0]], [1, 0, 0, 5])
+    found = averaged(before, [one, two])
+    assert found["means"].tolist() == [[2.0, 1.0], [8.0, 8.0], [3.0, 3.0], [1.0, 7.0]]
+    assert found["samples"].tolist() == [4, 4, 2, 5]
+    assert averaged(before, [])["means"].tolist() == before["means"].tolist()
+
+
+def test_a_negative_count_counts_as_none():
+    before = table([[9.0]], [1])
+    assert averaged(before, [table([[4.0]], [-3]), table([[2.0]], [1])])["means"].tolist() == [[2.0]]
+
+
+def test_a_clients_own_prototypes_go_first():
+    own = table([[1.0], [0.0], [0.0]], [3, 0, 0])
+    theirs = table([[5.0], [7.0], [0.0]], [9, 9, 0])
+    found = merged(own, theirs)
+    assert found["means"].tolist() == [[1.0], [7.0], [0.0]]
+    assert found["samples"].tolist() == [3, 9, 0]
+
+
+def test_class_means_over_several_batches():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2), nn.Linear(2, 3))
+    with torch.no_grad():
+        module[0].weight.copy_(torch.tensor([[1.0, 1.0], [0.0, 2.0]]))
+        module[0].bias.zero_()
+        module[2].running_var.fill_(1 - module[2].eps)
+    model = Model(module)
+    batches = [
+        Batch(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 2])),
+        Batch(torch.tensor([[3.0, 4.0]]), torch.tensor([0])),
+    ]
+    with model.loaded(model.params(), train=True) as params:
+        before = model.current_buffers()
+        found = class_means(model, params, lambda: batches, 3)
+        assert model.module.training
+        # Neither dropout nor batch statistics, and no statistics learnt.
+        torch.testing.assert_close(found["means"], torch.tensor([[4.0, 4.0], [0.0, 0.0], [1.0, 2.0]]))
+        assert found["samples"].tolist() == [2, 0, 1]
+        assert all(torch.equal(before[name], now) for name, now in model.current_buffers().items())
+        empty = class_means(model, params, lambda: [], 3)
+        assert all(torch.equal(empty[key], value) for key, value in no_prototypes(3, 2).items())
+
+
+def test_the_length_of_features_is_the_heads():
+    assert feature_size(Model(nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 3)))) == 7
+    headed = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.Flatten(), nn.Linear(18, 3)))
+    model = Model(headed, head="1")
+    assert feature_size(model) == 18
+    x = torch.randn(4, 1, 5, 5)
+    found = class_means(model, model.params(), lambda: [Batch(x, torch.zeros(4, dtype=torch.int64))], 3)
+    torch.testing.assert_close(found["means"][0], headed[0](x).flatten(1).mean(0).detach())
+    with pytest.raises(SpecError, match=r"^model\.head: the head '0' has no nn\.Linear"):
+        feature_size(Model(nn.Sequential(nn.Conv2d(1, 3, 1), nn.Flatten()), head="0"))
