@@ -1,4 +1,4 @@
-"""FedSSAR's experiment on MNIST: shards of one label, 2 or 1 a client, 100 and 1,000 clients (FedSSAR, Tables 1 and 2).
+"""FedSSAR on MNIST: shards of one label, 2 or 1 a client, or IID; 100 and 1,000 clients (FedSSAR, Tables 1 and 2).
 
     python benchmarks/fedssar_mnist.py run --out DIR [--seeds 0,1,2]
     python benchmarks/fedssar_mnist.py table --out DIR [--results benchmarks/results]
@@ -27,7 +27,9 @@ METHODS: dict[str, dict[str, object]] = {
     "fedssar": {"name": "fedssar", "alpha": 0.001},
     "fedssar-updates": {"name": "fedssar", "alpha": 0.001, "features": "updates"},
 }
-SETTINGS = [(clients, shards) for clients in (100, 1000) for shards in (2, 1)]
+IID = ("fedavg", "fedssar")
+SETTINGS = [(clients, shards) for clients in (100, 1000) for shards in (2, 1, 0)]
+"""Clients, and shards of each; 0 for IID data, where FedSSAR should see one cluster."""
 
 
 def experiments(clients: int, shards: int, rounds: int) -> dict[str, fs.Experiment]:
@@ -35,7 +37,7 @@ def experiments(clients: int, shards: int, rounds: int) -> dict[str, fs.Experime
     return {
         label: fs.Experiment(
             data="mnist",
-            partition=fs.Shards(clients=clients, per_client=shards),
+            partition=fs.Shards(clients=clients, per_client=shards) if shards else fs.IID(clients=clients),
             method=method,
             model={"name": "mlp", "hidden": [200, 100]},
             training={
@@ -50,6 +52,7 @@ def experiments(clients: int, shards: int, rounds: int) -> dict[str, fs.Experime
             evaluation=fs.Evaluation(checkpoint_every=25, targets=[0.5, 0.7]),
         )
         for label, method in METHODS.items()
+        if shards or label in IID
     }
 
 
@@ -98,7 +101,7 @@ def markdown(rows: list[dict[str, object]]) -> str:
     for row in rows:
         counts = f"{row['clusters_first']} → {row['clusters_last']}" if row["clusters_first"] else "–"
         lines.append(
-            f"| {row['clients']} | {row['shards']} | {row['method']} | {row['seeds']} | {spread(row['mean'])} "
+            f"| {row['clients']} | {row['shards'] or 'IID'} | {row['method']} | {row['seeds']} | {spread(row['mean'])} "
             f"| {spread(row['final'])} | {spread(row['best'])} | {counts} |"
         )
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """MNIST with extreme label skew: the samplers of FedSTaS's experiment side by side (FedSTaS, sections 3.1 and 3.2).
 
     python benchmarks/samplers_mnist.py run --out DIR [--alphas 0.01,0.001] [--balances client,class] [--seeds 0,1,2]
+        [--methods fedavg,fedsts,…]
     python benchmarks/samplers_mnist.py table --out DIR [--results benchmarks/results]
 
 ``run`` is resumable: it goes on where it was stopped and repeats nothing. ``table`` prints what is there.
@@ -60,11 +61,12 @@ def place(out: Path, alpha: float, balance: str) -> Path:
     return out / f"dirichlet-{alpha:g}-{balance}"
 
 
-def run(out: Path, alphas: list[float], balances: list[str], seeds: list[int], rounds: int) -> None:
+def run(out: Path, alphas: list[float], balances: list[str], seeds: list[int], rounds: int, only: list[str]) -> None:
     for balance in balances:
         for alpha in alphas:
             began = time.time()
-            fs.compare(experiments(alpha, balance, rounds), seeds=seeds, out=place(out, alpha, balance), jobs=1)
+            wanted = {label: spec for label, spec in experiments(alpha, balance, rounds).items() if label in only}
+            fs.compare(wanted, seeds=seeds, out=place(out, alpha, balance), jobs=1)
             print(f"Dirichlet({alpha:g}) by {balance}: {time.time() - began:.0f} s", file=sys.stderr, flush=True)
 
 
@@ -100,6 +102,23 @@ def collect(out: Path, alphas: list[float], balances: list[str]) -> list[dict[st
     return rows
 
 
+def merged(results: Path, rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The rows, and those of earlier result files that have more seeds or are of another setting."""
+    found: dict[tuple[object, ...], dict[str, object]] = {}
+    kept = results / "samplers_mnist.json"
+    for row in [*(json.loads(kept.read_text()) if kept.is_file() else []), *rows]:
+        key = (row["balance"], row["alpha"], row["method"])
+        if key not in found or row["seeds"] >= found[key]["seeds"]:
+            found[key] = row
+    order = ["class", "client"], list(PAPER), list(METHODS)
+    return sorted(
+        found.values(),
+        key=lambda row: [
+            place.index(row[key]) for place, key in zip(order, ("balance", "alpha", "method"), strict=True)
+        ],
+    )
+
+
 def spread(values: list[float]) -> str:
     deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.1f}{deviation}"
@@ -125,14 +144,20 @@ def main() -> None:
     parser.add_argument("--alphas", default="0.01,0.001")
     parser.add_argument("--balances", default="client,class")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--results", type=Path, help="also write samplers_mnist.json and .md there")
     options = parser.parse_args()
     alphas = [float(alpha) for alpha in options.alphas.split(",")]
     balances = options.balances.split(",")
     if options.work == "run":
-        run(options.out, alphas, balances, [int(seed) for seed in options.seeds.split(",")], options.rounds)
-    rows = collect(options.out, alphas, balances)
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        run(options.out, alphas, balances, seeds, options.rounds, options.methods.split(","))
+    rows = (
+        merged(options.results, collect(options.out, alphas, balances))
+        if options.results
+        else collect(options.out, alphas, balances)
+    )
     table = markdown(rows)
     print(table)
     if options.results:

@@ -3,8 +3,9 @@
     python benchmarks/stratify_tables.py RUNS [--table mnist fashion pacs64 digits3 cifar10] [--only METHOD …]
 
 Every cell is a run folder RUNS/TABLE/PARTITION/METHOD that goes on from its last checkpoint, so the script may be
-stopped and started at will; cells that are complete are only read. The results so far are written after each cell to
-``benchmarks/results/stratify.json`` and ``stratify.md`` beside the paper's figures. Data are looked for where
+stopped and started at will; cells that are complete, here or in the result file, are only read (``--again`` runs the
+latter anew). The results so far are written after each cell to ``benchmarks/results/stratify.json`` and ``stratify.md``
+beside the paper's figures. Data are looked for where
 fedstrata always looks (``$FEDSTRATA_DATA``, ``~/.cache/fedstrata``).
 """
 
@@ -205,10 +206,14 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--table", nargs="+", choices=TABLES, default=list(TABLES))
     parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--again", action="store_true", help="run cells anew that the result file already has")
     arguments = parser.parse_args()
+    kept = RESULTS / "stratify.json"
+    known = {} if arguments.again or not kept.is_file() else json.loads(kept.read_text())
     for table, partition, method, spec in cells(arguments.table, arguments.only):
         folder = folder_of(arguments.runs, table, partition, method)
-        if not (folder / "summary.json").exists():
+        done = known.get(table, {}).get(method, {}).get(partition, {}).get("epochs", 0) >= spec["training"]["rounds"]
+        if not done and not (folder / "summary.json").exists():
             history = fs.run(spec, out=folder, resume=True)
             print(f"{table:8} {partition:15} {method:20} {100 * (history[-1]['accuracy'] or 0):.2f} %", flush=True)
         write(arguments.runs)
@@ -216,8 +221,13 @@ def main() -> None:
 
 
 def write(runs: Path) -> None:
+    """What RUNS holds, over what earlier runs left in the result file: a cell once measured is not lost."""
     RESULTS.mkdir(exist_ok=True)
-    found = collect(runs)
+    kept = RESULTS / "stratify.json"
+    found = json.loads(kept.read_text()) if kept.is_file() else {}
+    for table, methods in collect(runs).items():
+        for method, row in methods.items():
+            found.setdefault(table, {}).setdefault(method, {}).update(row)
     (RESULTS / "stratify.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "stratify.md").write_text(markdown(found))
 

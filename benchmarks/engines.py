@@ -1,0 +1,155 @@
+"""What an exchange over NVFlare costs: no-op questions, sums and hops with 2 and 10 sites, and a batch of Stratify.
+
+Run it as ``python benchmarks/engines.py [--deploy]``; ``--deploy`` adds two sites as processes with mutual TLS.
+Everything is measured in one run, medians of many exchanges. Sites find this module by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import fedstrata as fs
+from fedstrata.clients.client import Client, answers
+from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.simulator import simulate
+from fedstrata.deploy.trial import try_out
+from fedstrata.federation.messages import Reply, Request, SizeReport, Steps, Weights
+from fedstrata.federation.seam import Federation
+from fedstrata.methods.base import Method
+from fedstrata.records import record
+
+EXCHANGES = 100
+HERE = Path(__file__).parent
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+@record
+class Add(Request):
+    """Bring 64 numbers to a sum over all clients."""
+
+
+@record
+class Added(Reply):
+    """The sum."""
+
+    total: Tensor
+
+
+@answers(Add)
+def add(client: Client, request: Add) -> Added:
+    """One all-reduce and nothing else."""
+    assert client.group is not None
+    return Added(client.group.all_reduce_sum(torch.ones(64)))
+
+
+@record
+class Nothing:
+    """No state but the model."""
+
+    weights: Weights
+
+
+class Echo(Method):
+    """Asks clients for next to nothing, again and again, and reports how long that takes."""
+
+    paper: ClassVar[str] = "none"
+
+    def init(self, federation: Federation, weights: Weights) -> Nothing:
+        """The model never changes."""
+        return Nothing(weights)
+
+    def run_round(self, federation: Federation, state: Nothing) -> tuple[Nothing, dict[str, Any]]:
+        """Exchanges of every kind."""
+        clients = range(federation.job.clients)
+        size, empty = SizeReport(federation.round, 0, 1.0), Steps(federation.round, NONE, NONE, False)
+        hops = [(client, empty) for _ in range(-(-EXCHANGES // len(clients))) for client in clients]
+        began = time.perf_counter()
+        federation.relay(hops, state.weights)
+        return state, {
+            "hop_ms": 1e3 * (time.perf_counter() - began) / len(hops),
+            "ask_ms": _median_ms(lambda: federation.ask(dict.fromkeys(clients, size))),
+            "sum_ms": _median_ms(lambda: federation.ask(dict.fromkeys(clients, Add()), together=True)),
+        }
+
+
+def _median_ms(work: Callable[[], Any]) -> float:
+    times = []
+    for _ in range(EXCHANGES):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times)
+
+
+def _echo(clients: int) -> fs.Experiment:
+    return fs.Experiment.from_table(
+        {
+            "method": {"name": "engines:Echo"},
+            "partition": {"name": "iid", "clients": clients},
+            "model": {"name": "mlp", "hidden": [32]},
+            "training": {"rounds": 2, "execution": "per-client"},
+            "evaluation": {"every": 0},
+        }
+    )
+
+
+def _stratify(clients: int) -> fs.Experiment:
+    return fs.Experiment.from_table(
+        {
+            "method": {"name": "stratify"},
+            "partition": {"name": "iid", "clients": clients},
+            "model": {"name": "mlp", "hidden": [32]},
+            "training": {"rounds": 3, "batch_size": 32, "execution": "per-client"},
+            "evaluation": {"every": 0},
+        }
+    )
+
+
+def _batch_ms(history: fs.History) -> float:
+    """Of the rounds after the first: what is imported and planned once does not count."""
+    return statistics.median(1e3 * record["seconds"] / -(-record["samples"] // 32) for record in history[1:])
+
+
+def _show(label: str, history: fs.History) -> None:
+    last = history[-1]
+    print(f"| {label} | {last['ask_ms']:.1f} | {last['hop_ms']:.1f} | {last['sum_ms']:.1f} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deploy", action="store_true")
+    options = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, str(HERE))
+    print("| sites | question and answers, ms | hop, ms | sum over all, ms |\n|---|---|---|---|", flush=True)
+    batches: dict[int, tuple[float, float]] = {}
+    for sites in (2, 10):
+        echo, there = simulate([(_echo(sites), None), (_stratify(sites), None)], sites=sites)
+        _show(f"local, {sites}", fs.run(_echo(sites)))
+        _show(f"simulator, {sites}", echo)
+        batches[sites] = _batch_ms(fs.run(_stratify(sites))), _batch_ms(there)
+    if options.deploy:
+        with tempfile.TemporaryDirectory() as place:
+            own = {"allow": ["engines"]}
+            table = {"server": {"port": 18542, **own}, "site": {"a": own, "b": own}}
+            folder = try_out(
+                _echo(2), Sites.model_validate(table), Path(place) / "fed", near=HERE, tell=lambda line: None
+            )
+            _show("mutual TLS, 2", fs.History.load(folder))
+    for sites, (here, there) in batches.items():
+        print(f"Stratify, a batch, {sites} sites: {here:.1f} ms here, {there:.1f} ms there", flush=True)
+
+
+if __name__ == "__main__":
+    main()

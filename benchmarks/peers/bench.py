@@ -1,0 +1,224 @@
+"""fedstrata beside its peers, on the same work: ``make bench``.
+
+    python benchmarks/peers/bench.py [--only fluke,pfl] [--settings cnn,small] [--repetitions 5] [--out PAGE]
+
+Each peer lives in an environment of its own, made once from pinned versions on PyPI (under ``--cache``); its runner
+stands beside this file and does the work that ``work.py`` describes. Repetitions are interleaved, A B C … A B C …, and
+what is compared are ratios within one repetition, of which the median is taken: other work on the machine then hits
+everybody alike. Peers that use several threads in one operation run with one thread too, and the better counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from work import CORES, SETTINGS
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+
+
+class Peer(NamedTuple):
+    """Who takes part.
+
+    Args:
+        name: In the table.
+        package: What pip installs; "" for this environment.
+        script: The runner.
+        threads: Numbers of threads in an operation that it is run with.
+    """
+
+    name: str
+    package: str
+    script: str
+    threads: tuple[int, ...]
+
+
+PEERS = {
+    "fedstrata": Peer("fedstrata", "", "fedstrata_run.py", (1,)),
+    "flower": Peer("Flower 1.41.0 (Ray)", "flwr[simulation]==1.41.0", "flower_run.py", (1,)),
+    "fluke": Peer("fluke 0.8.1", "fluke-fl==0.8.1", "fluke_run.py", (1, CORES)),
+    "pfl": Peer("pfl-research 0.6.0", "pfl==0.6.0", "pfl_run.py", (1, CORES)),
+    "plain": Peer("plain PyTorch", "", "plain.py", (1, CORES)),
+}
+
+
+def environment(key: str, cache: Path) -> Path:
+    """The Python of a peer's environment, made where it is missing. PyTorch is the one that constraints.txt pins."""
+    peer = PEERS[key]
+    if not peer.package:
+        return Path(sys.executable)
+    folder = cache / key
+    done = folder / "done"
+    python = folder / "bin" / "python"
+    if not done.exists() or done.read_text() != peer.package:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        for package in ("torch", peer.package):
+            command = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", package]
+            subprocess.run(command, check=True)
+        done.write_text(peer.package)
+    return python
+
+
+def measure(key: str, python: Path, setting: str, threads: int, extra: list[str]) -> dict[str, Any]:
+    """One run in a process of its own."""
+    env = {**os.environ, "BENCH_THREADS": str(threads), "BENCH_STARTED": str(time.time()), "PYTHONPATH": str(HERE)}
+    command = [str(python), str(HERE / PEERS[key].script), setting, *extra]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    memory = _Memory(process.pid)
+    output, errors = process.communicate()
+    peak = memory.stop()
+    lines = [line for line in output.splitlines() if line.startswith('{"seconds"')]
+    if not lines:
+        raise SystemExit(f"{key} failed on {setting}:\n{output[-2000:]}\n{errors[-4000:]}")
+    return {"peer": key, "setting": setting, "threads": threads, "memory": peak} | json.loads(lines[-1])
+
+
+class _Memory(threading.Thread):
+    """The largest memory of a process and all that it started; pages that they share count once."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid, self._peak, self._over = pid, 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(0.3):
+            self._peak = max(self._peak, sum(_proportional(pid) for pid in _family(self._pid)))
+
+    def stop(self) -> int:
+        self._over.set()
+        self.join()
+        return self._peak
+
+
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:
+        for children in Path(f"/proc/{parent}/task").glob("*/children"):
+            try:
+                found += [int(child) for child in children.read_text().split()]
+            except OSError:
+                continue
+    return found
+
+
+def _proportional(pid: int) -> int:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
+def compare(runs: list[dict[str, Any]]) -> str:
+    """The tables."""
+    lines: list[str] = []
+    for setting in SETTINGS:
+        chosen = [run for run in runs if run["setting"] == setting]
+        if not chosen:
+            continue
+        lines += ["", f"### {_title(setting)}", "", _HEAD, "|---|" + "---:|" * 7]
+        best = {}
+        for key in PEERS:
+            groups = [[r for r in chosen if (r["peer"], r["threads"]) == (key, t)] for t in PEERS[key].threads]
+            if groups := [group for group in groups if group]:
+                best[key] = max(groups, key=lambda group: _median(group, "per_second"))
+        for key, group in best.items():
+            lines.append(_row(key, group, best.get("fedstrata", [])))
+    return "\n".join(lines)
+
+
+_HEAD = (
+    "| | samples a second | a CPU second | fedstrata is faster, wall clock | per CPU second "
+    "| first round, s | peak memory, MB | loss after |"
+)
+
+
+def _title(key: str) -> str:
+    s = SETTINGS[key]
+    who = f"{s.clients:,} clients × {s.samples} samples, {s.invited} a round"
+    return f"{key}: {s.model} on {s.data}, {who}, {s.epochs} epoch(s), batch {s.batch}"
+
+
+def _row(key: str, group: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
+    ratios = []
+    for measure_ in ("per_second", "per_cpu_second"):
+        pairs = [(a[measure_], b[measure_]) for a, b in zip(ours, group, strict=False)]
+        paired = [a / b for a, b in pairs]
+        text = f"{statistics.median(paired):.2f} ({min(paired):.2f}–{max(paired):.2f})" if paired else ""
+        ratios.append("" if key == "fedstrata" else text)
+    threads = f", {group[0]['threads']} thread(s)" if len(PEERS[key].threads) > 1 else ""
+    honest = "" if all(run["honest"] for run in group) else " **(other work!)**"
+    return (
+        f"| {PEERS[key].name}{threads}{honest} | {_median(group, 'per_second'):,.0f} "
+        f"| {_median(group, 'per_cpu_second'):,.0f} | {ratios[0]} | {ratios[1]} "
+        f"| {_median(group, 'first_round'):.1f} | {_median(group, 'memory') / 2**20:,.0f} "
+        f"| {_median(group, 'loss'):.3f} |"
+    )
+
+
+def _median(group: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(run[key] for run in group)
+
+
+def machine() -> str:
+    """What all of this ran on."""
+    model = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.split(":")[1].strip()
+            break
+    return f"{model}, {CORES} cores; Python {platform.python_version()}, PyTorch {torch.__version__}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PEERS))
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--rounds", type=int, help="rounds timed, instead of the setting's own")
+    parser.add_argument("--invited", type=int, help="clients a round, instead of the setting's own")
+    parser.add_argument("--one-thread", action="store_true", help="no peer with several threads")
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/fedstrata/peers").expanduser())
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "peers.json")
+    parser.add_argument("--out", type=Path, help="a page whose table is replaced")
+    options = parser.parse_args()
+    keys = options.only.split(",")
+    pythons = {key: environment(key, options.cache) for key in keys}
+    changed = {"--rounds": options.rounds, "--invited": options.invited}
+    extra = [text for key, value in changed.items() if value for text in (key, str(value))]
+    runs: list[dict[str, Any]] = []
+    for setting in options.settings.split(","):
+        for repetition in range(options.repetitions):
+            for key in keys:
+                for threads in PEERS[key].threads[: 1 if options.one_thread else None]:
+                    run = measure(key, pythons[key], setting, threads, extra)
+                    runs.append({**run, "repetition": repetition, "load": os.getloadavg()[0]})
+                    print(json.dumps(runs[-1]), flush=True)
+            options.json.write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+    load = statistics.median(run["load"] for run in runs)
+    text = f"{machine()}; load {load:.1f}.\n{compare(runs)}"
+    print(text)
+    if options.out:
+        page = options.out.read_text(encoding="utf-8")
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        options.out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Where a round's time goes, and how far local training is from the limit of the machine.
+
+    python benchmarks/peers/limit.py [cnn mlp small]
+
+The limit is centralised training of the same number of samples with the same model and a bare loop, at the batch size
+at which that is fastest. CPU time of one process with one thread, the two in turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import cProfile
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from fedstrata_run import model_of, partition_of
+from work import SETTINGS, Setting, arrays
+
+import fedstrata as fs
+from fedstrata.clients.client import World
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
+from fedstrata.experiment import prepare
+from fedstrata.federation.messages import Weights
+from fedstrata.federation.seam import Federation
+
+PARTS = {
+    "local training": ("training.py", "train"),
+    "· forward, backward, update": (("training.py", "by_autograd"), ("dense.py", "step")),
+    "· samples in a new order": ("training.py", "_in_new_order"),
+    "· model in and out": (("model.py", "loaded"), ("model.py", "_copy_into"), ("model.py", "_copies")),
+    "samples made floats": ("client.py", "samples"),
+    "checks of replies": ("screening.py", "defect_of"),
+    "aggregation": ("base.py", "combine"),
+    "sizes of messages": ("records.py", "size"),
+}
+
+
+SHARE, REPETITIONS = 2000, 5
+"""Samples that the bare loop trains each time, and how often it takes turns with a round."""
+
+
+class Round:
+    """A federation in this process, one round at a time."""
+
+    def __init__(self, setting: Setting, invited: int) -> None:
+        x, y = arrays(setting.data)
+        training = fs.Training(
+            clients_per_round=invited,
+            local_epochs=setting.epochs,
+            batch_size=setting.batch,
+            lr=setting.lr,
+        )
+        spec = fs.Experiment(partition=partition_of(setting), model=model_of(setting), training=training)
+        prepared = prepare(spec, data=fs.from_arrays(x, y, x[:100], y[:100], normalize="unit"))
+        world = World(prepared.job, prepared.data, prepared.assignment, spec.method.objective_in_use())
+        self.method, self.job, self.data = spec.method, prepared.job, prepared.data
+        self.federation = Federation(LocalEngine(world, StateStore()), prepared.job, spec.availability)
+        self.federation.begin(0)
+        self.state: Any = self.method.init(self.federation, Weights(self.job.model.params(), self.job.model.buffers()))
+
+    def __call__(self) -> None:
+        """Run the next round."""
+        self.federation.begin(self.federation.round + 1)
+        self.state, _ = self.method.run_round(self.federation, self.state)
+
+
+def central(round_: Round, samples: int, batch: int, lr: float) -> Callable[[], None]:
+    """A bare loop over tensors in memory."""
+    x, y = round_.data.inputs(torch.arange(samples)), round_.data.labels(torch.arange(samples))
+    module = copy.deepcopy(round_.job.model.module).train()
+    params = list(module.parameters())
+
+    def go() -> None:
+        for begin in range(0, samples, batch):
+            loss = F.cross_entropy(module(x[begin : begin + batch]), y[begin : begin + batch])
+            gradient = torch.autograd.grad(loss, params)
+            with torch.no_grad():
+                torch._foreach_add_(params, list(gradient), alpha=-lr)
+
+    return go
+
+
+def seconds(go: Callable[[], None]) -> float:
+    began = time.process_time()
+    go()
+    return time.process_time() - began
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or ["cnn", "mlp", "small"]:
+        setting = SETTINGS[name]
+        invited = {"cnn": 1, "mlp": 2}.get(name, setting.invited)
+        round_ = Round(setting, invited)
+        samples = invited * setting.epochs * setting.samples
+        sizes = (50, 100, 200, 500)
+        loops = {size: central(round_, min(samples, SHARE), size, setting.lr) for size in sizes}
+        round_()
+        for go in loops.values():
+            go()
+        ratios: dict[int, list[float]] = {size: [] for size in sizes}
+        for _ in range(REPETITIONS):
+            ours = samples / seconds(round_)
+            for size, go in loops.items():
+                ratios[size].append(ours / (min(samples, SHARE) / seconds(go)))
+        limit = {size: statistics.median(found) for size, found in ratios.items()}
+        best = min(limit, key=lambda size: limit[size])
+        print(f"\n{name}: {100 * limit[best]:.0f} % of the centralised limit (a bare loop, batch {best}; others: "
+              + ", ".join(f"{size}: {100 * share:.0f} %" for size, share in limit.items()) + ")")  # fmt: skip
+        profile = cProfile.Profile(time.process_time)
+        profile.runcall(round_)
+        table(profile)
+
+
+def table(profile: cProfile.Profile) -> None:
+    """Shares of a round."""
+    stats: dict[tuple[str, int, str], Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    whole = max(row[3] for key, row in stats.items() if key[2] == "run_round")
+    print("| part of a round | share |\n|---|---:|")
+    for label, where in PARTS.items():
+        wanted = where if isinstance(where[0], tuple) else (where,)
+        spent = sum(row[3] for key, row in stats.items() if any(key[0].endswith(f) and key[2] == n for f, n in wanted))
+        print(f"| {label} | {100 * spent / whole:.1f} % |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Ray against the local engine: the speed of FedAvg, and what an exchange costs.
+
+    python benchmarks/ray_speed.py [--turns 7] [--workers 2] [--data mnist]
+
+Both engines run in one process, round about, each client with one thread; ``local`` is the local engine without worker
+processes, ``local_team`` with as many as Ray has. Medians over the turns, and the medians of their ratios to ``local``,
+go to ``benchmarks/results/ray_speed.json``. FedAvg trains 10 of 100 clients a round. An exchange asks clients for their
+size. Stratify's batch mode and its single-sample mode are timed by iteration and by hop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+import fedstrata as fs
+from fedstrata.clients.client import World
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
+from fedstrata.engines.ray import Crew, RayEngine
+from fedstrata.experiment import prepare
+from fedstrata.federation.messages import SizeReport, Weights
+from fedstrata.federation.seam import Federation
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Run:
+    """An experiment taken round by round on one engine."""
+
+    def __init__(self, spec: fs.Experiment, crew: Crew | None) -> None:
+        prepared = prepare(spec)
+        job = prepared.job
+        world = World(job, prepared.data, prepared.assignment, spec.method.objective_in_use())
+        self.engine = (
+            LocalEngine(world, StateStore(), spec.training.workers or 1)
+            if crew is None
+            else RayEngine(world, StateStore(), crew=crew)
+        )
+        self.federation = Federation(self.engine, job, spec.availability)
+        self.federation.begin(0)
+        self.method, self.round = spec.method, 0
+        self.weights = Weights(job.model.params(), job.model.buffers())
+        self.state = self.method.init(self.federation, self.weights)
+
+    def step(self) -> None:
+        """A round."""
+        self.round += 1
+        self.federation.begin(self.round)
+        self.state, _ = self.method.run_round(self.federation, self.state)
+
+    def sizes(self, clients: int) -> None:
+        """Ask some clients for their size."""
+        self.federation.ask(dict.fromkeys(range(clients), SizeReport(self.round, 0, 1.0)))
+
+
+def in_turn(turns: int, **work: Callable[[], Any]) -> dict[str, list[float]]:
+    """Seconds of pieces of work that take turns, after one turn to warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(turns + 1):
+        for name, run in work.items():
+            began = time.perf_counter()
+            run()
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def compared(turns: int, per: float = 1.0, **work: Callable[[], Any]) -> dict[str, float]:
+    """Median milliseconds of each, and the median of the turns' ratios to ``local``."""
+    seconds = in_turn(turns, **work)
+    result = {f"{name}_ms": round(1000 * statistics.median(values) / per, 3) for name, values in seconds.items()}
+    for name, values in seconds.items():
+        if name != "local":
+            ratios = [a / b for a, b in zip(seconds["local"], values, strict=True)]
+            result[f"{name}_speed"] = round(statistics.median(ratios), 3)
+    return result
+
+
+def spec_of(data: str, clients: int, model: Any, **tables: Any) -> fs.Experiment:
+    partition = {"name": "dirichlet", "alpha": 0.5, "clients": clients}
+    return fs.Experiment.from_table({"data": data, "partition": partition, "model": model, **tables})
+
+
+def fedavg(data: str, model: str, turns: int, crew: Crew) -> dict[str, float]:
+    """A round of 10 of 100 clients."""
+    training = {"lr": 0.05, "local_epochs": 2, "clients_per_round": 10}
+    alone, team = (spec_of(data, 100, model, training=training | {"workers": n}) for n in (1, len(crew)))
+    return compared(turns, local=Run(alone, None).step, local_team=Run(team, None).step, ray=Run(alone, crew).step)
+
+
+def exchange(clients: int, turns: int, crew: Crew) -> dict[str, float]:
+    """An exchange that asks for next to nothing."""
+    spec = spec_of("digits", 10, "mlp")
+    local, there = Run(spec, None), Run(spec, crew)
+    return compared(turns, local=lambda: local.sizes(clients), ray=lambda: there.sizes(clients))
+
+
+def stratify(turns: int, crew: Crew, **method: Any) -> dict[str, float]:
+    """One iteration of batch mode (64 samples of 10 clients), or one hop of single-sample mode; MLP of 166,310."""
+    table = {"name": "stratify", "cap": 40, **method}
+    training = {"batch_size": 64, "lr": 0.05, "workers": 1}
+    spec = spec_of("digits", 10, "mlp", method=table, training=training | {"execution": "per-client"})
+    fused = spec_of("digits", 10, "mlp", method=table, training=training)
+    local, there, at_once = Run(spec, None), Run(spec, crew), Run(fused, None)
+    local.step(), there.step()
+    tally = local.federation.tally
+    parts = tally.hops or tally.exchanges
+    return compared(turns, per=parts, local=local.step, ray=there.step, local_fused=at_once.step) | {"parts": parts}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--data", default="mnist")
+    options = parser.parse_args()
+    turns = options.turns
+    torch.set_num_threads(1)
+    with ExitStack() as closing:
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        ray.init(
+            address="local",
+            num_cpus=options.workers,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+        )
+        closing.callback(ray.shutdown)
+        crew = closing.enter_context(Crew(options.workers))
+        results: dict[str, Any] = {"workers": options.workers}
+        for name, measure in {
+            "exchange, 1 client": lambda: exchange(1, 20 * turns, crew),
+            "exchange, 10 clients": lambda: exchange(10, 20 * turns, crew),
+            "stratify, a batch": lambda: stratify(turns, crew),
+            "stratify, a hop": lambda: stratify(turns, crew, mode="single"),
+            "fedavg, mlp": lambda: fedavg(options.data, "mlp", turns, crew),
+            "fedavg, cnn": lambda: fedavg(options.data, "cnn", turns, crew),
+        }.items():
+            results[name] = measure() | {"load": round(os.getloadavg()[0], 1)}
+            print(name, json.dumps(results[name]), flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "ray_speed.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
