@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check format bench bench-masking clean
+.PHONY: demo test check format bench bench-profile bench-scale bench-masking clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,7 +32,13 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## The benchmarks; they take long and are never part of the tests.
+bench: $(STAMP)  ## fedstrata beside its peers, each in an environment of its own: docs/benchmarks.md. An hour.
+	$(BIN)/python benchmarks/peers/bench.py --out docs/benchmarks.md
+
+bench-profile: $(STAMP)  ## Where a round's time goes, and how far from the centralised limit.
+	$(BIN)/python benchmarks/peers/limit.py
+
+bench-scale: $(STAMP)  ## Memory and time of a round against the number of clients.
 	$(BIN)/python benchmarks/scale.py
 
 bench-masking: $(STAMP)  ## Time and bytes of masking labels: docs/masking.md.
