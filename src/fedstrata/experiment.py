@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-import torch
 from torch import nn
 
 from fedstrata import checkpoint
@@ -32,6 +30,7 @@ from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.nn.layout import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.nn.zoo import make_model
+from fedstrata.process import training_process
 from fedstrata.spec import Experiment
 
 SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS = (
@@ -192,7 +191,7 @@ def go(
         callbacks: Called with the record of every round.
         resume: Go on with what is in ``folder``.
     """
-    with _threads(prepared.spec.training.threads):
+    with training_process(prepared.spec.training.threads):
         return _Run(prepared, folder, engine, callbacks).go(resume)
 
 
@@ -230,16 +229,6 @@ def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
     if will and not was:
         problem = "the clients' states of this run are in its checkpoint, and no site has them"
         raise SpecError("engine", f"{problem}; resume it with 'local' or 'ray'", engine)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _Run:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +26,7 @@ from fedstrata.data.dataset import Split
 from fedstrata.data.spare import Spare
 from fedstrata.errors import SpecError
 from fedstrata.experiment import SPEC, Prepared, prepare
+from fedstrata.process import training_process
 from fedstrata.rng import rng
 from fedstrata.spec import Experiment
 
@@ -164,7 +164,8 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    with _threads(spec.training.threads):
+    # The rounds are the same to the bit only with as many threads as the run had.
+    with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
             warnings.warn(
@@ -266,14 +267,3 @@ def found(attack: str, target: Target, image: Tensor, feature_error: float) -> F
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.strangers)[1] if len(target.strangers) else None
     return Finding(attack, target, image, mean, nearest, stranger, average, feature_error)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """The rounds are the same to the bit only with as many threads as the run had."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

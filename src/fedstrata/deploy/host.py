@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedstrata import checkpoint, records
 from fedstrata.clients.client import Client, World, carrier_of
 from fedstrata.clients.keys import KeyRing
@@ -45,6 +43,7 @@ from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError, WireE
 from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.screening import check_like, defect_of
 from fedstrata.federation.seam import Failure
+from fedstrata.process import prepare_process
 from fedstrata.records import Message, Tree
 
 LOG = logging.getLogger(__name__)
@@ -172,7 +171,7 @@ class _Run:
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
         world = host.world(begin)
-        torch.set_num_threads(world.job.training.threads)
+        prepare_process(world.job.training.threads)
         run = cls(host, host.folder / begin.run, world, begin.clients)
         if begin.round == 0:
             shutil.rmtree(run.folder, ignore_errors=True)

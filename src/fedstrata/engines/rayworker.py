@@ -26,6 +26,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.seam import Failure
+from fedstrata.process import prepare_process
 
 Payload = bytes | NDArray[np.uint8]
 """An encoded tree: bytes, or an array where it lies in Ray's object store."""
@@ -115,7 +116,7 @@ class Worker:
         # The object store is read-only, and nothing writes to a data set.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         world = luggage.unpack()
-        torch.set_num_threads(world.job.training.threads)
+        prepare_process(world.job.training.threads)
         self._engine = LocalEngine(world, StateStore())
         self._exchange, self._requests = -1, dict[int, Request]()
         self._cargo: Weights | None = None

@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch
-
 from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request
+from fedstrata.process import prepare_process
 from fedstrata.records import Tree
 
 State = Mapping[str, Tree]
@@ -158,7 +157,7 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in inherited:
         other.close()
-    torch.set_num_threads(1)
+    prepare_process(1)
     with contextlib.suppress(EOFError, OSError):
         while True:
             data, free = connection.recv()
