@@ -10,8 +10,9 @@ there, finished or not, to ``rebafl.md`` and the curves to ``rebafl_*.png``.
 Settings of section 5.1: 2 random classes a client with 500 samples each, all m clients invited and each there with
 probability p = 0.5, E = 5, B = 50, η = 0.01 (0.02 for CIFAR-10), weight decay 5e-4, a CNN of 16 and 32 channels (64
 more for CIFAR-10). Convolutions and products are computed in bfloat16 (``precision = "bf16"``), which takes 0.6 of the
-time; the table "precision" has runs in float32 beside such ones. Parameters are the methods' defaults. ``tuning`` shows what others would do: every grid is its
-paper's, all are run alike, and accuracy is measured on 10,000 training images that no client holds.
+time; the table "precision" has runs in float32 beside such ones. Parameters are the methods' defaults. ``tuning`` shows
+what others would do: every grid is its paper's, all are run alike, and accuracy is measured on 10,000 training images
+that no client holds.
 """
 
 from __future__ import annotations

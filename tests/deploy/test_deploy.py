@@ -235,7 +235,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         name = json.loads((tmp_path / "admin" / "job" / "meta.json").read_text())["name"]
         listed = [{"job_id": n.format(name), "job_name": n.format(name), "status": status} for n, status in jobs]
         session = _Session(tmp_path, *trouble, at=at, jobs=listed)
-        monkeypatch.setattr(flare_api, "new_secure_session", lambda *_, **__: session)
+        monkeypatch.setattr(flare_api, "new_secure_session", lambda *_, **__: session._answer("login", session))
         monkeypatch.setattr(submit, "POLL", 0.01)
         told: list[str] = []
         submit.submit(tmp_path / "admin", tmp_path / "out", tell=told.append)
@@ -257,6 +257,25 @@ def test_a_server_that_is_away_is_waited_for(submitted: Submitted, at: str) -> N
     assert [line for line in told if "waiting" in line] == [
         "waiting for the server (NoConnection: gone)", "waiting for the server (SessionClosed: gone)",
     ]  # fmt: skip
+
+
+@needs_nvflare
+@pytest.mark.parametrize("at", ["submit", "status", "fetch"])
+def test_a_server_that_has_just_come_back_is_waited_for(submitted: Submitted, at: str) -> None:
+    from nvflare.fuel.flare_api.api_spec import AuthenticationError, JobNotRunning, NoClientsAvailable
+
+    trouble = NoClientsAvailable("no clients"), JobNotRunning("not yet"), AuthenticationError("no such session")
+    job, _, told = submitted(*trouble, at=at)
+    assert job == "new"
+    assert sum("waiting for the server" in line for line in told) == 3
+
+
+@needs_nvflare
+def test_a_server_that_never_let_us_in_refuses(submitted: Submitted) -> None:
+    from nvflare.fuel.flare_api.api_spec import AuthenticationError
+
+    with pytest.raises(FedstrataError, match="the server refuses: AuthenticationError: unknown certificate"):
+        submitted(AuthenticationError("unknown certificate"), at="login")
 
 
 @needs_nvflare

@@ -162,21 +162,9 @@ class _Watch:
             self._session = None
 
     def _do(self, work: Callable[[Any], Any]) -> Any:
-        """What ``work`` gives; None while the server is away."""
-        from nvflare.apis.fl_exception import FLCommunicationError
-        from nvflare.fuel.flare_api.api_spec import InternalError, NoReply, SessionClosed
+        """What ``work`` gives; None while the server is away, or has not got that far."""
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-        # The last two are what NVFlare calls a server that goes away while it answers, or is about to come back.
-        away = (
-            ConnectionError,
-            TimeoutError,
-            FLCommunicationError,
-            SessionClosed,
-            NoReply,
-            InternalError,
-            RuntimeError,
-        )
         try:
             with redirect_stdout(io.StringIO()):
                 if self._session is None:
@@ -184,8 +172,9 @@ class _Watch:
                 outcome = work(self._session)
             self._since = None
         except Exception as error:
+            known = self._session is not None
             self._forget()
-            if not isinstance(error, away):
+            if not _passes(error, known):
                 raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
             self._since = self._since or time.monotonic()
             if time.monotonic() - self._since > self.lost:
@@ -196,7 +185,34 @@ class _Watch:
         return outcome
 
     def _forget(self) -> None:
+        """End the session, whatever state it is in."""
         try:
             self.close()
         except Exception:
             self._session = None
+
+
+def _passes(error: Exception, known: bool) -> bool:
+    """Whether waiting may help: the server is away, or is just coming back and has neither sites nor jobs yet.
+
+    Args:
+        error: What NVFlare raised.
+        known: Whether the server had let us in before: one that was started again knows nothing of our session.
+    """
+    from nvflare.apis.fl_exception import FLCommunicationError
+    from nvflare.fuel.flare_api.api_spec import (
+        AuthenticationError,
+        ClientsStillRunning,
+        InternalError,
+        JobNotDone,
+        JobNotRunning,
+        NoClientsAvailable,
+        NoReply,
+        SessionClosed,
+    )
+
+    # InternalError and RuntimeError are what a server gives that goes away while it answers.
+    away = (ConnectionError, TimeoutError, FLCommunicationError, SessionClosed, NoReply, InternalError, RuntimeError)
+    # Between one look at the job and the next it may have ended, or begun without its sites.
+    between = (NoClientsAvailable, JobNotRunning, JobNotDone, ClientsStillRunning)
+    return isinstance(error, away + between) or (known and isinstance(error, AuthenticationError))
