@@ -65,9 +65,10 @@ def environment(key: str, cache: Path) -> Path:
     python = folder / "bin" / "python"
     if not done.exists() or done.read_text() != peer.package:
         subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        for package in ("torch", peer.package):
-            command = [python, "-m", "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", package]
-            subprocess.run(command, check=True)
+        pip = [python, "-m", "pip", "install", "--quiet"]
+        subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", "torch"], check=True)
+        # The other constraints are ours alone: a peer has its own versions of what both use.
+        subprocess.run([*pip, f"torch=={torch.__version__.split('+')[0]}", peer.package], check=True)
         done.write_text(peer.package)
     return python
 

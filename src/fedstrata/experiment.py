@@ -340,7 +340,7 @@ class _Run:
         return state
 
     def _evaluate(self, weights: Weights) -> dict[str, Any]:
-        place = placed(self.world)
+        place = self.world.once(placed)
         score = evaluate(
             place.model,
             weights,

@@ -30,7 +30,8 @@ Tree = Any
 DEFAULT_LIMIT = 2 << 30
 """Largest message that is read, in bytes."""
 
-_RECORDS: dict[str, type] = {}
+RECORDS: dict[str, type] = {}
+"""What was declared with ``record``, by the name that travels."""
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _SIZES: dict[Hashable, int] = {}
 _MOST_FORMS = 4096
@@ -56,7 +57,7 @@ T = TypeVar("T")
 def record(cls: type[T]) -> type[T]:
     """Declare a frozen dataclass that may be encoded, and so decoded."""
     made = dataclasses.dataclass(frozen=True)(cls)
-    _RECORDS[_kind(made)] = made
+    RECORDS[_kind(made)] = made
     _FIELDS[made] = tuple(f.name for f in dataclasses.fields(made))  # type: ignore[arg-type]
     return made
 
@@ -218,7 +219,7 @@ class _Parts:
             return self._tensor(
                 "$b", torch.frombuffer(bytearray(node), dtype=torch.uint8) if node else torch.empty(0).byte()
             )
-        if _kind(type(node)) in _RECORDS:
+        if _kind(type(node)) in RECORDS:
             fields = dataclasses.fields(node)
             return {"$r": _kind(type(node)), "f": {f.name: self._flatten(getattr(node, f.name)) for f in fields}}
         if isinstance(node, Mapping):
@@ -275,7 +276,7 @@ def _rebuild(node: Any, tensors: Mapping[str, Tensor], ints: list[int], floats: 
 
 
 def _make(kind: str, fields: dict[str, Any]) -> Any:
-    cls = _RECORDS.get(kind)
+    cls = RECORDS.get(kind)
     if cls is None:
         raise WireError(f"unknown kind of record {kind!r}")
     if not issubclass(cls, Message):

@@ -115,16 +115,24 @@ def read_table(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any
     Raises:
         SpecError: The file is missing or no TOML, or an override has no ``=``.
     """
-    path = Path(path)
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SpecError("spec", "no such file", str(path)) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise SpecError("spec", f"cannot be read as TOML: {error}", str(path)) from None
+    table = read_toml(Path(path), "spec")
     for override in overrides:
         apply_override(table, override)
     return table
+
+
+def read_toml(path: Path, key: str) -> dict[str, Any]:
+    """The tables of a TOML file; errors name ``key``.
+
+    Raises:
+        SpecError: The file is missing, cannot be read or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise SpecError(key, "no such file", str(path)) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise SpecError(key, f"cannot be read as TOML: {error}", str(path)) from None
 
 
 def placed(error: SpecError, path: Path | str) -> SpecError:

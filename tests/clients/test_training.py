@@ -10,7 +10,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.clients.client import Client
-from fedstrata.clients.training import LocalData, train
+from fedstrata.clients.training import LocalData, chain_of, train
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.federation.seam import check_like
 
@@ -300,7 +300,7 @@ def test_a_chain_of_linear_layers_is_trained_by_hand_as_pytorch_does(tiny, setti
     module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
     federation = tiny(batch_size=8, local_epochs=5, lr=0.3, module=module, **settings)
     reply = one_fit(federation)
-    assert federation.engine.world.prepared["dense"] is not None
+    assert federation.engine.world.once(chain_of) is not None
     settings = {{"weight_decay": "decay"}.get(key, key): value for key, value in settings.items()}
     for name, w in by_hand(federation, lr=0.3, steps=5, **settings).items():
         torch.testing.assert_close(reply.weights.params[name], w, rtol=1e-5, atol=1e-6)

@@ -258,7 +258,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         # A shell's background jobs ignore interrupts, and so does all that they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"

@@ -10,6 +10,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.clients.client import World
+from fedstrata.clients.reserving import _Drawing
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.experiment import prepare
@@ -304,7 +305,7 @@ def test_a_layer_that_draws_is_seeded_from_the_first_batch_on(balanced):
     generator = torch.get_rng_state()
     # The first pass finds that the model draws and is repeated; later ones know.
     replies = [engine.ask_fused(dict.fromkeys(ask, Gradient(1, 0, weights))) for _ in range(3)]
-    assert world.prepared["draws"]
+    assert world.once(_Drawing).known
     assert torch.equal(torch.get_rng_state(), generator)
     for reply in replies:
         assert reply.samples == 8

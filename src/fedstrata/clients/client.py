@@ -23,6 +23,8 @@ from fedstrata.objectives.base import Objective
 from fedstrata.records import Tree
 from fedstrata.rng import rng
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class World:
@@ -33,7 +35,7 @@ class World:
         data: The data set; a client sees only its own indices of it.
         assignment: Which samples belong to whom.
         objective: What clients minimise.
-        prepared: What handlers made ready once for all clients of the process, by name; nothing of a client's own.
+        prepared: What was made ready once for all clients of the process, by what made it; see ``once``.
         keys: The keys that all clients share and the server does not have.
     """
 
@@ -41,8 +43,15 @@ class World:
     data: Dataset
     assignment: Assignment
     objective: Objective
-    prepared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    prepared: dict[Callable[[World], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: KeyRing = field(default_factory=KeyRing.of_site, compare=False, repr=False)
+
+    def once(self, make: Callable[[World], T]) -> T:
+        """What ``make`` makes of this world, made when first asked for; nothing of a client's own."""
+        if make not in self.prepared:
+            self.prepared[make] = make(self)
+        made: T = self.prepared[make]
+        return made
 
 
 class Client:
@@ -119,9 +128,11 @@ class Carriage(Protocol):
 
 CarriageMaker = Callable[[World, Weights], Carriage]
 
-_HANDLERS: dict[type[Request], Handler] = {}
+HANDLERS: dict[type[Request], Handler] = {}
+"""What was declared with ``answers``."""
+CARRIERS: dict[type[Request], Carrier] = {}
+"""What was declared with ``carries``."""
 _FUSED: dict[type[Request], FusedHandler] = {}
-_CARRIERS: dict[type[Request], Carrier] = {}
 _REPLIES: dict[type[Request], type[Reply]] = {}
 _CARRIAGES: dict[type[Request], CarriageMaker] = {}
 
@@ -130,7 +141,7 @@ def answers(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[
     """Declare how a client answers a kind of request."""
 
     def declare(handler: Callable[[Client, R], Reply]) -> Callable[[Client, R], Reply]:
-        _HANDLERS[kind] = handler
+        HANDLERS[kind] = handler
         return handler
 
     return declare
@@ -150,7 +161,7 @@ def carries(kind: type[R]) -> Callable[[Carrier], Carrier]:
     """Declare what a client does with the travelling model of a relay."""
 
     def declare(handler: Carrier) -> Carrier:
-        _CARRIERS[kind] = handler
+        CARRIERS[kind] = handler
         return handler
 
     return declare
@@ -168,9 +179,9 @@ def carries_fused(kind: type[R]) -> Callable[[CarriageMaker], CarriageMaker]:
 
 def handler_of(kind: type[Request]) -> Handler:
     """The handler for a kind of request."""
-    if kind not in _HANDLERS:
+    if kind not in HANDLERS:
         raise FedstrataError(f"clients do not know how to answer {kind.__name__}: declare it with @answers")
-    return _HANDLERS[kind]
+    return HANDLERS[kind]
 
 
 def reply_kind(kind: type[Request]) -> type[Reply]:
@@ -181,7 +192,7 @@ def reply_kind(kind: type[Request]) -> type[Reply]:
 
 
 def _declared_reply(kind: type[Request]) -> type[Reply]:
-    handler: Callable[..., Any] | None = _HANDLERS.get(kind) or _CARRIERS.get(kind)
+    handler: Callable[..., Any] | None = HANDLERS.get(kind) or CARRIERS.get(kind)
     try:
         declared = get_type_hints(handler).get("return") if handler else None
     except NameError:  # an annotation that only a type checker can read
@@ -197,9 +208,9 @@ def fused_handler_of(kind: type[Request]) -> FusedHandler | None:
 
 def carrier_of(kind: type[Request]) -> Carrier:
     """The handler for a hop of a relay."""
-    if kind not in _CARRIERS:
+    if kind not in CARRIERS:
         raise FedstrataError(f"clients do not know how to carry {kind.__name__}: declare it with @carries")
-    return _CARRIERS[kind]
+    return CARRIERS[kind]
 
 
 def carriage_maker_of(kind: type[Request]) -> CarriageMaker | None:

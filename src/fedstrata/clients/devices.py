@@ -12,7 +12,6 @@ from fedstrata.data.dataset import Dataset
 from fedstrata.errors import SpecError
 from fedstrata.nn.model import Model
 
-PLACED = "placed"
 RESIDENT = 0.25
 """Share of a GPU's memory that the data set may take; a larger one is copied there piece by piece."""
 
@@ -56,20 +55,17 @@ def device_of(setting: str) -> torch.device:
 
 
 def placed(world: World) -> Placed:
-    """Model and data on the device of the settings; moved once for all clients of a process.
+    """Model and data on the device of the settings.
 
     Raises:
         SpecError: There is no such device.
     """
-    if PLACED not in world.prepared:
-        device = device_of(world.job.training.device)
-        model, data = world.job.model, world.data
-        if device.type != "cpu":
-            model = model.clone().to(device)
-            tensors = [value for value in vars(data).values() if isinstance(value, Tensor)]
-            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            if size <= RESIDENT * torch.cuda.get_device_properties(device).total_memory:
-                data = data.to(device)
-        world.prepared[PLACED] = Placed(device, model, data)
-    found: Placed = world.prepared[PLACED]
-    return found
+    device = device_of(world.job.training.device)
+    model, data = world.job.model, world.data
+    if device.type != "cpu":
+        model = model.clone().to(device)
+        tensors = [value for value in vars(data).values() if isinstance(value, Tensor)]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        if size <= RESIDENT * torch.cuda.get_device_properties(device).total_memory:
+            data = data.to(device)
+    return Placed(device, model, data)

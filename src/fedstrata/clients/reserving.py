@@ -156,19 +156,27 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
     client = next(iter(clients.values()))
     world, request = client.world, requests[client.number]
-    model, params = _workbench(world)
+    model, params = world.once(_standing_model)
     model.share(request.weights.params, request.weights.buffers)
-    if not world.prepared.get("draws"):
+    drawing = world.once(_Drawing)
+    if not drawing.known:
         # Seeding costs a tenth of a small batch, and few models draw numbers: the first pass that does tells.
         before = torch.get_rng_state()
         reply = summed_gradient(world, model, params, request, indices)
         if torch.equal(torch.get_rng_state(), before):
             return reply
         torch.set_rng_state(before)
-        world.prepared["draws"] = True
+        drawing.known = True
         model.share(request.weights.params, request.weights.buffers)
     with _seeded(world, request):
         return summed_gradient(world, model, params, request, indices)
+
+
+class _Drawing:
+    """Whether the model's layers are known to draw random numbers."""
+
+    def __init__(self, _: World) -> None:
+        self.known = False
 
 
 def _seeded(world: World, request: Gradient) -> AbstractContextManager[None]:
@@ -176,20 +184,17 @@ def _seeded(world: World, request: Gradient) -> AbstractContextManager[None]:
     return torch_seeded(world.job.seed, f"layers/{request.batch}", request.round)
 
 
-def _workbench(world: World) -> tuple[Model, Params]:
+def _standing_model(world: World) -> tuple[Model, Params]:
     """A model of its own that stays loaded in training mode, because a batch comes after a batch."""
-    if "batches" not in world.prepared:
-        model = world.job.model.clone()
-        world.prepared["batches"] = model, model.load_for_good(train=True)
-    found: tuple[Model, Params] = world.prepared["batches"]
-    return found
+    model = world.job.model.clone()
+    return model, model.load_for_good(train=True)
 
 
 def summed_gradient(world: World, model: Model, params: Params, request: Gradient, indices: Ints) -> GradientReply:
     """The gradient of the summed loss over some samples, at what the model has loaded."""
     where = torch.from_numpy(indices)
     batch = Batch(world.data.inputs(where), world.data.y_train[where])
-    chain = chain_of(world) if is_plain(world.objective, "loss") else None
+    chain = world.once(chain_of) if is_plain(world.objective, "loss") else None
     if chain is not None:
         mean, parts = chain.gradient(params, batch.x, batch.y)
         torch._foreach_mul_(parts, len(indices))

@@ -178,10 +178,18 @@ class Stepper(Protocol):
 
 def stepper_of(world: World, model: Model) -> Stepper:
     """The fastest stepper that the model allows, made once in a process."""
-    found: tuple[Model, Stepper] | None = world.prepared.get("stepper")
-    if found is None or found[0] is not model:
-        found = world.prepared["stepper"] = model, _make_stepper(world, model)
-    return found[1]
+    last = world.once(_Last)
+    if last.stepper is None or last.model is not model:
+        last.model, last.stepper = model, _make_stepper(world, model)
+    return last.stepper
+
+
+class _Last:
+    """The stepper that was made last, and its model."""
+
+    def __init__(self, _: World) -> None:
+        self.model: Model | None = None
+        self.stepper: Stepper | None = None
 
 
 def _make_stepper(world: World, model: Model) -> Stepper:

@@ -26,10 +26,6 @@ GATHER_LIMIT = 128 << 20
 """Bytes of inputs up to which a client's samples are made floats once a round, and not once a batch."""
 
 
-DENSE, PAIRS = "dense", "pairs"
-"""What is found out once for all clients of a process."""
-
-
 class LocalData:
     """The samples that a client uses this round, as batches of tensors.
 
@@ -42,10 +38,7 @@ class LocalData:
         self.client, self.chosen = client, chosen
         features = int(np.prod(client.world.data.shape))
         # BatchNorm has no statistics of a single sample: a last one alone joins the batch before it.
-        prepared = client.world.prepared
-        if PAIRS not in prepared:
-            prepared[PAIRS] = has_batchnorm(client.model.module)
-        self.pairs: bool = prepared[PAIRS]
+        self.pairs = client.world.once(normalises)
         self._all = client.samples(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
 
     def __len__(self) -> int:
@@ -153,7 +146,7 @@ def train(
     )
     context = objective.begin(model, context)
     by_hand = training.precision == "float32" and is_plain(objective, "loss", "trains")
-    chain = chain_of(client.world) if by_hand else None
+    chain = client.world.once(chain_of) if by_hand else None
     losses: list[Tensor] = []
     seen = 0
     with _workbench(client, weights, chain, objective, round) as params:
@@ -172,11 +165,13 @@ def train(
 
 
 def chain_of(world: World) -> Dense | None:
-    """The model as a chain of linear layers where it is one; found once for all clients."""
-    if DENSE not in world.prepared:
-        world.prepared[DENSE] = Dense.of(world.job.model.module)
-    found: Dense | None = world.prepared[DENSE]
-    return found
+    """The model as a chain of linear layers, where it is one."""
+    return Dense.of(world.job.model.module)
+
+
+def normalises(world: World) -> bool:
+    """Whether the model has BatchNorm layers."""
+    return has_batchnorm(world.job.model.module)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class SideBySide:
     """
 
     def __init__(self, world: World, *, vectorise: bool = True) -> None:
-        place = placed(world)
+        place = world.once(placed)
         self.world, self.device, self.model = world, place.device, place.model.clone()
         self.bench = Bench(world, place.device, self.model, mask_norms(self.model.module), place.data)
         self._vectorise, self._honoured = vectorise, False

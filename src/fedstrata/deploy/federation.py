@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +13,7 @@ from fedstrata.deploy.settings import PATIENCE
 from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import SpecError
 from fedstrata.experiment import prepare
-from fedstrata.spec import Experiment, placed
+from fedstrata.spec import Experiment, placed, read_toml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
 RESERVED = ("server", "admin", "authority", "result")
@@ -125,12 +124,7 @@ class Sites(Setting):
         Raises:
             SpecError: It is missing, no TOML, or a setting is wrong; the message names the line.
         """
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise SpecError("--sites", "no such file", str(path)) from None
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError("--sites", f"cannot be read as TOML: {error}", str(path)) from None
+        table = read_toml(path, "--sites")
         try:
             return build(cls, table)
         except SpecError as error:

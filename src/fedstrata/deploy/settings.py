@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pydantic import PositiveFloat
 from fedstrata.config import Setting, build, plain
 from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import SpecError
-from fedstrata.spec import placed
+from fedstrata.spec import placed, read_toml
 
 LOCAL = Path("local") / "fedstrata.toml"
 """A site's own settings, inside its folder; never part of a job."""
@@ -118,12 +117,9 @@ class SiteSettings(Setting):
             SpecError: The file is no TOML, a key is unknown or a value is wrong; the message names the line.
         """
         path = root / LOCAL
-        try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not path.exists():
             return cls()
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise SpecError("settings", f"cannot be read as TOML: {error}", str(path)) from None
+        table = read_toml(path, "settings")
         try:
             found = build(cls, table)
         except SpecError as error:

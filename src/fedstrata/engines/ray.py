@@ -26,7 +26,7 @@ from fedstrata import records
 from fedstrata.clients.client import World
 from fedstrata.clients.keys import KeyRing
 from fedstrata.clients.store import StateStore
-from fedstrata.engines.rayworker import VERSIONS, Answer, Luggage, Payload, Worker
+from fedstrata.engines.rayworker import VERSIONS, EncodedAnswer, Luggage, Payload, Worker
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError, WireError
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.seam import Failure
@@ -199,7 +199,7 @@ class RayEngine:
         state = self.store.get(client)
         return records.encode(dict(state)) if state else b""
 
-    def _read(self, client: ClientId, answer: Answer) -> Reply | Failure:
+    def _read(self, client: ClientId, answer: EncodedAnswer) -> Reply | Failure:
         if answer.failure is not None or answer.reply is None:
             reason = answer.failure.reason if answer.failure else "no reply"
             error = ClientError(reason) if answer.raised else None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata import records
-from fedstrata.clients.client import _CARRIERS, _HANDLERS, World
+from fedstrata.clients.client import CARRIERS, HANDLERS, World
 from fedstrata.clients.keys import KeyRing
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
@@ -34,7 +34,7 @@ Payload = bytes | NDArray[np.uint8]
 VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 """What must be alike everywhere."""
 
-_REGISTRIES: tuple[dict[Any, Any], ...] = (records._RECORDS, _HANDLERS, _CARRIERS)
+_REGISTRIES: tuple[dict[Any, Any], ...] = (records.RECORDS, HANDLERS, CARRIERS)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Luggage:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EncodedAnswer:
     """What became of one client's request.
 
     Args:
@@ -128,7 +128,7 @@ class Worker:
         calls: Sequence[tuple[ClientId, int, bytes]],
         together: bool,
         *payloads: Payload,
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[EncodedAnswer], float]:
         """The answers of some clients, in order, and how many seconds they took.
 
         Args:
@@ -154,7 +154,7 @@ class Worker:
         self._engine.settle(requests)
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
-    def hop(self, client: ClientId, task: bytes, state: bytes, cargo: bytes | None) -> Answer:
+    def hop(self, client: ClientId, task: bytes, state: bytes, cargo: bytes | None) -> EncodedAnswer:
         """Let a client work on the travelling model; None for ``cargo`` is the model that the last hop led to."""
         weights: Weights | None = self._cargo if cargo is None else records.decode(cargo)
         assert weights is not None
@@ -169,11 +169,11 @@ class Worker:
         self._cargo, reply = outcome
         return self._answer(client, reply, self._cargo)
 
-    def _answer(self, client: ClientId, outcome: Reply | Failure, moved: Weights | None = None) -> Answer:
+    def _answer(self, client: ClientId, outcome: Reply | Failure, moved: Weights | None = None) -> EncodedAnswer:
         if isinstance(outcome, Failure):
             # An exception may hold anything; its text travels.
             raised = "".join(traceback.format_exception(outcome.error)) if outcome.error is not None else ""
-            return Answer(failure=dataclasses.replace(outcome, error=None), raised=raised)
+            return EncodedAnswer(failure=dataclasses.replace(outcome, error=None), raised=raised)
         try:
             reply = records.encode(outcome)
             cargo = None if moved is None else records.encode(moved)
@@ -181,4 +181,4 @@ class Worker:
             state = records.encode(dict(store.get(client))) if client in store.changed else None
         except Exception as error:
             return self._answer(client, Failure(f"{type(error).__name__}: {error}", error))
-        return Answer(reply, state, moved=cargo)
+        return EncodedAnswer(reply, state, moved=cargo)

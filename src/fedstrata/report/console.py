@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.history import History
+from fedstrata.report.progress import Bar
 from fedstrata.report.tables import MISSING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.panel import Panel
-    from rich.progress import Progress
+    from rich.progress import Progress, ProgressColumn
 
 
-class RunProgress:
-    """A bar on standard error for the rounds of a run; nothing where that is no terminal.
+class RunProgress(Bar):
+    """A bar for the rounds of a run.
 
     Args:
         rounds: Rounds of the whole run.
@@ -40,25 +40,10 @@ class RunProgress:
         best: float | None = None,
         console: Console | None = None,
     ) -> None:
-        self.rounds, self.label, self.quiet, self.done = rounds, label, quiet, done
+        super().__init__(quiet, console)
+        self.rounds, self.label, self.done = rounds, label, done
         self.accuracy: float | None = None
         self.best = best
-        self._console = console
-        self._progress: Progress | None = None
-
-    def __enter__(self) -> RunProgress:
-        if not self.quiet:
-            self._progress = self._bar()
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show a round that is done; ``record`` is its metrics."""
@@ -77,26 +62,22 @@ class RunProgress:
             "clients": f"{present}/{asked}",
         }
 
-    def _bar(self) -> Progress | None:
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    def _columns(self) -> Sequence[ProgressColumn]:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-        console = self._console or Console(stderr=True)
-        if not console.is_terminal:
-            return None
-        progress = Progress(
+        return (
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("accuracy {task.fields[accuracy]} (best {task.fields[best]})"),
             TextColumn("clients {task.fields[clients]}"),
             TimeRemainingColumn(compact=True),
-            console=console,
-            refresh_per_second=4,
         )
+
+    def _begin(self, progress: Progress) -> None:
+        from rich.markup import escape
+
         progress.add_task(escape(self.label), total=self.rounds, completed=self.done, **self._fields({}))
-        return progress
 
 
 def summary_panel(history: History) -> Panel:
