@@ -177,6 +177,14 @@ def _median(group: list[dict[str, Any]], key: str) -> float:
     return statistics.median(run[key] for run in group)
 
 
+def earlier(path: Path) -> list[dict[str, Any]]:
+    """The runs of a result file, for the settings that are not run again."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text())
+    return list(found["runs"]) if found["machine"] == machine() else []
+
+
 def machine() -> str:
     """What all of this ran on."""
     model = platform.processor()
@@ -194,6 +202,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rounds", type=int, help="rounds timed, instead of the setting's own")
     parser.add_argument("--invited", type=int, help="clients a round, instead of the setting's own")
+    parser.add_argument("--once", default="", help="peers that run in the first repetition alone: they take minutes")
     parser.add_argument("--one-thread", action="store_true", help="no peer with several threads")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/fedstrata/peers").expanduser())
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "peers.json")
@@ -203,10 +212,13 @@ def main() -> None:
     pythons = {key: environment(key, options.cache) for key in keys}
     changed = {"--rounds": options.rounds, "--invited": options.invited}
     extra = [text for key, value in changed.items() if value for text in (key, str(value))]
-    runs: list[dict[str, Any]] = []
-    for setting in options.settings.split(","):
+    settings = options.settings.split(",")
+    runs = [run for run in earlier(options.json) if run["setting"] not in settings]
+    for setting in settings:
         for repetition in range(options.repetitions):
             for key in keys:
+                if repetition and key in options.once.split(","):
+                    continue
                 for threads in PEERS[key].threads[: 1 if options.one_thread else None]:
                     run = measure(key, pythons[key], setting, threads, extra)
                     runs.append({**run, "repetition": repetition, "load": os.getloadavg()[0]})

@@ -15,7 +15,7 @@ from torch import Tensor
 from fedstrata.clients.client import Client, World
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.nn.batchnorm import has_batchnorm
-from fedstrata.nn.dense import Dense
+from fedstrata.nn.chain import Chain
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
 from fedstrata.records import Tree
@@ -164,9 +164,9 @@ def train(
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 
 
-def chain_of(world: World) -> Dense | None:
-    """The model as a chain of linear layers, where it is one."""
-    return Dense.of(world.job.model.module)
+def chain_of(world: World) -> Chain | None:
+    """The model as a chain of layers that is trained by hand, where it is one."""
+    return Chain.of(world.job.model.module)
 
 
 def normalises(world: World) -> bool:
@@ -176,7 +176,7 @@ def normalises(world: World) -> bool:
 
 @contextmanager
 def _workbench(
-    client: Client, weights: Weights, chain: Dense | None, objective: Objective, round: int
+    client: Client, weights: Weights, chain: Chain | None, objective: Objective, round: int
 ) -> Iterator[Params]:
     """Parameters to train: those of the module, or for a chain, which needs no module, plain tensors."""
     seeded = torch_seeded(client.world.job.seed, "layers", round, client.number)
@@ -184,13 +184,13 @@ def _workbench(
         with seeded, client.model.loaded(weights.params, weights.buffers, train=True) as params:
             yield params
     else:
-        # Linear layers draw no random numbers.
+        # Such layers draw no random numbers.
         with nullcontext() if is_plain(objective, "correction", "finish") else seeded:
-            yield {name: w.clone() for name, w in weights.params.items()}
+            yield client.model.laid_out(weights.params)
 
 
 def _stepper(
-    model: Model, params: Params, objective: Objective, context: Context, training: Training, chain: Dense | None
+    model: Model, params: Params, objective: Objective, context: Context, training: Training, chain: Chain | None
 ) -> Callable[[Batch], Tensor]:
     """What trains ``params`` on a batch and returns the loss before that."""
     names = [name for name in params if objective.trains(name, model)]

@@ -81,6 +81,16 @@ class Model:
         """Clones of the initial parameters, in the order in which the module registered them."""
         return _copies(self._initial_params)
 
+    def laid_out(self, params: Mapping[str, Tensor]) -> Params:
+        """Clones of given values in the memory format in which the module is fast; a wire or a file loses it.
+
+        Args:
+            params: By name, of the parameters' shapes.
+        """
+        laid_out = {name: torch.empty_like(self._initial_params[name]) for name in params}
+        _copy_into(laid_out, params)
+        return laid_out
+
     def buffers(self) -> Params:
         """Clones of the initial buffers (running statistics, frozen parameters), in the same order."""
         return _copies(self._initial_buffers)
