@@ -291,6 +291,22 @@ def test_bf16_trains_nearly_the_same_and_leaves_float32(tiny, chain):
 
 
 @pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold", "fedprox", "feddyn", "moon", "fedrs", "fedlc", "fedbabu", "bsm-fedavg", "rebafl"]
+)
+def test_bf16_is_near_float32_for_every_objective(method):
+    def model(precision):
+        training = {"rounds": 2, "local_epochs": 1, "lr": 0.05, "precision": precision}
+        spec = {"method": method, "partition": {"clients": 4}, "model": "cnn", "training": training}
+        return fs.run(spec).params
+
+    exact, rough = model("float32"), model("bf16")
+    for name, w in rough.items():
+        assert w.dtype == torch.float32
+        torch.testing.assert_close(w, exact[name], rtol=0.05, atol=0.02)
+    assert any(not torch.equal(w, exact[name]) for name, w in rough.items())
+
+
+@pytest.mark.parametrize(
     "settings",
     [{}, {"momentum": 0.9}, {"weight_decay": 0.3}, {"momentum": 0.7, "weight_decay": 0.1, "clip": 0.2}],
     ids=str,

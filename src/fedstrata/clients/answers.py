@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from fedstrata.clients.client import Client, answers
-from fedstrata.clients.training import LocalData, Outcome, train
+from fedstrata.clients.training import LocalData, Outcome, computing, train
 from fedstrata.federation.messages import (
     Compress,
     CompressReply,
@@ -36,12 +36,14 @@ def fit(client: Client, request: Fit) -> FitReply:
     """Train on the samples kept this round, and keep the objective's state."""
     chosen, weights = samples_kept(client, request), starting_point(client, request)
     data, objective = LocalData(client, chosen), client.world.objective
+    with computing(client.world.job.training):
+        message = objective.survey(client.model, weights, data.in_order, request.message)
     outcome = train(
         client,
         weights,
         data,
         round=request.round,
-        message=objective.survey(client.model, weights, data.in_order, request.message),
+        message=message,
         kept=client.state.get(OBJECTIVE),
     )
     return fit_reply(client, request, len(chosen), outcome)

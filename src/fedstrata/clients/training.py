@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,7 +144,8 @@ def train(
         kept=kept,
         lr=lr,
     )
-    context = objective.begin(model, context)
+    with computing(training):
+        context = objective.begin(model, context)
     by_hand = training.precision == "float32" and is_plain(objective, "loss", "trains")
     chain = client.world.once(chain_of) if by_hand else None
     losses: list[Tensor] = []
@@ -158,10 +159,15 @@ def train(
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         else:
             after = Weights(params, weights.buffers)
-        with torch.no_grad():
+        with torch.no_grad(), computing(training):
             extra, kept = objective.finish(Trained(after.params, len(losses), model, data.in_order), context)
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
+
+
+def computing(training: Training) -> AbstractContextManager[None]:
+    """Passes in the precision of the settings; parameters may not change in the block, which keeps them converted."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16")
 
 
 def chain_of(world: World) -> Chain | None:
@@ -199,7 +205,7 @@ def _stepper(
     if chain is None:
 
         def by_autograd(batch: Batch) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16"):
+            with computing(training):
                 loss = objective.loss(model, params, batch, context)
             # A parameter that the loss does not reach has no gradient; correction and decay still move it.
             gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
