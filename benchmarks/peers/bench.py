@@ -202,17 +202,18 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rounds", type=int, help="rounds timed, instead of the setting's own")
     parser.add_argument("--invited", type=int, help="clients a round, instead of the setting's own")
+    parser.add_argument("--show", action="store_true", help="run nothing: the tables of what the result file has")
     parser.add_argument("--once", default="", help="peers that run in the first repetition alone: they take minutes")
     parser.add_argument("--one-thread", action="store_true", help="no peer with several threads")
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/fedstrata/peers").expanduser())
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "peers.json")
     parser.add_argument("--out", type=Path, help="a page whose table is replaced")
     options = parser.parse_args()
-    keys = options.only.split(",")
+    keys = [] if options.show else options.only.split(",")
     pythons = {key: environment(key, options.cache) for key in keys}
     changed = {"--rounds": options.rounds, "--invited": options.invited}
     extra = [text for key, value in changed.items() if value for text in (key, str(value))]
-    settings = options.settings.split(",")
+    settings = [] if options.show else options.settings.split(",")
     runs = [run for run in earlier(options.json) if run["setting"] not in settings]
     for setting in settings:
         for repetition in range(options.repetitions):
