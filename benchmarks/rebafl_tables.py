@@ -164,8 +164,8 @@ def cells() -> Iterator[Cell]:
         spec = spec_of(method, 0, 100, partition=CLUSTERED, availability=CLUSTERED_DROPOUT)
         yield Cell("ablation", f"{label}, clustered", 0, 100, spec)
     for label in ("fedavg", "rebafl"):
-        for precision in ("float32", "bf16"):
-            yield Cell("precision", f"{label}, {precision}", 0, 40, spec_of(METHODS[label], 0, 40, precision=precision))
+        spec = spec_of(METHODS[label], 0, 40, precision="float32")
+        yield Cell("precision", f"{label}, float32", 0, 40, spec)
     for label, grid in GRIDS.items():
         for point in grid:
             text = ", ".join(f"{key} = {value:g}" for key, value in point.items())
@@ -240,6 +240,7 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
             found.setdefault(cell.table, {}).setdefault(cell.label, []).append({**figure, "of": cell.rounds})
     for method in ("fedavg", "rebafl"):
         for table, label, rounds in (
+            ("precision", f"{method}, bf16", 40),
             ("dropout", f"{method}, p = 0.5", 100),
             ("dropout", f"{method}, s = 1", 120),
             ("ablation", f"{'none' if method == 'fedavg' else 'both'}, 2 classes", 100),
