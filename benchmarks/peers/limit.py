@@ -29,10 +29,11 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.experiment import prepare
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.seam import Federation
+from fedstrata.process import prepare_process
 
 PARTS = {
     "local training": ("training.py", "train"),
-    "· forward, backward, update": (("training.py", "by_autograd"), ("dense.py", "step")),
+    "· forward, backward, update": (("training.py", "by_autograd"), ("chain.py", "step")),
     "· samples in a new order": ("training.py", "_in_new_order"),
     "· model in and out": (("model.py", "loaded"), ("model.py", "_copy_into"), ("model.py", "_copies")),
     "samples made floats": ("client.py", "samples"),
@@ -94,7 +95,7 @@ def seconds(go: Callable[[], None]) -> float:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    prepare_process(1)
     for name in sys.argv[1:] or ["cnn", "mlp", "small"]:
         setting = SETTINGS[name]
         invited = {"cnn": 1, "mlp": 2}.get(name, setting.invited)
