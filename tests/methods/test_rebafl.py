@@ -97,7 +97,10 @@ def test_the_bytes_of_prototypes_are_counted():
 def test_its_switches():
     plain, both = run("fedavg"), run("rebafl")
     # FedAvg's steps are made by hand, which add up in another order.
-    torch.testing.assert_close(plain.params, run({"name": "rebafl", "relaxed": False, "mu": 0}).params)
+    nothing = {"name": "rebafl", "relaxed": False, "mu": 0}
+    torch.testing.assert_close(plain.params, run(nothing).params)
+    rough = {"training": {**SKEWED["training"], "precision": "bf16"}}  # where both go through autograd
+    assert same(run("fedavg", **rough), run(nothing, **rough))
     r_bsm, f_aug = run({"name": "rebafl", "mu": 0}), run({"name": "rebafl", "relaxed": False})
     runs = [plain, both, r_bsm, f_aug]
     assert not any(same(one, two) for i, one in enumerate(runs) for two in runs[i + 1 :])

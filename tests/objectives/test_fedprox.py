@@ -14,11 +14,11 @@ from fedstrata.objectives.fedprox import Proximal
 X = [[0.5, -1.0], [1.5, 0.3], [-0.7, 0.8]]
 
 
-def trained(objective, module: nn.Module, *, steps: int, lr: float = 0.2) -> dict[str, torch.Tensor]:
+def trained(objective, module: nn.Module, *, steps: int, lr: float = 0.2, **training) -> dict[str, torch.Tensor]:
     spec = fs.Experiment(
         partition={"name": "given", "indices": ((0, 1, 2),)},
         method={"name": "fedavg", "objective": objective},
-        training={"rounds": 1, "lr": lr, "local_steps": steps},
+        training={"rounds": 1, "lr": lr, "local_steps": steps, **training},
     )
     data = fs.from_arrays(X, [0, 1, 2], X, [0, 1, 2], normalize="none")
     return fs.run(spec, data=data, model=module).params
@@ -61,6 +61,10 @@ def test_without_strength_it_is_fedavg_and_with_much_it_stays_near():
     # FedAvg's step goes straight into the weights of a linear layer: the same sums in another order.
     for name in plain:
         torch.testing.assert_close(none[name], plain[name], rtol=1e-5, atol=1e-6)
+    # Where both go through autograd, they are the same bits.
+    plain = trained("cross-entropy", linear(), steps=8, precision="bf16")
+    none = trained({"name": "fedprox", "mu": 0}, linear(), steps=8, precision="bf16")
+    assert all(torch.equal(plain[name], none[name]) for name in plain)
     moved = [
         float((trained({"name": "fedprox", "mu": mu}, linear(), steps=8)["weight"] - linear().weight).detach().norm())
         for mu in (0.0, 1.0, 4.0)
