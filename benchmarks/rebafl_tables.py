@@ -3,32 +3,38 @@
     python benchmarks/rebafl_tables.py run RUNS [--tables fashion20 …] [--only rebafl …]
     python benchmarks/rebafl_tables.py show RUNS
 
-Every cell is a run folder RUNS/TABLE/LABEL/seed-S that goes on from its last checkpoint. What is finished is written
-to ``benchmarks/results/rebafl.json``, with its curve, and never run again; ``show`` writes the tables of all that is
-there, finished or not, to ``rebafl.md`` and the curves to ``rebafl_*.png``.
+Every cell is a run folder RUNS/TABLE/LABEL/seed-S that goes on from its last checkpoint, on one core: start it several
+times, and the processes share the cells. What is finished is written to ``benchmarks/results/rebafl.json``, with its
+curve, and never run again; ``show`` writes the tables of all that is there, finished or not, to ``rebafl.md`` and the
+curves to ``rebafl_*.png``.
 
 Settings of section 5.1: 2 random classes a client with 500 samples each, all m clients invited and each there with
 probability p = 0.5, E = 5, B = 50, η = 0.01 (0.02 for CIFAR-10), weight decay 5e-4, a CNN of 16 and 32 channels (64
 more for CIFAR-10). Convolutions and products are computed in bfloat16 (``precision = "bf16"``), which takes 0.6 of the
-time; the table "precision" has runs in float32 beside such ones. Parameters are the methods' defaults. ``tuning`` shows
-what others would do: every grid is its paper's, all are run alike, and accuracy is measured on 10,000 training images
-that no client holds.
+time; the table "precision" has runs in float32 beside such ones. Parameters are the methods' defaults, and below them
+those that ``tuning`` chose: every grid is its paper's, all are run alike for 30 rounds of another seed, and the mean
+accuracy of the last ten on 10,000 training images that no client holds decides. FedLC has nothing to choose: with
+equally many samples of each class a client's margins are all the same, whatever τ is.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
 
 import fedstrata as fs
 from fedstrata.history import History
@@ -36,6 +42,8 @@ from fedstrata.history import History
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "rebafl.json"
 VALIDATION = 10_000
+TUNING = 30
+"""Rounds of a run that tries out parameters."""
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg"},
@@ -63,8 +71,9 @@ GRIDS: dict[str, list[dict[str, Any]]] = {
     "feddyn": [{"alpha": alpha} for alpha in (0.001, 0.01, 0.1)],
     "moon": [{"mu": mu} for mu in (0.1, 1.0, 5.0, 10.0)],
     "fedrs": [{"alpha": alpha} for alpha in (0.1, 0.5, 0.9)],
-    "fedlc": [{"tau": tau} for tau in (0.1, 0.5, 1.0)],
 }
+DEFAULTS = {"rebafl": 4, "fedprox": 1, "feddyn": 1, "moon": 1, "fedrs": 1}
+"""The place of the default in each grid."""
 PAPER: dict[str, dict[str, float]] = {
     "fashion20": {
         "fedavg": 75.27, "fedprox": 75.36, "scaffold": 63.48, "feddyn": 77.98, "moon": 65.35, "fedrs": 72.46,
@@ -82,6 +91,12 @@ CLUSTERED = {
 }
 CLUSTERED_DROPOUT = {"name": "groups", "groups": [{"clients": 4, "p": p} for p in (0.5, 0.5, 0.3, 0.3, 0.2)]}
 HALF = {"name": "bernoulli", "p": 0.5}
+NEIGHBOURS = [
+    (0, 2), (0, 3), (0, 6), (0, 6), (1, 3), (1, 3), (1, 8), (1, 8), (2, 4), (2, 4),
+    (2, 6), (3, 4), (4, 6), (5, 7), (5, 7), (5, 8), (5, 9), (7, 9), (7, 9), (8, 9),
+]  # fmt: skip
+"""The two classes of each client when those that look alike are together: the tops, and the shoes. As in a random
+division, four clients hold each class."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +145,7 @@ def spec_of(
             "lr": 0.02 if cifar else 0.01,
             "weight_decay": 5e-4,
             "precision": precision,
+            "workers": 1,
         },
         "evaluation": {"checkpoint_every": 10, "targets": [0.5, 0.6, 0.7, 0.75], "weight_diversity": True},
     }
@@ -137,40 +153,77 @@ def spec_of(
 
 def cells() -> Iterator[Cell]:
     """All of them, the most telling first."""
-    for seed in (0, 1):
-        for label in FIVE if seed else METHODS:
-            yield Cell("fashion20", label, seed, 200, spec_of(METHODS[label], seed, 200))
-    for label in FIVE:
-        yield Cell("fashion50", label, 0, 100, spec_of(METHODS[label], 0, 100, clients=50))
-    for label in ("fedavg", "fedrs", "rebafl"):
-        yield Cell("cifar20", label, 0, 60, spec_of(METHODS[label], 0, 60, data="cifar10"))
-    # An upper reference that no client could beat fairly: the server owns a small balanced set.
-    yield Cell("fashion20", "fedavg-ft", 0, 200, spec_of({"name": "fedavg-ft"}, 0, 200))
+    yield from main_cells(0, [label for label in METHODS if label != "fedlc"])
+    yield from main_cells(1, FIVE)
     for label, method in COMPOSED.items():
         # FedSTS wants strata: half of the clients are invited, from five of them.
         yield Cell("fashion20", label, 0, 200, spec_of({**method, "strata": 5}, 0, 200, invited=10))
-    for label in ("fedavg", "rebafl"):
-        for p in (0.1, 0.3):
-            spec = spec_of(METHODS[label], 0, 100, availability={"name": "bernoulli", "p": p})
-            yield Cell("dropout", f"{label}, p = {p}", 0, 100, spec)
-        # Persistent for one round is what it is at p = 0.5 in the first table.
-        for period in (20, 60):
-            absent = {"name": "persistent", "p": 0.5, "period": period}
-            spec = spec_of(METHODS[label], 0, 120, availability=absent)
-            yield Cell("dropout", f"{label}, s = {period}", 0, 120, spec)
+    for label in ("bsm-fedavg", "rebafl"):
+        yield Cell("pairs", label, 0, 60, spec_of(METHODS[label], 0, 60, partition=neighbours_together(0)))
+    for label, grid in GRIDS.items():
+        for point in grid:
+            spec = spec_of({**METHODS[label], **point}, 100, TUNING)
+            yield Cell("tuning", f"{label}: {text_of(point)}", 100, TUNING, spec, validated=True)
     for label, method in PARTS.items():
         if method not in METHODS.values():
             yield Cell("ablation", f"{label}, 2 classes", 0, 100, spec_of(method, 0, 100))
         spec = spec_of(method, 0, 100, partition=CLUSTERED, availability=CLUSTERED_DROPOUT)
         yield Cell("ablation", f"{label}, clustered", 0, 100, spec)
     for label in ("fedavg", "rebafl"):
+        for p in (0.1, 0.3):
+            spec = spec_of(METHODS[label], 0, 100, availability={"name": "bernoulli", "p": p})
+            yield Cell("dropout", f"{label}, p = {p}", 0, 100, spec)
+    for label in ("fedavg", "fedrs", "rebafl"):
+        yield Cell("cifar20", label, 0, 60, spec_of(METHODS[label], 0, 60, data="cifar10"))
+    for label, point in chosen().items():
+        if point != GRIDS[label][DEFAULTS[label]]:
+            tuned = f"{label}, {text_of(point)}"
+            yield Cell("fashion20", tuned, 0, 200, spec_of({**METHODS[label], **point}, 0, 200))
+    for label in ("fedavg", "rebafl"):
+        # Persistent for one round is what it is at p = 0.5 in the first table.
+        for period in (20, 60):
+            absent = {"name": "persistent", "p": 0.5, "period": period}
+            spec = spec_of(METHODS[label], 0, 120, availability=absent)
+            yield Cell("dropout", f"{label}, s = {period}", 0, 120, spec)
+    for label in FIVE:
+        yield Cell("fashion50", label, 0, 100, spec_of(METHODS[label], 0, 100, clients=50))
+    # FedLC is BSM-FedAvg here (see above), so that it can wait.
+    yield from main_cells(0, ["fedlc"])
+    # An upper reference that no client could beat fairly: the server owns a small balanced set.
+    yield Cell("fashion20", "fedavg-ft", 0, 200, spec_of({"name": "fedavg-ft"}, 0, 200))
+    for label in ("fedavg", "rebafl"):
         spec = spec_of(METHODS[label], 0, 40, precision="float32")
         yield Cell("precision", f"{label}, float32", 0, 40, spec)
+
+
+def main_cells(seed: int, labels: Sequence[str]) -> Iterator[Cell]:
+    for label in labels:
+        yield Cell("fashion20", label, seed, 200, spec_of(METHODS[label], seed, 200))
+
+
+def text_of(point: dict[str, float]) -> str:
+    return ", ".join(f"{key} = {value:g}" for key, value in point.items())
+
+
+def chosen() -> dict[str, dict[str, float]]:
+    """Each method's point of its grid that is best on the validation images, where the whole grid is done."""
+    kept = load()
+    found = {}
     for label, grid in GRIDS.items():
-        for point in grid:
-            text = ", ".join(f"{key} = {value:g}" for key, value in point.items())
-            spec = spec_of({**METHODS[label], **point}, 100, 40)
-            yield Cell("tuning", f"{label}: {text}", 100, 40, spec, validated=True)
+        curves = [kept.get(f"tuning/{label}: {text_of(point)}/seed-100", {}).get("curve") for point in grid]
+        if all(curves):
+            means = [statistics.mean(curve[TUNING - 10 : TUNING]) for curve in curves]
+            found[label] = grid[int(np.argmax(means))]
+    return found
+
+
+def neighbours_together(seed: int) -> dict[str, Any]:
+    """The division that ``NEIGHBOURS`` describes, 500 samples of each of a client's classes."""
+    labels = np.asarray(fs.Data("fashion_mnist").load(seed).y_train)
+    draw = np.random.default_rng(seed)
+    left = [list(draw.permutation(np.flatnonzero(labels == c))) for c in range(10)]
+    taken = [[int(left[c].pop()) for c in pair for _ in range(500)] for pair in NEIGHBOURS]
+    return {"name": "given", "clients": len(taken), "indices": taken}
 
 
 def validation_arrays(name: str) -> dict[str, Any]:
@@ -182,15 +235,58 @@ def validation_arrays(name: str) -> dict[str, Any]:
     return {"x_train": x[kept], "y_train": y[kept], "x_test": x[held], "y_test": y[held]}
 
 
-def run(runs: Path, wanted: Sequence[Cell]) -> None:
-    for cell in wanted:
+def run(runs: Path, wanted: Callable[[Cell], bool]) -> None:
+    # Again after every pass that did anything: the parameters that were chosen in it are cells too.
+    while sum(run_one(runs, cell) for cell in cells() if wanted(cell)):
+        pass
+
+
+def run_one(runs: Path, cell: Cell) -> bool:
+    """Whether there was anything to do for it that no other process does."""
+    lock = runs / f"{cell.key}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as mine:
+        try:
+            fcntl.flock(mine, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
         if cell.key in load():
-            continue
+            return False
         began = time.time()
         data = validation_arrays(cell.spec["data"]["name"]) if cell.validated else None
         history = fs.run(cell.spec, out=runs / cell.key, resume=True, data=data)
-        keep(cell, history)
+        keep(cell, {**figures(history), **({} if cell.validated else {"pairs": told_apart(cell, runs)})})
         print(f"{cell.key}: {100 * (history[-1]['accuracy'] or 0):.2f} % in {time.time() - began:.0f} s", flush=True)
+        return True
+
+
+def told_apart(cell: Cell, runs: Path) -> dict[str, float]:
+    """How well a finished model tells two classes apart, pairs that some client holds together and all others.
+
+    Returns:
+        ``together`` and ``apart``: the accuracy in percent among two classes' test samples when only their logits are
+        compared, averaged over such pairs; ``errors_apart``: the share of all errors that confuse a pair which no
+        client holds.
+    """
+    prepared = fs.prepare(fs.Experiment.from_table(cell.spec))
+    data, model = prepared.data, prepared.job.model
+    held = prepared.assignment.counts(data.y_train.numpy(), data.classes) > 0
+    together: NDArray[np.bool_] = np.any(held[:, :, None] & held[:, None, :], axis=0)
+    saved = safetensors.torch.load_file(runs / cell.key / "model.safetensors")
+    weights = {name: saved[name] for name in model.params()}
+    with torch.no_grad(), model.loaded(weights) as params:
+        z = model(params, data.inputs(slice(None), "test")).numpy()
+    y, guess = data.y_test.numpy(), z.argmax(axis=1)
+    wrong = y != guess
+    accuracy: dict[bool, list[float]] = {True: [], False: []}
+    for i, j in itertools.combinations(range(data.classes), 2):
+        both = (y == i) | (y == j)
+        accuracy[bool(together[i, j])].append(((z[both, i] > z[both, j]) == (y[both] == i)).mean())
+    return {
+        "together": round(100 * statistics.mean(accuracy[True]), 2),
+        "apart": round(100 * statistics.mean(accuracy[False]), 2),
+        "errors_apart": round(100 * float(1 - together[y[wrong], guess[wrong]].mean()), 1),
+    }
 
 
 def load() -> dict[str, Any]:
@@ -212,12 +308,12 @@ def figures(history: History) -> dict[str, Any]:
     }
 
 
-def keep(cell: Cell, history: History) -> None:
+def keep(cell: Cell, figure: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     with (RESULTS / ".rebafl.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several of these may run beside each other
         found = load()
-        found[cell.key] = figures(history)
+        found[cell.key] = figure
         half = KEPT.with_suffix(".part")
         half.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {compact(v)}" for k, v in found.items()) + "\n}\n")
         half.replace(KEPT)
@@ -237,7 +333,8 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
             history = History.load(runs / cell.key)
             figure = figures(history) if len(history) else None
         if figure is not None:
-            found.setdefault(cell.table, {}).setdefault(cell.label, []).append({**figure, "of": cell.rounds})
+            part = beginning(figure, cell.rounds)
+            found.setdefault(cell.table, {}).setdefault(cell.label, []).append({**part, "seed": cell.seed})
     for method in ("fedavg", "rebafl"):
         for table, label, rounds in (
             ("precision", f"{method}, bf16", 40),
@@ -256,6 +353,7 @@ def beginning(figure: dict[str, Any], rounds: int) -> dict[str, Any]:
     done = min(rounds, figure["rounds"])
     return {
         **figure,
+        "ran": figure["rounds"],
         "rounds": done,
         "of": rounds,
         "curve": figure["curve"][:done],
@@ -276,6 +374,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "cifar20": "CIFAR-10, m = 20, 2 classes a client, p = 0.5",
         "dropout": "Dropout: Fashion-MNIST, m = 20; independent with p, or persistent for s rounds with p = 0.5",
         "ablation": "Ablation on Fashion-MNIST, m = 20: 2 classes a client with p = 0.5, and the clustered setting",
+        "pairs": "The first setting when classes that look alike share clients",
         "precision": "Arithmetic: the beginning of two runs in float32 and with bfloat16 products",
         "tuning": "Other parameters, on 10,000 training images that no client holds, m = 20",
     }
@@ -310,6 +409,19 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
                 "–" if paper is None else f"{paper:.2f}",
             ]
             lines.append("| " + " | ".join(row) + " |")
+    lines += ["", "Chosen: " + "; ".join(f"{label} {text_of(point)}" for label, point in chosen().items()) + "."]
+    lines += ["", "## Which classes are confused", ""]
+    lines += ["Two classes' accuracy when only their two logits are compared: the mean of the pairs that some client"]
+    lines += ["holds together, that of the others, and the share of all errors that confuse such others.", ""]
+    lines += [
+        "| table | method | seed | together | apart | errors between classes apart |",
+        "|---|---|---|---|---|---|",
+    ]
+    for table, methods in found.items():
+        for label, each in ((label, each) for label, seeds in methods.items() for each in seeds):
+            if "pairs" in each and each["rounds"] == each["ran"]:
+                together, apart, errors = (each["pairs"][key] for key in ("together", "apart", "errors_apart"))
+                lines.append(f"| {table} | {label} | {each['seed']} | {together:.2f} | {apart:.2f} | {errors:.1f} % |")
     return "\n".join(lines) + "\n"
 
 
@@ -342,13 +454,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], help="labels")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     options = parser.parse_args()
-    wanted = [
-        cell
-        for cell in cells()
-        if (not options.tables or cell.table in options.tables)
-        and (not options.only or cell.label in options.only)
-        and (not options.seeds or cell.seed in options.seeds)
-    ]
+
+    def wanted(cell: Cell) -> bool:
+        return (
+            (not options.tables or cell.table in options.tables)
+            and (not options.only or cell.label in options.only)
+            and (not options.seeds or cell.seed in options.seeds)
+        )
+
     if options.work == "run":
         run(options.runs, wanted)
     found = everything(options.runs)
