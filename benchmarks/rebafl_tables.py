@@ -160,10 +160,7 @@ def cells() -> Iterator[Cell]:
         yield Cell("fashion20", label, 0, 200, spec_of({**method, "strata": 5}, 0, 200, invited=10))
     for label in ("bsm-fedavg", "rebafl"):
         yield Cell("pairs", label, 0, 60, spec_of(METHODS[label], 0, 60, partition=neighbours_together(0)))
-    for label, grid in GRIDS.items():
-        for point in grid:
-            spec = spec_of({**METHODS[label], **point}, 100, TUNING)
-            yield Cell("tuning", f"{label}: {text_of(point)}", 100, TUNING, spec, validated=True)
+    yield from tuning_cells(["fedrs", "feddyn"])
     for label, method in PARTS.items():
         if method not in METHODS.values():
             yield Cell("ablation", f"{label}, 2 classes", 0, 100, spec_of(method, 0, 100))
@@ -175,6 +172,7 @@ def cells() -> Iterator[Cell]:
             yield Cell("dropout", f"{label}, p = {p}", 0, 100, spec)
     for label in ("fedavg", "fedrs", "rebafl"):
         yield Cell("cifar20", label, 0, 60, spec_of(METHODS[label], 0, 60, data="cifar10"))
+    yield from tuning_cells(["rebafl", "fedprox", "moon"])
     for label, point in chosen().items():
         if point != GRIDS[label][DEFAULTS[label]]:
             tuned = f"{label}, {text_of(point)}"
@@ -199,6 +197,13 @@ def cells() -> Iterator[Cell]:
 def main_cells(seed: int, labels: Sequence[str]) -> Iterator[Cell]:
     for label in labels:
         yield Cell("fashion20", label, seed, 200, spec_of(METHODS[label], seed, 200))
+
+
+def tuning_cells(labels: Sequence[str]) -> Iterator[Cell]:
+    for label in labels:
+        for point in GRIDS[label]:
+            spec = spec_of({**METHODS[label], **point}, 100, TUNING)
+            yield Cell("tuning", f"{label}: {text_of(point)}", 100, TUNING, spec, validated=True)
 
 
 def text_of(point: dict[str, float]) -> str:
