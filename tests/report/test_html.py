@@ -153,3 +153,23 @@ def test_own_columns_are_drawn_where_they_change() -> None:
     assert own_columns([History(records[:1]), History(records)]) == (["rises", "rare"], {"flat": "2"}, [])
     many = History([{"round": i} | {f"m{j}": i * j for j in range(1, 15)} for i in (1, 2)])
     assert own_columns([many])[2] == ["m13", "m14"]
+
+
+def test_each_data_set_has_a_table_of_its_own(make_run: Callable[..., Path], tmp_path: Path) -> None:
+    folders = [make_run("a"), make_run("b", best=0.7), make_run("c", best=0.5)]
+    other = folders[2] / "spec.toml"
+    other.write_text(other.read_text().replace("digits", "mnist"))
+    text = write_report(folders, tmp_path / "report.html").read_text()
+    words = Page(text).text
+    assert text.count('<th scope="col">method</th>') == 2
+    assert text.count("of all methods on digits") == 1
+    # A label that is alone on its data set has nothing to be drawn beside.
+    assert "of all methods on mnist" not in text
+    assert words.index("On digits") < words.index("On mnist")
+
+    other.unlink()
+    assert "On data that no spec names" in write_report(folders, tmp_path / "again.html").read_text()
+
+
+def test_one_data_set_needs_no_heading(compare: Path, tmp_path: Path) -> None:
+    assert "On digits" not in Page(write_report([compare], tmp_path / "report.html").read_text()).text

@@ -15,7 +15,7 @@ from fedstrata.jsonl import replace_file, write_json
 from fedstrata.report import plots, tables
 from fedstrata.report.console import summary_lines
 from fedstrata.report.draw import GRID, INK
-from fedstrata.report.runs import Run, histories, load_runs
+from fedstrata.report.runs import Run, by_data, histories, load_runs
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -74,8 +74,6 @@ def render(runs: Mapping[str, Sequence[Run]]) -> str:
     """The page about the runs of each label, as text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    curves = {label: [run.history for run in members] for label, members in runs.items()}
-    rows = tables.compare_table(curves)
     environment = Environment(
         loader=PackageLoader("fedstrata.report"),
         autoescape=True,
@@ -85,12 +83,23 @@ def render(runs: Mapping[str, Sequence[Run]]) -> str:
     )
     return environment.get_template("report.html.j2").render(
         title=", ".join(runs) if len(runs) <= 4 else f"{len(runs)} methods",
-        headings=[tables.measure(key).heading for key in tables.keys(rows)],
-        rows=[(row.label, [tables.show(row, key) for key in tables.keys(rows)]) for row in rows],
-        caption=tables.caption(rows),
-        overview=inline_svg(plots.overview(curves), "overview") if len(runs) > 1 else None,
+        comparisons=[
+            _comparison(data, members, f"overview{i or ''}") for i, (data, members) in enumerate(by_data(runs).items())
+        ],
         sections=[_section(label, members, f"run{i}") for i, (label, members) in enumerate(runs.items())],
     )
+
+
+def _comparison(data: str, runs: Mapping[str, Sequence[Run]], key: str) -> dict[str, Any]:
+    """The table of one data set's runs, and their curves where there are several methods."""
+    rows = tables.compare_table(histories(runs))
+    return {
+        "data": data,
+        "headings": [tables.measure(name).heading for name in tables.keys(rows)],
+        "rows": [(row.label, [tables.show(row, name) for name in tables.keys(rows)]) for row in rows],
+        "caption": tables.caption(rows),
+        "overview": inline_svg(plots.overview(histories(runs)), key) if len(runs) > 1 else None,
+    }
 
 
 def _section(label: str, runs: Sequence[Run], key: str) -> dict[str, Any]:

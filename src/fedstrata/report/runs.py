@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,12 @@ class Run:
         path = self.folder / "partition.png"
         return path if path.is_file() else None
 
+    @property
+    def data(self) -> str:
+        """The name of its data set, empty where no spec tells."""
+        section = tomllib.loads(self.spec).get("data")
+        return str(section.get("name", "")) if isinstance(section, dict) else ""
+
 
 def load_runs(folders: Sequence[Path | str]) -> dict[str, list[Run]]:
     """The runs of run folders and compare folders, by label and in order of their seeds.
@@ -61,7 +68,16 @@ def load_runs(folders: Sequence[Path | str]) -> dict[str, list[Run]]:
     }
 
 
-def histories(runs: dict[str, list[Run]]) -> dict[str, list[History]]:
+def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]]:
+    """The runs of each label, by data set: accuracies on different data are not for one table."""
+    found: dict[str, dict[str, list[Run]]] = {}
+    for label, members in runs.items():
+        for run in members:
+            found.setdefault(run.data, {}).setdefault(label, []).append(run)
+    return found
+
+
+def histories(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
     """Only the histories."""
     return {label: [run.history for run in members] for label, members in runs.items()}
 
