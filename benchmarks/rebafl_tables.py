@@ -127,6 +127,7 @@ def spec_of(
     availability: dict[str, Any] = HALF,
     invited: int | None = None,
     precision: str = "bf16",
+    momentum: float = 0.0,
 ) -> dict[str, Any]:
     """The paper's settings with what a table changes."""
     cifar = data == "cifar10"
@@ -144,6 +145,7 @@ def spec_of(
             "batch_size": 50,
             "lr": 0.02 if cifar else 0.01,
             "weight_decay": 5e-4,
+            "momentum": momentum,
             "precision": precision,
             "workers": 1,
         },
@@ -160,6 +162,9 @@ def cells() -> Iterator[Cell]:
         yield Cell("fashion20", label, 0, 200, spec_of({**method, "strata": 5}, 0, 200, invited=10))
     for label in ("bsm-fedavg", "rebafl"):
         yield Cell("pairs", label, 0, 60, spec_of(METHODS[label], 0, 60, partition=neighbours_together(0)))
+    for label in FIVE:
+        method = {"name": "rebafl", "mu": 0.5} if label == "rebafl" else METHODS[label]
+        yield Cell("authors", label, 0, 60, spec_of(method, 0, 60, momentum=0.5))
     yield from tuning_cells(["fedrs", "feddyn"])
     for label, method in PARTS.items():
         if method not in METHODS.values():
@@ -340,17 +345,24 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
         if figure is not None:
             part = beginning(figure, cell.rounds)
             found.setdefault(cell.table, {}).setdefault(cell.label, []).append({**part, "seed": cell.seed})
-    for method in ("fedavg", "rebafl"):
-        for table, label, rounds in (
-            ("precision", f"{method}, bf16", 40),
-            ("dropout", f"{method}, p = 0.5", 100),
-            ("dropout", f"{method}, s = 1", 120),
-            ("ablation", f"{'none' if method == 'fedavg' else 'both'}, 2 classes", 100),
-        ):
-            same = [beginning(each, rounds) for each in found.get("fashion20", {}).get(method, [])[:1]]
-            if same:
-                found[table] = {label: same, **found.get(table, {})}
+    for method, table, label, rounds in contained():
+        same = [beginning(each, rounds) for each in found.get("fashion20", {}).get(method, [])[:1]]
+        if same:
+            found[table] = {label: same, **found.get(table, {})}
     return found
+
+
+def contained() -> Iterator[tuple[str, str, str, int]]:
+    """Cells that are the beginning of one of the first table's: its label, their table, label and rounds."""
+    for method, part in (("fedavg", "none"), ("rebafl", "both")):
+        yield method, "precision", f"{method}, bf16", 40
+        yield method, "dropout", f"{method}, p = 0.5", 100
+        yield method, "dropout", f"{method}, s = 1", 120
+        yield method, "ablation", f"{part}, 2 classes", 100
+    for method in ("rebafl", "bsm-fedavg"):
+        yield method, "pairs", f"{method}, random classes", 60
+    for method in FIVE:
+        yield method, "authors", f"{method}, as in the text", 60
 
 
 def beginning(figure: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -380,6 +392,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "dropout": "Dropout: Fashion-MNIST, m = 20; independent with p, or persistent for s rounds with p = 0.5",
         "ablation": "Ablation on Fashion-MNIST, m = 20: 2 classes a client with p = 0.5, and the clustered setting",
         "pairs": "The first setting when classes that look alike share clients",
+        "authors": "As the authors ran it, says their code: SGD's momentum 0.5, and μ = 0.5 in ReBaFL",
         "precision": "Arithmetic: the beginning of two runs in float32 and with bfloat16 products",
         "tuning": "Other parameters, on 10,000 training images that no client holds, m = 20",
     }
