@@ -163,8 +163,8 @@ def cells() -> Iterator[Cell]:
     for label in ("bsm-fedavg", "rebafl"):
         yield Cell("pairs", label, 0, 60, spec_of(METHODS[label], 0, 60, partition=neighbours_together(0)))
     for label in FIVE:
-        method = {"name": "rebafl", "mu": 0.5} if label == "rebafl" else METHODS[label]
-        yield Cell("authors", label, 0, 60, spec_of(method, 0, 60, momentum=0.5))
+        spec = spec_of({**METHODS[label], **({"mu": 0.5} if label == "rebafl" else {})}, 0, 60, momentum=0.5)
+        yield Cell("authors", label, 0, 60, spec)
     yield from tuning_cells(["fedrs", "feddyn"])
     for label, method in PARTS.items():
         if method not in METHODS.values():
@@ -343,8 +343,11 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
             history = History.load(runs / cell.key)
             figure = figures(history) if len(history) else None
         if figure is not None:
-            part = beginning(figure, cell.rounds)
-            found.setdefault(cell.table, {}).setdefault(cell.label, []).append({**part, "seed": cell.seed})
+            part = {**beginning(figure, cell.rounds), "seed": cell.seed}
+            seeds = found.setdefault(cell.table, {}).setdefault(cell.label, [])
+            # A seed that is not done would pull down the mean of those that are.
+            if not seeds or part["rounds"] == cell.rounds:
+                seeds.append(part)
     for method, table, label, rounds in contained():
         same = [beginning(each, rounds) for each in found.get("fashion20", {}).get(method, [])[:1]]
         if same:
