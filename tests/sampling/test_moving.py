@@ -38,7 +38,7 @@ def test_strata_and_deviations_are_those_of_all_rows(scale, monkeypatch):
     group = g.integers(4, size=200)
     matrix = (scale * (3 * np.eye(4, 6)[group] + g.normal(size=(200, 6)))).astype(np.float32)
     rows, known = Rows.of(matrix), np.arange(200)
-    clusters = Clusters.of(rows, group).settled(rows)
+    clusters = Clusters.of(rows, group).converged(rows)
     for step in range(12):
         n = len(known)
         places = np.sort(g.choice(n, 5, replace=False))
@@ -48,7 +48,7 @@ def test_strata_and_deviations_are_those_of_all_rows(scale, monkeypatch):
         if step % 4 == 3:  # somebody new
             known, rows = rows.joined(known, np.array([n]), new[:1])
             clusters = clusters.among(np.arange(n), n + 1)
-        clusters = clusters.settled(rows)
+        clusters = clusters.converged(rows)
         whole = rows.whole().astype(np.float64) / scale
         sums = np.stack([whole[clusters.labels == h].sum(axis=0) for h in range(4)])
         np.testing.assert_allclose(clusters.sums / scale, sums, atol=1e-5)

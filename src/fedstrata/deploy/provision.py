@@ -76,7 +76,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, near: Path | None = 
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
     storage = (out / SERVER / "records").absolute() if near else Path("/var/tmp/nvflare") / sites.federation
     server = SiteSettings(data=_path(sites.server.data, near), patience=sites.patience, allow=sites.server.allow)
-    _settle(out / SERVER, server, storage)
+    _write_settings(out / SERVER, server, storage)
     for name, site in sites.site.items():
         own = SiteSettings(
             data=_path(site.data, near),
@@ -85,7 +85,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, near: Path | None = 
             secure=True,
             allow=site.allow,
         )
-        _settle(out / name, own, storage)
+        _write_settings(out / name, own, storage)
     _write_readmes(sites, out, run)
 
 
@@ -123,7 +123,7 @@ def _certify(sites: Sites, out: Path) -> None:
         (out / "authority").chmod(0o700)
 
 
-def _settle(folder: Path, settings: SiteSettings, storage: Path) -> None:
+def _write_settings(folder: Path, settings: SiteSettings, storage: Path) -> None:
     """What a site decides: its data, which classes a job may name, and what an administrator may do there."""
     (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     local = folder / LOCAL.parent

@@ -90,7 +90,7 @@ def simulate(
         write_job(root / "job", plans, [spec.to_toml() for spec, _ in runs])
         (root / "keys").mkdir(mode=0o700)
         settings = SiteSettings(keys=root / "keys", states=states, simulated=True, patience=patience)
-        _settle(root / "workspace", settings)
+        _write_settings(root / "workspace", settings)
         with _Watch(folders, callbacks) as watch, _started(root, count) as process:
             while process.poll() is None:
                 watch.look()
@@ -133,7 +133,7 @@ def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) ->
     )
 
 
-def _settle(workspace: Path, settings: SiteSettings) -> None:
+def _write_settings(workspace: Path, settings: SiteSettings) -> None:
     """What the simulator copies to every site: its settings, and what a job may name."""
     (workspace / LOCAL).parent.mkdir(parents=True)
     (workspace / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")

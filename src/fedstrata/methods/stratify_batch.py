@@ -93,7 +93,7 @@ def _batch(federation: Federation, plan: Plan, batch: int, weights: Weights, tog
 
 
 class Plan:
-    """Which client trains each position of an epoch's schedule, and the reservation that settles it.
+    """Which client trains each position of an epoch's schedule, and the reservation that makes sure of it.
 
     Clients are chosen batch by batch (Algorithm 2), and the requests of the whole epoch travel together: one
     exchange, and another for what could not be served, instead of one a batch.
@@ -166,9 +166,9 @@ class Plan:
             weights = self._weights() if self.weighted else None
             wanted, batch_of = self.wanted[positions], self.batch_of[positions]
             self.owner[positions] = select_batches(wanted, batch_of, self.available, weights, self.draw)
-            positions = self._settle(positions[self.owner[positions] >= 0])
+            positions = self._ask_owners(positions[self.owner[positions] >= 0])
 
-    def _settle(self, positions: Ints) -> Ints:
+    def _ask_owners(self, positions: Ints) -> Ints:
         """Ask the chosen clients; the positions that are still open."""
         if len(positions) == 0:
             return positions

@@ -75,7 +75,7 @@ class Clusters:
         labels[places], upper[places], lower[places] = self.labels, self.upper, self.lower
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
-    def settled(self, rows: Rows) -> Clusters:
+    def converged(self, rows: Rows) -> Clusters:
         """Every row in the stratum of its nearest centre, and the centres where their strata's means are."""
         scale = _scale(rows.norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()

@@ -183,7 +183,7 @@ class Stratified(ClientSampler):
             return None
         points = state.points
         if state.clusters is not None:
-            found = np.unique(state.clusters.settled(state.rows).labels, return_inverse=True)[1]
+            found = np.unique(state.clusters.converged(state.rows).labels, return_inverse=True)[1]
         else:
             found = stratify(points, min(self.strata, len(points)), job.seed, round)
         return Strata(state.known, points, found)
@@ -198,7 +198,7 @@ class Stratified(ClientSampler):
             worn = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or worn or len(clusters.sizes) != count:
                 clusters = Clusters.of(rows, stratify(state.points, count, seed, round))
-            clusters = clusters.settled(rows)
+            clusters = clusters.converged(rows)
             deviations, overall = clusters.spread(rows.norms)
             return replace(state, clusters=clusters), clusters.labels[there], deviations, overall
         points = state.points if len(there) == len(rows) else rows.take(there)
