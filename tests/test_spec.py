@@ -178,3 +178,58 @@ def test_variants_lay_their_sections_over_the_spec():
 def test_variants_that_are_wrong(labels, overlays, message):
     with pytest.raises(SpecError, match=message):
         variants({"compare": overlays}, labels)
+
+
+COMPARED = {
+    "seed": 7,
+    "method": {"name": "rebafl", "mu": 0.2},
+    "training": {"rounds": 9},
+    "compare": {"fedavg": {}, "fedprox": {"training": {"rounds": 4}}, "low": {"training": {"lr": 0.01}}},
+}
+
+
+def test_a_label_that_is_no_method_is_a_variant_of_the_specs():
+    found = variants(COMPARED)
+    assert found["low"].method == fs.ReBaFL(mu=0.2)
+    assert found["low"].training.lr == 0.01
+    with pytest.raises(SpecError, match=r"compare\.low\.method\.name: which method\?"):
+        variants({"compare": {"low": {}}})
+
+
+def test_overrides_win_over_what_a_label_says():
+    found = variants(COMPARED, overrides=["training.rounds=2", "seed=3"])
+    assert {spec.training.rounds for spec in found.values()} == {2}
+    assert {spec.seed for spec in found.values()} == {3}
+    steps = variants({**COMPARED, "training": {"local_epochs": 2}}, overrides=["training.local_steps=5"])
+    assert steps["fedavg"].training.local_steps == 5
+
+
+def test_an_override_of_a_method_is_for_those_that_have_it():
+    found = variants(COMPARED, overrides=["method.mu=0.7"])
+    assert found["low"].method.mu == found["fedprox"].method.mu == 0.7
+    assert found["fedavg"].method == fs.FedAvg()
+    with pytest.raises(SpecError, match=r"--set = 'method.alpha=1': none of these methods has that setting: fedavg"):
+        variants(COMPARED, overrides=["method.alpha=1"])
+
+
+def test_an_override_of_another_kind_is_not_for_a_label_that_changed_it():
+    table = {"compare": {"fedavg": {}, "scaffold": {"partition": {"name": "iid"}}}}
+    found = variants(table, overrides=["partition.alpha=0.3"])
+    assert found["fedavg"].partition.alpha == 0.3
+    assert found["scaffold"].partition == fs.IID()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"rounds": 3}, r"rounds = 3: unknown key; accepted here: .*; did you mean 'training\.rounds'\?"),
+        ({"availability": {"p": 0.5}}, r"availability\.p = 0\.5: unknown key; .* \(without a name this is 'always'\)"),
+        ({"model": {"name": "mlp", "hidden": 50}}, r"model\.hidden = 50: expected a list, such as \[1, 2\]"),
+        ({"method": {"name": "fedsampling", "strata": 3}}, r"method\.strata = 3: unknown key"),
+        ({"model": {"name": "cnn64", "channels": [3]}}, r"model\.channels = \[3\]: unknown key; cnn64 has no settings"),
+        ({"partition": {"name": "Dirichlet"}}, r"did you mean 'dirichlet'"),
+    ],
+)
+def test_errors_say_what_was_probably_meant(table, message):
+    with pytest.raises(SpecError, match=message):
+        fs.Experiment.from_table(table)

@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument(
         "--methods", help="comma-separated methods or labels of [compare.LABEL]; all labels unless given"
     )
-    compare.add_argument("--seeds", default="0", help="comma-separated seeds (default: 0)")
+    compare.add_argument("--seeds", help="comma-separated seeds (default: the spec's)")
     compare.add_argument("--out", type=Path, help="the folder; runs/compare-DATA-TIME unless given")
     compare.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
     compare.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -151,13 +151,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _table(options: argparse.Namespace) -> dict[str, Any]:
+def _table(spec: str | None, overrides: Sequence[str]) -> dict[str, Any]:
     from fedstrata.spec import apply_override, read_table
 
-    if options.spec is not None:
-        return read_table(options.spec, options.overrides)
+    if spec is not None:
+        return read_table(spec, overrides)
     table: dict[str, Any] = {}
-    for override in options.overrides:
+    for override in overrides:
         apply_override(table, override)
     return table
 
@@ -184,7 +184,7 @@ def _run(options: argparse.Namespace) -> int:
     from fedstrata.experiment import SPEC, run
     from fedstrata.report.console import RunProgress
     from fedstrata.report.plots import plot_run
-    from fedstrata.spec import Experiment
+    from fedstrata.spec import COMPARE, Experiment
 
     if options.resume is not None:
         if options.spec is not None or options.overrides or options.out is not None:
@@ -196,7 +196,11 @@ def _run(options: argparse.Namespace) -> int:
         found = checkpoint.load(out / "checkpoint")
         done = found.round if found else 0
     else:
-        spec = _located(options, lambda: Experiment.from_table(_table(options)))
+        table = _table(options.spec, options.overrides)
+        spec = _located(options, lambda: Experiment.from_table(table))
+        if COMPARE in table:
+            note = f"[{COMPARE}] is for 'fedstrata compare'; this runs {spec.method.name} alone"
+            print(f"fedstrata: note: {note}", file=sys.stderr)
         out = options.out or Path("runs") / f"{spec.method.name}-{Path(spec.data.name).stem}-{stamp()}".replace(
             ":", "-"
         )
@@ -242,23 +246,19 @@ def _show(history: History) -> None:
 def _compare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from fedstrata.comparison import compare, stamp
+    from fedstrata.comparison import common_seed, compare, stamp
     from fedstrata.errors import SpecError
     from fedstrata.report.comparing import CompareProgress
     from fedstrata.report.tables import compare_table, to_rich
     from fedstrata.spec import variants
 
-    try:
-        seeds = [int(seed) for seed in options.seeds.split(",")]
-    except ValueError:
-        raise SpecError("--seeds", "expected comma-separated whole numbers", options.seeds) from None
-    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise SpecError("--seeds", "expected different whole numbers of at least 0", options.seeds)
     if options.jobs is not None and options.jobs < 1:
         raise SpecError("--jobs", "expected a whole number of at least 1", options.jobs)
     labels = [label.strip() for label in options.methods.split(",")] if options.methods else None
-    experiments = _located(options, lambda: variants(_table(options), labels))
+    table = _table(options.spec, [])
+    experiments = _located(options, lambda: variants(table, labels, options.overrides))
     first = next(iter(experiments.values()))
+    seeds = [common_seed(experiments)] if options.seeds is None else _seeds(options.seeds)
     out = options.out or Path("runs") / f"compare-{Path(first.data.name).stem}-{stamp()}"
     totals = {(label, seed): spec.training.rounds for label, spec in experiments.items() for seed in seeds}
     with CompareProgress(totals, options.quiet) as progress:
@@ -270,6 +270,18 @@ def _compare(options: argparse.Namespace) -> int:
     console.print(to_rich(compare_table(runs)))
     console.print(f"written to {out}: table.md, accuracy.png, report.html", highlight=False)
     return 0
+
+
+def _seeds(text: str) -> list[int]:
+    from fedstrata.errors import SpecError
+
+    try:
+        seeds = [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise SpecError("--seeds", "expected comma-separated whole numbers", text) from None
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise SpecError("--seeds", "expected different whole numbers of at least 0", text)
+    return seeds
 
 
 def _methods(options: argparse.Namespace) -> int:
@@ -311,7 +323,7 @@ def _partition(options: argparse.Namespace) -> int:
     from fedstrata.errors import SpecError
     from fedstrata.spec import Experiment
 
-    spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options)))
+    spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options.spec, options.overrides)))
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
         raise SpecError("--out", "expected a picture: .png, .pdf or .svg", str(options.out))
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -343,7 +355,7 @@ def _strata(options: argparse.Namespace) -> int:
             raise SpecError("--set", "a run's settings cannot change; give the spec instead of the folder")
         prepared, view = strata_of_folder(Path(options.spec))
     else:
-        prepared = _located(options, lambda: prepare(Experiment.from_table(_table(options))))
+        prepared = _located(options, lambda: prepare(Experiment.from_table(_table(options.spec, options.overrides))))
         view = strata_after(prepared, options.rounds)
     draw(prepared, view, options.out)
     sizes = [int((view.strata == h).sum()) for h in range(int(view.strata.max()) + 1)]
@@ -392,7 +404,7 @@ def _deploy(options: argparse.Namespace) -> int:
     from fedstrata.history import History
     from fedstrata.spec import Experiment
 
-    spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options)))
+    spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options.spec, options.overrides)))
     sites = Sites.read(options.sites)
     if not options.trial:
         _located(options, lambda: provision(spec, sites, options.out))

@@ -24,7 +24,7 @@ Watcher = Callable[[str, int, int], None]
 def compare(
     experiments: Mapping[str, Experiment],
     *,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int] | None = None,
     out: str | Path,
     jobs: int | None = None,
     watch: Watcher | None = None,
@@ -36,7 +36,7 @@ def compare(
 
     Args:
         experiments: By label.
-        seeds: Each experiment runs once with each.
+        seeds: Each experiment runs once with each; with the specs' own one unless given.
         out: The folder; a run goes to ``LABEL/seed-S/``.
         jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
             processors unless given. Results do not depend on it.
@@ -49,6 +49,7 @@ def compare(
         SpecError: A setting is wrong; every experiment is checked, with its own seed, before the first one starts.
     """
     out = Path(out)
+    seeds = [common_seed(experiments)] if seeds is None else seeds
     for label, spec in experiments.items():
         if not label or "/" in label or label.startswith("."):
             raise SpecError("--methods", "a label names a folder; use letters, digits and dashes", label)
@@ -75,6 +76,18 @@ def compare(
 
     write_comparison(out)
     return result
+
+
+def common_seed(experiments: Mapping[str, Experiment]) -> int:
+    """The seed of all of them.
+
+    Raises:
+        SpecError: They have different ones: their numbers would not be comparable.
+    """
+    seeds = {spec.seed for spec in experiments.values()}
+    if len(seeds) != 1:
+        raise SpecError("seed", "the same for all that are compared, or give --seeds", sorted(seeds))
+    return seeds.pop()
 
 
 def _fields(spec: Experiment) -> dict[str, object]:

@@ -142,13 +142,24 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     cause = (first.get("ctx") or {}).get("error")
     if first["type"] == "extra_forbidden":
         *outer, word = (str(part) for part in first["loc"])
-        accepted = list(_model_at(cls, outer).model_fields)
-        problem = f"unknown key; accepted here: {', '.join(accepted)}{nearest(word, accepted)}"
-        return SpecError(key, problem, first["input"])
+        return SpecError(key, f"unknown key; {_accepted(_model_at(cls, outer), word)}", first["input"])
     if first["type"] == "missing":
         return SpecError(key, "needed, and not given")
+    if first["type"] == "tuple_type":
+        return SpecError(key, "expected a list, such as [1, 2]", first["input"])
     message = str(cause) if cause is not None else first["msg"][0].lower() + first["msg"][1:]
     return SpecError(key, message, first["input"]) if key else SpecError("", message)
+
+
+def _accepted(cls: type[BaseModel], word: str) -> str:
+    """What may stand where ``word`` stood."""
+    accepted = list(cls.model_fields)
+    if not accepted:
+        return f"{getattr(cls, 'name', '') or cls.__name__} has no settings"
+    sections = {key: _model_at(cls, [key]) for key in accepted}
+    inside = [key for key, inner in sections.items() if inner is not cls and word in inner.model_fields]
+    hint = f"; did you mean '{inside[0]}.{word}'?" if inside else nearest(word, accepted)
+    return f"accepted here: {', '.join(accepted)}{hint}"
 
 
 def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:

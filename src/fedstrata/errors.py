@@ -73,5 +73,6 @@ def nearest(word: str, accepted: Iterable[str]) -> str:
     >>> nearest("alfa", ["alpha", "clients"])
     "; did you mean 'alpha'?"
     """
-    close = difflib.get_close_matches(word, list(accepted), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    spellings = {each.casefold(): each for each in accepted}
+    close = difflib.get_close_matches(word.casefold(), list(spellings), n=1, cutoff=0.6)
+    return f"; did you mean {spellings[close[0]]!r}?" if close else ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from fedstrata.settings import Evaluation, Training
 
 COMPARE = "compare"
 """The section of a spec file with what differs between the methods that ``fedstrata compare`` runs."""
+
+EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs"}
+"""Keys that exclude each other: what is given on top replaces the other one."""
 
 
 class Experiment(Setting):
@@ -59,22 +63,22 @@ class Experiment(Setting):
     @field_validator("partition", mode="before")
     @classmethod
     def _partition(cls, value: object) -> object:
-        return under("partition", lambda: PARTITIONS.parse(_named(value, "dirichlet")))
+        return _parsed("partition", PARTITIONS.parse, value, "dirichlet")
 
     @field_validator("availability", mode="before")
     @classmethod
     def _availability(cls, value: object) -> object:
-        return under("availability", lambda: AVAILABILITIES.parse(_named(value, "always")))
+        return _parsed("availability", AVAILABILITIES.parse, value, "always")
 
     @field_validator("method", mode="before")
     @classmethod
     def _method(cls, value: object) -> object:
-        return under("method", lambda: METHODS.parse(_named(value, "fedavg")))
+        return _parsed("method", METHODS.parse, value, "fedavg")
 
     @field_validator("model", mode="before")
     @classmethod
     def _model(cls, value: object) -> object:
-        return under("model", lambda: parse_model(_named(value, "mlp")))
+        return _parsed("model", parse_model, value, "mlp")
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
@@ -104,9 +108,16 @@ class Experiment(Setting):
         return tomli_w.dumps(self.to_spec())
 
 
-def _named(value: object, default: str) -> object:
-    """A section without a name is of the default kind."""
-    return {"name": default, **value} if isinstance(value, Mapping) and "name" not in value else value
+def _parsed(section: str, parse: Callable[[object], object], value: object, default: str) -> object:
+    """What a section describes; one without a name is of the default kind."""
+    if not isinstance(value, Mapping) or "name" in value:
+        return under(section, lambda: parse(value))
+    try:
+        return under(section, lambda: parse({"name": default, **value}))
+    except SpecError as error:
+        if "unknown key" not in error.problem or "did you mean" in error.problem:
+            raise
+        raise SpecError(error.key, f"{error.problem} (without a name this is {default!r})", error.value) from None
 
 
 def read_table(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -163,6 +174,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise SpecError("--set", f"{part} is a value, not a section", override)
         table = inner
+    table.pop(EXCLUSIVE.get(parts[-1], ""), None)
     table[parts[-1]] = value
 
 
@@ -189,63 +201,95 @@ def line_of(text: str, key: str) -> int | None:
     return best[1] if best else None
 
 
-def variants(table: Mapping[str, Any], labels: Sequence[str] | None = None) -> dict[str, Experiment]:
+def variants(
+    table: Mapping[str, Any], labels: Sequence[str] | None = None, overrides: Sequence[str] = ()
+) -> dict[str, Experiment]:
     """The experiments that a spec compares, by label.
 
-    A label is a method's name, or a table ``[compare.LABEL]`` whose sections are laid over the spec's; its
-    ``method.name`` is the label unless given.
+    A label is a method's name, or a table ``[compare.LABEL]`` whose sections are laid over the spec's. Its method is
+    its own ``method.name``, else the method that is called like the label, else the spec's.
 
     Args:
         table: The spec's tables.
         labels: Which; all of ``[compare]`` unless given.
+        overrides: ``section.key=value``, which win over the spec and the labels' tables. What only some of the
+            methods have is set for those.
 
     Raises:
-        SpecError: A label is neither, or a setting is wrong.
+        SpecError: A label is neither, a setting is wrong, or an override means nothing to any of the methods.
     """
-    overlays: Mapping[str, Any] = table.get(COMPARE, {})
+    about_labels = [override for override in overrides if override.strip().startswith(f"{COMPARE}.")]
+    tables = copy.deepcopy(dict(table))
+    for override in about_labels:
+        apply_override(tables, override)
+    overlays: Mapping[str, Any] = tables.get(COMPARE, {})
     if not isinstance(overlays, Mapping):
         raise SpecError(COMPARE, "expected tables [compare.LABEL]", overlays)
     chosen = list(labels) if labels else list(overlays)
     if not chosen:
         raise SpecError("--methods", f"which? Any of {', '.join(METHODS)}, or tables [compare.LABEL] of the spec")
+    merged = {label: _merged(tables, overlays, label) for label in chosen}
+    for override in (override for override in overrides if override not in about_labels):
+        takers = [each for each in merged.values() if _takes(each, tables, override)]
+        if not takers:
+            raise SpecError("--set", f"none of these methods has that setting: {', '.join(merged)}", override)
+        for each in takers:
+            apply_override(each, override)
     result: dict[str, Experiment] = {}
-    base = {key: value for key, value in table.items() if key != COMPARE}
-    for label in chosen:
-        overlay = overlays.get(label, {})
-        if not isinstance(overlay, Mapping):
-            raise SpecError(
-                f"{COMPARE}.{label}", "expected a table of sections, such as [compare.LABEL.method]", overlay
-            )
-        own = overlay.get("method", {})
-        own = {"name": own} if isinstance(own, str) else own
-        if not isinstance(own, Mapping):
-            raise SpecError(f"{COMPARE}.{label}.method", "expected a name or a table", own)
-        name = own.get("name", label)
-        if ":" not in name and name not in METHODS:
-            accepted = [*METHODS, *overlays]
-            raise SpecError(
-                "--methods",
-                f"no such method or label{nearest(label, accepted)}; there are: {', '.join(accepted)}",
-                label,
-            )
-        # A method's settings mean nothing to another method: only those of the same method are inherited.
-        common = base.get("method", {})
-        common = common if isinstance(common, Mapping) and common.get("name", "fedavg") == name else {}
-        merged = _over(base, {key: value for key, value in overlay.items() if key != "method"})
-        merged["method"] = {**common, **own, "name": name}
+    for label, each in merged.items():
         try:
-            result[label] = Experiment.from_table(merged)
+            result[label] = Experiment.from_table(each)
         except SpecError as error:
             key = f"{COMPARE}.{label}.{error.key}" if label in overlays else error.key
             raise SpecError(key, error.problem, error.value) from None
     return result
 
 
+def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The tables of one label's experiment."""
+    base = {key: value for key, value in table.items() if key != COMPARE}
+    overlay = overlays.get(label, {})
+    if not isinstance(overlay, Mapping):
+        raise SpecError(f"{COMPARE}.{label}", "expected a table of sections, such as [compare.LABEL.method]", overlay)
+    own = overlay.get("method", {})
+    own = {"name": own} if isinstance(own, str) else own
+    if not isinstance(own, Mapping):
+        raise SpecError(f"{COMPARE}.{label}.method", "expected a name or a table", own)
+    common = base.get("method", {})
+    common = {"name": common} if isinstance(common, str) else common
+    common = common if isinstance(common, Mapping) else {}
+    known = label in METHODS or label not in overlays
+    name = own.get("name", label if known else common.get("name", label))
+    if ":" not in name and name not in METHODS:
+        accepted = [*METHODS, *(other for other in overlays if other != label)]
+        if label in overlays:
+            problem = f"which method? [compare.{label}] needs a method.name, or the spec one that it inherits"
+            raise SpecError(f"{COMPARE}.{label}.method.name", problem)
+        problem = f"no such method or label{nearest(label, accepted)}; there are: {', '.join(accepted)}"
+        raise SpecError("--methods", problem, label)
+    # A method's settings mean nothing to another method: only those of the same method are inherited.
+    common = common if common.get("name", "fedavg") == name else {}
+    merged = _over(base, {key: value for key, value in overlay.items() if key != "method"})
+    merged["method"] = {**common, **own, "name": name}
+    return merged
+
+
+def _takes(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
+    """Whether an override means anything to an experiment: another kind, such as another method, has other keys."""
+    section, _, key = override.partition("=")[0].strip().partition(".")
+    if section == "method":
+        return key.partition(".")[0] in METHODS.find(merged["method"]["name"]).model_fields
+    return key in ("", "name") or _kind(merged.get(section)) == _kind(base.get(section))
+
+
+def _kind(section: object) -> object:
+    return section.get("name") if isinstance(section, Mapping) else section
+
+
 def _over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
-    for one, other in (("local_epochs", "local_steps"), ("local_steps", "local_epochs")):
-        if one in overlay:
-            result.pop(other, None)  # They exclude each other: the overlay's replaces the spec's.
+    for key in overlay:
+        result.pop(EXCLUSIVE.get(key, ""), None)  # The overlay's replaces the spec's.
     for key, value in overlay.items():
         below = result.get(key)
         both = isinstance(value, Mapping) and isinstance(below, Mapping)

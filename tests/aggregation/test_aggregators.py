@@ -159,3 +159,10 @@ class TestBias:
         sizes = np.arange(1, 13)
         found = MeanBySize().coefficients(Selection.plain(np.arange(12), 12), np.arange(12), sizes)
         assert found @ self.UPDATES == pytest.approx(np.average(self.UPDATES, weights=sizes))
+
+
+def test_buffers_that_nobody_changed_stay_what_they_are():
+    buffers = {"m": torch.tensor([1.0, 3.0, 0.1])}
+    for clients in (3, 7, 11):
+        a = np.full(clients, 1 / clients)
+        assert torch.equal(mean_buffers(buffers, [buffers] * clients, a)["m"], buffers["m"])

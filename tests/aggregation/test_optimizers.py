@@ -1,4 +1,4 @@
-"""Server optimisers against their formulas, written out in float64."""
+"""Server optimisers against their formulas (Reddi et al. 2021, Algorithm 2), written out in float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from fedstrata import records
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
+from fedstrata.config import build
+from fedstrata.errors import SpecError
 
 W0 = np.array([1.0, -2.0, 0.5])
 UPDATES = np.array([[0.3, -0.1, 0.02], [-0.4, 0.2, 0.0], [0.1, 0.1, -0.9]])
@@ -21,12 +23,12 @@ def momentum(w, g, s, t):
 
 def adam(w, g, s, t):
     s["m"] = 0.9 * s.get("m", 0) + 0.1 * g
-    s["v"] = 0.99 * s.get("v", 0) + 0.01 * g**2
-    return w - LR * (s["m"] / (1 - 0.9**t)) / (np.sqrt(s["v"] / (1 - 0.99**t)) + EPS)
+    s["v"] = 0.99 * s.get("v", EPS**2) + 0.01 * g**2
+    return w - LR * s["m"] / (np.sqrt(s["v"]) + EPS)
 
 
 def adagrad(w, g, s, t):
-    s["v"] = s.get("v", 0) + g**2
+    s["v"] = s.get("v", EPS**2) + g**2
     return w - LR * g / (np.sqrt(s["v"]) + EPS)
 
 
@@ -41,7 +43,7 @@ RULES = {"sgd": momentum, "adam": adam, "adagrad": adagrad, "yogi": yogi}
 
 
 def settings(name: str, **more) -> ServerOptimizer:
-    return ServerOptimizer(optimizer=name, lr=LR, momentum=0.9, **more)
+    return ServerOptimizer(optimizer=name, lr=LR, momentum=0.9 if name == "sgd" else 0.0, **more)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.05])
@@ -90,3 +92,22 @@ def test_a_stepper_of_many_steps_is_many_steppers_of_one():
     faster = Stepper(ServerOptimizer(), {"w": torch.tensor(W0)}, None, lr=2.0)
     faster.step({"w": torch.ones(3, dtype=torch.float64)})
     np.testing.assert_allclose(faster.params()["w"].numpy(), W0 - 2)
+
+
+def test_adaptive_ones_have_a_rate_of_their_own():
+    assert ServerOptimizer().rate == 1
+    assert ServerOptimizer(optimizer="adam").rate == 0.01
+    assert ServerOptimizer(optimizer="adam", lr=0.3).rate == 0.3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: is of sgd; adam takes betas or nothing"),
+        ({"betas": (0.5, 0.9)}, r"betas = .*: are of adam and yogi; sgd has none"),
+        ({"optimizer": "yogi", "betas": (1.5, 0.9)}, r"betas\.0 = 1.5: input should be less than 1"),
+    ],
+)
+def test_what_would_be_ignored_or_diverge_is_refused(wrong, message):
+    with pytest.raises(SpecError, match=message):
+        build(ServerOptimizer, wrong)

@@ -184,3 +184,21 @@ def test_the_clustered_setting_of_the_paper():
     there = np.mean([spec.availability.online(np.arange(20), t, 0) for t in range(1, 2001)], axis=0)
     assert np.abs(there - np.repeat(p, 4)).max() < 4 * np.sqrt(0.25 / 2000)
     assert len(fs.run(spec)) == 1
+
+
+def test_moon_keeps_the_model_that_it_trained(start, seven):
+    spec = fs.Experiment(
+        partition={"name": "given", "indices": ((0, 1, 2, 3), (4, 5, 6))},
+        availability={"name": "always"},
+        method="moon",
+        training={"clients_per_round": 1, "local_epochs": 2, "lr": 0.2},
+    )
+    started = start(spec, seven)
+    before = started.job.model.params()
+    started.step()
+    (client,) = started.store
+    kept = started.store.get(client)["objective"]
+    # One client alone: what it trained is the new global model.
+    for name, w in started.state.weights.params.items():
+        torch.testing.assert_close(kept[name], w)
+        assert not torch.equal(kept[name], before[name])

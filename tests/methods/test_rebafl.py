@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
@@ -15,6 +17,7 @@ from fedstrata.errors import ReplyRefusedError, SpecError
 from fedstrata.federation.messages import FitReply
 from fedstrata.methods.base import fit_check
 from fedstrata.objectives.rebafl import Rebalanced
+from fedstrata.rng import rng
 
 SKEWED = {
     "data": {"name": "digits", "limit": 400},
@@ -177,3 +180,32 @@ def test_a_model_whose_features_have_no_length_is_refused_before_anything_is_wri
     with pytest.raises(SpecError, match=r"^model\.head: the head 'head' has no nn\.Linear"):
         fs.run(given(((0,), (1,))), data=seven, model=Pooled(), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_client_trains_with_the_prototypes_that_came_and_its_own(start, seven, trace):
+    """One full-batch step by the equations (10, 15 to 20), after a round in which somebody else taught class 1."""
+    mine = [2, 5, 6]  # labels 2, 2 and 0
+    spec = fs.Experiment(
+        partition={"name": "given", "indices": ((0, 1, 3), tuple(mine))},
+        availability=trace({0: [1], 1: [2]}),
+        method={"name": "rebafl", "mu": 5.0, "epsilon": 0.1},
+        training={"clients_per_round": 2, "local_epochs": 1, "batch_size": 3, "lr": 0.2},
+    )
+    started = start(spec, seven, net())
+    model = started.job.model
+    started.step()
+    w = {name: tensor.clone().requires_grad_() for name, tensor in started.state.weights.params.items()}
+    order = np.array(mine)[rng(spec.seed, "batches", 2, 1).permutation(3)]
+    x, y = seven.inputs(order), seven.labels(torch.from_numpy(order))
+    features, logits = model.with_features(w, x)
+    # Classes 0 and 2 are its own under the model that came; class 1 is the federation's.
+    prototypes = started.state.objective["means"].clone()
+    for c in (0, 2):
+        prototypes[c] = features.detach()[y == c].mean(dim=0)
+    augmented = prototypes + features.detach() - prototypes[y]
+    prior = (0.9 * torch.tensor([1.0, 0.0, 2.0]) / 3 + 0.1 / 3).log()
+    loss = F.cross_entropy(logits + prior, y) + 5 * F.cross_entropy(model.head(w, augmented), torch.arange(3))
+    gradient = torch.autograd.grad(loss, list(w.values()))
+    started.step()
+    for (name, before), g in zip(w.items(), gradient, strict=True):
+        torch.testing.assert_close(started.state.weights.params[name], before.detach() - 0.2 * g, rtol=1e-4, atol=1e-6)

@@ -13,6 +13,8 @@ import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.federation.messages import Fit, FitReply, Weights
+from fedstrata.objectives.base import CrossEntropy
+from fedstrata.rng import rng
 
 HALF = fs.Bernoulli(p=0.5)
 
@@ -149,3 +151,97 @@ def test_evaluation_with_batch_statistics_has_no_batch_of_one():
     score = evaluate(model, weights, prepared.data, batch_size=size, batch_statistics=True)
     assert np.isfinite(score.loss)
     assert torch.equal(model.buffers()["body.2.running_mean"], torch.zeros(8))
+
+
+def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeypatch):
+    from fedstrata.engines.local import LocalEngine
+
+    sent, ask = [], LocalEngine.ask
+
+    def listen(self, requests, *, together):
+        found = ask(self, requests, together=together)
+        sent.extend((requests[k], reply) for k, reply in found.items() if isinstance(reply, FitReply))
+        return found
+
+    monkeypatch.setattr(LocalEngine, "ask", listen)
+    method = {"name": "fedstas", "epsilon": 3.0, "bound": 200, "fraction": 0.5}
+    settings = {"partition": fs.IID(clients=12), "training": {"rounds": 1, "batch_size": 2}}
+    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    fs.run(fs.Experiment(method=method, **settings), model=norm)
+    counter = "2.num_batches_tracked"
+    assert sent
+    assert all(torch.equal(reply.weights.buffers[counter], ask.weights.buffers[counter]) for ask, reply in sent)
+    assert any(
+        not torch.equal(reply.weights.buffers["2.running_mean"], ask.weights.buffers["2.running_mean"])
+        for ask, reply in sent
+    )
+
+    # SCAFFOLD's (w_t − w) / (K η) gives K, and epochs give n_k from it.
+    private = {**method, "objective": "scaffold"}
+    with pytest.raises(SpecError, match=r"method\.objective = 'scaffold': tells sizes .* training\.local_steps"):
+        fs.prepare(fs.Experiment(method=private, **settings))
+    fs.prepare(fs.Experiment(method=private, partition=fs.IID(clients=12), training={"local_steps": 3}))
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (
+            {"name": "rebafl", "mu": 5.0, "objective": "rebafl"},
+            r"method\.mu = 5\.0: has no effect: it belongs to the method's own objective",
+        ),
+        (
+            {"name": "fedsts", "strata": 4, "client_sampler": "uniform"},
+            r"method\.strata = 4: has no effect: it belongs to the method's own client_sampler",
+        ),
+    ],
+)
+def test_a_setting_of_a_choice_that_was_replaced_is_refused(method, message):
+    with pytest.raises(SpecError, match=message):
+        fs.Experiment(method=method)
+
+
+def test_a_setting_that_still_means_something_is_kept():
+    # It shapes the sampler and the aggregator, and one of them is left. Defaults, as a run writes them, are no loss.
+    fs.Experiment(method={"name": "fedsts", "aggregation": "horvitz-thompson", "client_sampler": "uniform"})
+    spec = fs.Experiment(method={"name": "fedsts", "client_sampler": "uniform"})
+    assert fs.Experiment.from_table(spec.to_spec()) == spec
+
+
+class FinishesWithBuffers(CrossEntropy):
+    """What a user may write: the buffers at the end of training."""
+
+    def finish(self, trained, context):
+        assert trained.model.current_buffers() == {}
+        return {}, {name: w.clone() for name, w in trained.params.items()}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_finish_has_a_loaded_model_whatever_trained_it(precision):
+    spec = {"method": {"objective": FinishesWithBuffers()}, "partition": {"clients": 3}}
+    history = fs.run({**spec, "training": {"rounds": 1, "precision": precision}})
+    assert history[-1]["clients_trained"] == 3
+
+
+def test_a_head_with_statistics_of_its_own_is_tuned_with_them(start):
+    class Headed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 6))
+            self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 10))
+            self.head[0].running_mean += 2.0
+
+        def forward(self, x):
+            return self.head(self.body(x))
+
+    spec = fs.Experiment(
+        partition={"name": "classes", "clients": 5, "per_client": 2, "size": 60},
+        method={"name": "fedavg-ft", "per_class": 4, "steps": 1},
+    )
+    started = start(spec, None, Headed())
+    weights, loss = spec.method.tuned(started.job, started.state.weights)
+    x, y = started.job.spare.balanced(4, rng(spec.seed, "server-samples"))
+    expected = torch.nn.functional.cross_entropy(Headed().eval()(x), y).item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert not torch.equal(weights.params["head.1.weight"], started.state.weights.params["head.1.weight"])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import field_validator
 
 from fedstrata.aggregation.optimizers import ServerOptimizer
-from fedstrata.config import Registry, Setting
+from fedstrata.config import Registry, Setting, build, under
 from fedstrata.federation.messages import FitReply, Params, Weights
 from fedstrata.federation.seam import Job
 from fedstrata.records import Tree
@@ -38,7 +38,8 @@ class Aggregator(Setting):
     @field_validator("server", mode="before")
     @classmethod
     def _by_name(cls, value: object) -> object:
-        return {"optimizer": value} if isinstance(value, str) else value
+        table = {"optimizer": value} if isinstance(value, str) else value
+        return under("server", lambda: build(ServerOptimizer, table)) if isinstance(table, Mapping) else value
 
     def check(self, job: Job, sampler: ClientSampler) -> None:
         """Raise ``SpecError`` where the aggregation does not fit the sampler."""
@@ -88,16 +89,15 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float6
     total = float(a.sum())
     if total == 0:
         return buffers
+    floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+    # As changes, so that what nobody changed stays what it is to the last bit.
+    change = weighted_update(floats, others, a / total)
     result: Params = {}
     for name, buffer in buffers.items():
-        values = [other[name] for other in others]
-        if buffer.is_floating_point():
-            mean = torch.zeros_like(buffer)
-            for value, factor in zip(values, (a / total).tolist(), strict=True):
-                mean.add_(value, alpha=factor)
-            result[name] = mean
+        if name in floats:
+            result[name] = buffer + change[name]
         else:
-            result[name] = torch.stack(values).amax(dim=0)
+            result[name] = torch.stack([other[name] for other in others]).amax(dim=0)
     return result
 
 

@@ -74,6 +74,10 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
         client.state[BUFFERS] = result.buffers
         result = Weights(result.params, request.weights.buffers)
     told = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
+    if not request.counts:
+        # BatchNorm counts batches, and batches tell samples.
+        counters = {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
+        result = Weights(result.params, {**result.buffers, **counters})
     return FitReply(result, *told, outcome.loss, outcome.message)
 
 

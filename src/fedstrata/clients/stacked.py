@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from fedstrata.clients.answers import OBJECTIVE, starting_point
 from fedstrata.clients.client import Client, World
-from fedstrata.clients.training import Outcome, is_plain
+from fedstrata.clients.training import Outcome, computing, is_plain
 from fedstrata.data.dataset import Dataset
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.nn.masked import Mask
@@ -241,7 +241,8 @@ class Run:
                 for name, w in start.weights.params.items()
             }
             buffers = {n: self.buffers[n][place] if n in self.buffers else b for n, b in start.weights.buffers.items()}
-            with torch.no_grad(), self.model.loaded(there, buffers, train=True):
+            bf16 = computing(self.training, self.bench.device.type)
+            with torch.no_grad(), bf16, self.model.loaded(there, buffers, train=True):
                 trained = Trained(there, len(plan.steps), self.model, start.batches)
                 found = self.objective.finish(trained, start.context)
             extra, kept = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), found)

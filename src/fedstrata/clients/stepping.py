@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedstrata.clients.client import Client, World, carries, carries_fused
 from fedstrata.clients.reserving import STATE, Pool, new_pool, refilled
-from fedstrata.clients.training import clip_
+from fedstrata.clients.training import clipped
 from fedstrata.federation.messages import Params, Reply, Steps, StepsReply, Weights
 from fedstrata.federation.seam import Failure
 from fedstrata.nn.model import Model
@@ -263,7 +263,7 @@ class AutogradStepper:
                 gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
                 with torch.no_grad():
                     if training.clip is not None:
-                        clip_(list(gradient), training.clip)
+                        gradient = tuple(clipped(gradient, training.clip))
                     if training.weight_decay:
                         torch._foreach_mul_(leaves, 1 - lr * training.weight_decay)
                     torch._foreach_add_(leaves, gradient, alpha=-lr)

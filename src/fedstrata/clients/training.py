@@ -159,15 +159,20 @@ def train(
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         else:
             after = Weights(params, weights.buffers)
-        with torch.no_grad(), computing(training):
+        with torch.no_grad(), computing(training), _finishing(model, after, objective, chain):
             extra, kept = objective.finish(Trained(after.params, len(losses), model, data.in_order), context)
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 
 
-def computing(training: Training) -> AbstractContextManager[None]:
-    """Passes in the precision of the settings; parameters may not change in the block, which keeps them converted."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=training.precision == "bf16")
+def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
+    """Passes in the precision of the settings; parameters may not change in the block, which keeps them converted.
+
+    Args:
+        training: The settings.
+        device: The type of device that computes.
+    """
+    return torch.autocast(device, torch.bfloat16, enabled=training.precision == "bf16")
 
 
 def chain_of(world: World) -> Chain | None:
@@ -193,6 +198,14 @@ def _workbench(
         # Such layers draw no random numbers.
         with nullcontext() if is_plain(objective, "correction", "finish") else seeded:
             yield client.model.laid_out(weights.params)
+
+
+def _finishing(
+    model: Model, after: Weights, objective: Objective, chain: Chain | None
+) -> AbstractContextManager[object]:
+    """The model loaded for the end of training, which a chain does not need before."""
+    by_hand = chain is not None and not is_plain(objective, "finish")
+    return model.loaded(after.params, after.buffers, train=True) if by_hand else nullcontext()
 
 
 def _stepper(
@@ -245,7 +258,7 @@ class _Step:
         if correction is not None:
             gradient = list(torch._foreach_add(gradient, [correction[name] for name in names]))
         if self.training.clip is not None:
-            gradient = list(torch._foreach_mul(gradient, _shrinkage(gradient, self.training.clip)))
+            gradient = clipped(gradient, self.training.clip)
         if self.training.weight_decay:
             gradient = list(torch._foreach_add(gradient, params, alpha=self.training.weight_decay))
         if self.training.momentum:
@@ -258,14 +271,14 @@ class _Step:
         torch._foreach_add_(params, gradient, alpha=-self.lr)
 
 
-def clip_(gradient: list[Tensor], limit: float) -> None:
-    """Scale a gradient in place so that its norm over all tensors is at most ``limit``."""
-    torch._foreach_mul_(gradient, _shrinkage(gradient, limit))
+def clipped(gradient: list[Tensor] | tuple[Tensor, ...], limit: float) -> list[Tensor]:
+    """A gradient scaled down so that its norm over all tensors is at most ``limit``.
 
-
-def _shrinkage(gradient: list[Tensor], limit: float) -> float:
+    Never in place: two parameters' gradients may be the same tensor.
+    """
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
-    return float(torch.clamp(limit / (norm + 1e-12), max=1.0))
+    shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
+    return list(torch._foreach_mul(gradient, shrinkage))
 
 
 def mean_of(values: list[Any]) -> float:

@@ -27,7 +27,7 @@ from fedstrata.clients.client import Client, World
 from fedstrata.clients.devices import device_of, placed
 from fedstrata.clients.grouping import WASTE, grouped
 from fedstrata.clients.stacked import Bench, Plan, Run, Samples, Start, alike
-from fedstrata.clients.training import LocalData
+from fedstrata.clients.training import LocalData, computing
 from fedstrata.federation.engine import Note
 from fedstrata.federation.messages import ClientId, Fit, FitReply, Request, Weights
 from fedstrata.nn.masked import mask_norms
@@ -248,6 +248,10 @@ class SideBySide:
 
     def _start(self, plan: Plan, batches: Batches) -> Start:
         """What a client starts with, on the device; the counterpart of the beginning of ``training.train``."""
+        with computing(self.world.job.training, self.device.type):
+            return self._started(plan, batches)
+
+    def _started(self, plan: Plan, batches: Batches) -> Start:
         request, world, objective = plan.request, self.world, self.world.objective
         sent = starting_point(plan.client, request)
         weights = Weights(self._there(sent.params), self._there(sent.buffers))

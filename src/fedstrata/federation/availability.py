@@ -76,7 +76,7 @@ class Always(Availability):
 
 
 class Bernoulli(Availability):
-    """Each client answers with probability ``p``, anew every round (ReBaFL §5.1).
+    """Each client answers with probability ``p``, anew every round (ReBaFL §5.2).
 
     Args:
         p: Probability of being there.
@@ -94,7 +94,7 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client's state is drawn every ``period`` rounds and kept in between (ReBaFL §5.4).
+    """Each client's state is drawn every ``period`` rounds and kept in between (ReBaFL §5.5.3).
 
     Args:
         p: Probability of being there in a period.

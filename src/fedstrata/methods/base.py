@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from fedstrata.aggregation.base import AGGREGATORS, Aggregator, MeanBySize
 from fedstrata.config import Registry, Setting, under
@@ -106,6 +107,20 @@ class Recipe(Method):
     def _aggregator(cls, value: object) -> object:
         return value if value is None else under("aggregator", lambda: AGGREGATORS.parse(value))
 
+    @model_validator(mode="after")
+    def _nothing_is_lost(self) -> Self:
+        """A setting that belongs to a choice which was replaced would have no effect."""
+        defaults = ("client_sampler", "data_sampler", "objective", "aggregator")
+        replaced = {choice for choice in defaults if getattr(self, choice) is not None}
+        for key in self.model_fields_set - set(defaults) if replaced else ():
+            usual = self.model_copy(update={key: type(self).model_fields[key].get_default(call_default_factory=True)})
+            shaped = {c for c in defaults if getattr(self, f"default_{c}")() != getattr(usual, f"default_{c}")()}
+            if shaped and shaped <= replaced:
+                choice = shaped.pop()
+                problem = f"has no effect: it belongs to the method's own {choice}, which is replaced; set it there"
+                raise SpecError(key, problem, getattr(self, key))
+        return self
+
     # What a named method sets; a spec's own choice goes first.
 
     def default_client_sampler(self) -> ClientSampler:
@@ -147,8 +162,11 @@ class Recipe(Method):
         if data.private and aggregator.needs_counts:
             accepted = "'mean', 'stratum' or 'horvitz-thompson'"
             raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
-        if data.private and objective.tells_counts:
-            raise SpecError("method.objective", "tells sizes that clients keep private; use another", objective.name)
+        if data.private and objective.tells_counts(job):
+            problem = "tells sizes that clients keep private; use another"
+            if not objective.tells_counts(replace(job, training=job.training.model_copy(update={"local_steps": 1}))):
+                problem += ", or training.local_steps, the same for all"
+            raise SpecError("method.objective", problem, objective.name)
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Every choice's own beginning."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.errors import SpecError
@@ -63,8 +64,14 @@ class FedAvgFT(Recipe):
         """The model with its head trained on the server's samples, and the loss before the last step."""
         assert job.spare is not None
         x, y = job.spare.balanced(self.per_class, rng(job.seed, "server-samples"))
-        with torch.no_grad(), job.model.loaded(weights.params, weights.buffers) as params:
-            features, _ = job.model.with_features(params, x)
+        # Loaded to the end: a head may have buffers of its own.
+        with job.model.loaded(weights.params, weights.buffers) as params:
+            with torch.no_grad():
+                features, _ = job.model.with_features(params, x)
+            stepper, loss = self._head_trained(job, weights, features, y)
+        return Weights({**weights.params, **stepper.params()}, weights.buffers), loss
+
+    def _head_trained(self, job: Job, weights: Weights, features: Tensor, y: Tensor) -> tuple[Stepper, float]:
         head = {name: weights.params[name] for name in job.model.head_names}
         settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         stepper, loss = Stepper(settings, head, None), torch.zeros(())
@@ -73,4 +80,4 @@ class FedAvgFT(Recipe):
             loss = F.cross_entropy(job.model.head(leaves, features), y)
             gradient = torch.autograd.grad(loss, list(leaves.values()))
             stepper.step(dict(zip(leaves, gradient, strict=True)))
-        return Weights({**weights.params, **stepper.params()}, weights.buffers), float(loss.detach())
+        return stepper, float(loss.detach())

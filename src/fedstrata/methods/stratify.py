@@ -49,8 +49,8 @@ class Stratify(Method):
         cap: The cap instead of the median.
         selection: Among a label's holders, ``uniform`` or ``weighted`` by how many samples each has.
         batch_size: Samples in a batch over all clients; training's unless given.
-        server: The server's optimiser in batch mode. Its ``lr`` multiplies training's. Unless given, SGD with
-            training's momentum and weight decay.
+        server: The server's optimiser in batch mode; SGD with training's momentum and weight decay unless given. Its
+            ``lr``, 1 unless given, multiplies training's.
         chunk_size: Single-sample mode: consecutive positions that are given out together, in the longest runs that one
             client can train.
         retain: Single-sample mode: the part of a label's holders that is considered in each chunk. With 1 the runs are

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
-from fedstrata.clients.training import clip_
+from fedstrata.clients.training import clipped
 from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Gradient, GradientReply, Params, Reserve, ReserveReply, Weights
 from fedstrata.federation.seam import Check, Federation, Summed, require_like
@@ -43,7 +43,7 @@ def batch_epoch(
         server or ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay),
         weights.params,
         memory,
-        lr=training.lr_at(federation.round) * (server.lr if server else 1.0),
+        lr=training.lr_at(federation.round) * ((server.lr if server else None) or 1.0),
     )
     together = has_batchnorm(federation.job.model.module)
     seen, loss, transfers = 0, 0.0, 0
@@ -56,11 +56,9 @@ def batch_epoch(
             stepper.step(reply.gradient, reply.samples)
         else:
             with torch.no_grad():
-                # In place: the sum is nobody else's, and memory for another one costs as much as the division.
-                mean = list(reply.gradient.values())
-                torch._foreach_div_(mean, float(reply.samples))
-                clip_(mean, training.clip)
-            stepper.step(reply.gradient)
+                mean = torch._foreach_div(list(reply.gradient.values()), float(reply.samples))
+                short = clipped(mean, training.clip)
+            stepper.step(dict(zip(reply.gradient, short, strict=True)))
         weights = Weights(stepper.params(), reply.buffers)
         seen, loss, transfers = seen + reply.samples, loss + reply.loss, transfers + len(total.clients)
         # Two gradients at a time would crowd each other out of the processor's cache.

@@ -103,8 +103,7 @@ class Objective(Setting):
     def check(self, job: Job) -> None:
         """Raise ``SpecError`` for a model or training settings under which the objective would be wrong."""
 
-    @property
-    def tells_counts(self) -> bool:
+    def tells_counts(self, job: Job) -> bool:
         """Whether clients' messages tell how many samples they hold, which a private data sampler forbids."""
         return False
 

@@ -49,7 +49,9 @@ def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
     With one class in the softmax its probability is 1: every loss and every gradient is exactly 0, and only weight
     decay and corrections still move such a client's model.
     """
-    return {"idle_clients": sum(reply.loss == 0 for reply in replies)}
+    # Without steps there is nothing to learn from; under privacy nobody tells how many there were.
+    trained = [reply for reply in replies if reply.steps]
+    return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
 
 
 class Calibrated(PerSample):

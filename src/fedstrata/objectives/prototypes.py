@@ -1,4 +1,4 @@
-"""Prototypes: the mean feature of every class, at a client and over the federation (ReBaFL §4.2, Eq. 18, 21 and 23).
+"""Prototypes: the mean feature of every class, at a client and over the federation (ReBaFL §4.3, Eq. 18, 21 and 23).
 
 A table of prototypes is a group of two tensors that travels as it is: ``means``, shape (C, d), and ``samples``, shape
 (C,), how many samples each mean is over. A class of which nobody knows has 0 samples and a row of zeros.

@@ -53,8 +53,7 @@ class Rebalanced(PerSample):
     relaxed: bool = True
     keep_prototypes: bool = True
 
-    @property
-    def tells_counts(self) -> bool:
+    def tells_counts(self, job: Job) -> bool:
         """Prototypes come with n_k(c)."""
         return self.mu > 0
 
@@ -121,7 +120,7 @@ class Rebalanced(PerSample):
             rows = labels[:, None] == torch.arange(logits.shape[1], device=labels.device)
             if batch.real is not None:
                 rows = rows & batch.real[:, None]
-            counts = rows.to(logits.dtype).sum(dim=0)
+            counts = rows.sum(dim=0, dtype=torch.float32)
             prior = log_prior(counts, self.epsilon)
         second = self._balanced(model.head(params, augmented), labels, prior)
         return self._balanced(logits, batch.y, context.derived.get("log_prior")) + self.mu * second

@@ -29,8 +29,12 @@ class Scaffold(Objective):
         if training.clip is not None:
             raise SpecError("training.clip", "SCAFFOLD's control variates need unclipped gradients", training.clip)
 
+    def tells_counts(self, job: Job) -> bool:
+        """The model and Δc_k together give K, which tells the samples where it is not the same for all."""
+        return job.training.local_steps is None
+
     def init(self, weights: Weights, job: Job) -> Tree:
-        """C = 0."""
+        """The server's c = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
     def message(self, state: Tree) -> Extra:
@@ -44,7 +48,7 @@ class Scaffold(Objective):
     def absorb(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """C ← c + (1/N) Σ_{k∈S} Δc_k."""
+        """Sets c ← c + (1/N) Σ_{k∈S} Δc_k."""
         c = dict(state)
         for reply in replies:
             for name, delta in reply.message["delta_c"].items():
@@ -58,7 +62,7 @@ class Scaffold(Objective):
         return context.deriving(mine=mine, correction={name: c[name] - mine[name] for name in c})
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """C − c_k."""
+        """The constant c − c_k."""
         correction: Params = context.derived["correction"]
         return correction
 
