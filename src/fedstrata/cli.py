@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("methods", help="what methods there are").set_defaults(work=_methods)
     commands.add_parser("datasets", help="what data sets there are").set_defaults(work=_datasets)
 
+    settings = commands.add_parser("settings", help="what a spec can say: sections, names and keys")
+    settings.add_argument("section", nargs="?", help="such as availability or method.objective; all unless given")
+    settings.add_argument("name", nargs="?", help="one kind of it, such as bernoulli")
+    settings.add_argument("--markdown", action="store_true", help="everything, as docs/spec.md has it")
+    settings.set_defaults(work=_settings)
+
     partition = commands.add_parser("partition", help="who gets which labels: a table and a picture")
     partition.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
     _common(partition)
@@ -295,6 +301,35 @@ def _methods(options: argparse.Namespace) -> int:
         method = METHODS.find(name)
         table.add_row(name, (method.__doc__ or "").strip().splitlines()[0], method.paper)
     Console().print(table)
+    return 0
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fedstrata.errors import SpecError, nearest
+    from fedstrata.reference import SECTIONS, kinds, markdown, rows, summary
+
+    if options.markdown:
+        print(markdown())
+        return 0
+    console = Console()
+    if options.section is None:
+        for section in SECTIONS:
+            names = [name for name, _ in kinds(section) if name]
+            console.print(f"[bold]{section}[/] {' '.join(names)}", highlight=False, soft_wrap=True)
+        return 0
+    found = dict(kinds(options.section))
+    if options.name is not None and options.name not in found:
+        raise SpecError("name", f"there are: {', '.join(found)}{nearest(options.name, found)}", options.name)
+    for name, cls in found.items():
+        if options.name is not None and name != options.name:
+            continue
+        table = Table("key", "takes", "default", "", title=f"{options.section} {name}".strip(), title_justify="left")
+        for key, taken, default, meaning in rows(cls):
+            table.add_row(key, taken.replace("`", ""), default or "needed", meaning.replace("``", ""))
+        console.print(summary(cls).replace("``", ""), table, sep="\n", highlight=False, markup=False)
     return 0
 
 

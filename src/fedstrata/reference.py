@@ -1,0 +1,186 @@
+"""What a spec can say: every section, every name and every key, from the settings themselves."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterator
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union
+
+from pydantic.fields import FieldInfo
+
+from fedstrata.aggregation.base import AGGREGATORS
+from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.config import Registry, Setting, plain
+from fedstrata.data import PARTITIONS, Data
+from fedstrata.errors import SpecError, nearest
+from fedstrata.federation.availability import AVAILABILITIES
+from fedstrata.methods.base import METHODS, Recipe
+from fedstrata.nn.zoo import MODELS
+from fedstrata.objectives.base import OBJECTIVES
+from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
+from fedstrata.settings import Evaluation, Training
+
+SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
+    "data": Data,
+    "partition": PARTITIONS,
+    "availability": AVAILABILITIES,
+    "model": MODELS,
+    "training": Training,
+    "evaluation": Evaluation,
+    "method": METHODS,
+    "method.client_sampler": CLIENT_SAMPLERS,
+    "method.data_sampler": DATA_SAMPLERS,
+    "method.objective": OBJECTIVES,
+    "method.aggregator": AGGREGATORS,
+    "method.aggregator.server": ServerOptimizer,
+}
+"""The sections of a spec: one kind of settings, or several kinds by name."""
+
+Row = tuple[str, str, str, str]
+"""A key, what it takes, its default ("" where it is needed) and what it means."""
+
+
+def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
+    """The names that a section takes, "" where it takes none, and the settings of each.
+
+    Raises:
+        SpecError: There is no such section.
+    """
+    if section not in SECTIONS:
+        raise SpecError("section", f"there are: {', '.join(SECTIONS)}{nearest(section, SECTIONS)}", section)
+    found = SECTIONS[section]
+    if isinstance(found, Registry):
+        yield from ((name, found.find(name)) for name in found)
+    else:
+        yield "", found
+
+
+def common(section: str) -> list[Row]:
+    """The keys that all kinds of a section take."""
+    found = SECTIONS[section]
+    return rows(_base(found)) if isinstance(found, Registry) else []
+
+
+def own(section: str, cls: type[Setting]) -> list[Row]:
+    """The keys of one kind that not all of them take, or that it takes differently."""
+    known = common(section)
+    return [row for row in rows(cls) if row not in known]
+
+
+def _base(registry: Registry[Any]) -> type[Setting]:
+    # Nearly all methods are recipes, and the others say so by not taking a recipe's keys.
+    base: type[Setting] = Recipe if registry is METHODS else registry.base
+    return base
+
+
+def rows(cls: type[Setting]) -> list[Row]:
+    """All keys of some settings."""
+    meanings = _meanings(cls)
+    return [(key, _taken(field), _default(field), meanings.get(key, "")) for key, field in cls.model_fields.items()]
+
+
+def summary(cls: type[Setting]) -> str:
+    """The first sentence about some settings."""
+    return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def markdown() -> str:
+    """All sections as one page."""
+    lines: list[str] = []
+    for section in SECTIONS:
+        lines += [f"## `{section}`", ""]
+        if shared := common(section):
+            which = "All that are four choices" if section == "method" else "All of them"
+            lines += [f"{which} take:", "", *_table(shared)]
+        for name, cls in kinds(section):
+            lines += ([f"### `{name}`", ""] if name else []) + [_plain(summary(cls)), ""]
+            lines += _table(own(section, cls))
+    return "\n".join(lines)
+
+
+def _table(found: list[Row]) -> list[str]:
+    if not found:
+        return []
+    return [
+        "| key | takes | default | |",
+        "|---|---|---|---|",
+        *(
+            f"| `{key}` | {_cell(taken)} | {f'`{default}`' if default else 'needed'} | {_cell(_plain(meaning))} |"
+            for key, taken, default, meaning in found
+        ),
+        "",
+    ]
+
+
+def _meanings(cls: type[Setting]) -> dict[str, str]:
+    """What docstrings say about the keys, those of base classes too."""
+    found: dict[str, str] = {}
+    for part in reversed(cls.__mro__):
+        text = inspect.cleandoc(part.__doc__ or "") if isinstance(part, type) and issubclass(part, Setting) else ""
+        _, _, arguments = text.partition("\nArgs:\n")
+        for entry in re.split(r"\n(?=    \S)", "\n" + arguments.split("\n\n")[0]):
+            if match := re.match(r"\s*(\w+): (.*)", entry, flags=re.DOTALL):
+                found[match[1]] = " ".join(match[2].split())
+    return found
+
+
+def _taken(field: FieldInfo) -> str:
+    """What a key takes, in words."""
+    words = _type(field.annotation)
+    limits = [_limit(item) for item in field.metadata]
+    return ", ".join([words, *filter(None, limits)])
+
+
+def _type(kind: Any) -> str:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return ", ".join([_type(arguments[0]), *filter(None, map(_limit, arguments[1:]))])
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(_type(part) for part in arguments if part is not NoneType)
+    if origin in (tuple, list):
+        return f"a list of {_type(arguments[0])}"
+    if origin is dict:
+        return "a table"
+    if inspect.isclass(kind) and issubclass(kind, Setting):
+        return "a name or a table"
+    named: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+    return named.get(kind, "anything")
+
+
+LIMITS: dict[str, Callable[[Any], str]] = {
+    "gt": lambda bound: f"> {bound:g}",
+    "ge": lambda bound: f"≥ {bound:g}",
+    "lt": lambda bound: f"< {bound:g}",
+    "le": lambda bound: f"≤ {bound:g}",
+}
+
+
+def _limit(item: Any) -> str:
+    return " and ".join(show(getattr(item, name)) for name, show in LIMITS.items() if hasattr(item, name))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "none"
+    if isinstance(value, Setting):
+        return value.name or "{}"
+    return str(value).lower() if isinstance(value, bool) else f"{plain(value)}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("``", "`")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+__all__ = ["SECTIONS", "common", "kinds", "markdown", "own", "rows", "summary"]

@@ -1,0 +1,50 @@
+"""What a spec can say, as the command line and docs/spec.md tell it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.errors import SpecError
+from fedstrata.reference import SECTIONS, kinds, markdown, own, rows
+
+PAGE = Path(__file__).parent.parent / "docs" / "spec.md"
+
+
+def test_the_page_is_what_the_settings_say_now():
+    assert PAGE.read_text(encoding="utf-8").endswith("\n\n" + markdown() + "\n"), (
+        "docs/spec.md is out of date: put 'fedstrata settings --markdown' in the place of its tables"
+    )
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_key_says_what_it_means_and_what_it_takes(section):
+    for name, cls in kinds(section):
+        for key, taken, _, meaning in rows(cls):
+            assert meaning, f"{section} {name} {key} has no line under Args"
+            assert taken != "anything", f"{section} {name} {key}"
+
+
+def test_limits_and_defaults_are_those_of_the_settings():
+    found = {row[0]: row[1:3] for row in own("availability", dict(kinds("availability"))["persistent"])}
+    assert found == {"p": ("number, > 0, ≤ 1", "0.5"), "period": ("whole number, > 0", "20")}
+    assert ("mode", "`batch`, `single`, `hybrid`", "batch") in {
+        row[:3] for row in own("method", dict(kinds("method"))["stratify"])
+    }
+    assert {row[0]: row[2] for row in rows(fs.Given)}["indices"] == ""
+
+
+def test_the_command_shows_one_kind(capsys):
+    assert main(["settings", "availability", "persistent"]) == 0
+    shown = capsys.readouterr().out
+    assert "period" in shown
+    assert "bernoulli" not in shown
+    assert main(["settings"]) == 0
+    assert "method.objective" in capsys.readouterr().out
+    assert main(["settings", "availability", "persistant"]) == 2
+    assert "did you mean 'persistent'" in capsys.readouterr().err
+    with pytest.raises(SpecError, match="there are: data, partition"):
+        list(kinds("partitions"))
