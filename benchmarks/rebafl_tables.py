@@ -430,7 +430,11 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
                 "–" if paper is None else f"{paper:.2f}",
             ]
             lines.append("| " + " | ".join(row) + " |")
-    lines += ["", "Chosen: " + "; ".join(f"{label} {text_of(point)}" for label, point in chosen().items()) + "."]
+    picked = "; ".join(f"{label} {text_of(point)}" for label, point in chosen().items())
+    lines += [
+        "",
+        f"Chosen: {picked or 'nothing yet'}. FedSTS + ReBaFL invites 10 of the 20 clients, all others all 20.",
+    ]
     lines += ["", "## Which classes are confused", ""]
     lines += ["Two classes' accuracy when only their two logits are compared: the mean of the pairs that some client"]
     lines += ["holds together, that of the others, and the share of all errors that confuse such others.", ""]
@@ -447,23 +451,32 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
 
 
 def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """The curves of each table, smoothed over five rounds over their faint selves."""
+    """The curves of each table, a panel a seed: means of five rounds over their faint selves."""
     for table, methods in found.items():
         if table == "tuning":
             continue
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        across = max(map(len, methods.values()))
+        figure, panels = plt.subplots(
+            1, across, figsize=(4 + 4 * across, 4.8), sharey=True, squeeze=False, layout="constrained"
+        )
+        colours = plt.get_cmap("tab20")
         for place, (label, seeds) in enumerate(methods.items()):
-            curve = np.array(seeds[0]["curve"])
-            colour = f"C{place % 10}"
-            style = "--" if place >= 10 else "-"
-            axes.plot(np.arange(1, len(curve) + 1), curve, color=colour, alpha=0.2, linewidth=0.8)
-            if len(curve) >= 5:
-                smooth = np.convolve(curve, np.full(5, 0.2), mode="valid")
-                axes.plot(np.arange(3, len(curve) - 1), smooth, style, color=colour, label=label)
-        axes.set(xlabel="round", ylabel="test accuracy, %")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", ncols=2)
-        figure.savefig(RESULTS / f"rebafl_{table}.png", dpi=110)
+            # FedAvg, which others hardly differ from, dashed and on top.
+            look: dict[str, Any] = {"color": colours(2 * place % 20 + place // 10)}
+            look |= {"color": "black", "linestyle": "--", "zorder": 3} if label == "fedavg" else {}
+            for axes, each in zip(panels[0], seeds, strict=False):
+                curve = np.array(each["curve"])
+                axes.plot(np.arange(1, len(curve) + 1), curve, **{**look, "alpha": 0.15, "linewidth": 0.8})
+                if len(curve) >= 5:
+                    smooth = np.convolve(curve, np.full(5, 0.2), mode="valid")
+                    known = axes is panels[0][0]
+                    axes.plot(np.arange(3, len(curve) - 1), smooth, **look, label=label if known else None)
+        for seed, axes in enumerate(panels[0]):
+            axes.set(xlabel="round", title=f"seed {seed}" if across > 1 else "")
+            axes.grid(alpha=0.3)
+        panels[0][0].set_ylabel("test accuracy, %, mean of 5 rounds")
+        figure.legend(loc="outside lower center", fontsize="small", ncols=min(len(methods), 5))
+        figure.savefig(RESULTS / f"rebafl_{table}.png", dpi=100)
         plt.close(figure)
 
 

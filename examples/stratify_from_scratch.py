@@ -2,13 +2,13 @@
 
     python examples/stratify_from_scratch.py
 
-Every client holds one digit. FedAvg averages ten models that know one digit each, and learns next to nothing.
+Every client holds one digit. FedAvg averages ten models that know one digit each, and learns little.
 Stratify lets the *labels* decide what trains next: a shuffled schedule of labels, and for each position a client that
 holds one, so that the global model sees what centralised SGD would see. It does so in two ways: the model travels from
 client to client and takes a step per sample, or the clients send gradients that add up to that of a batch.
 
 Paper: Stratify: label-aware sampling for federated learning on non-IID data. ``fedstrata.methods.stratify`` is the
-same method for real use (faults, masked labels, BatchNorm, engines), and the last line checks that the two agree.
+same method for real use (faults, masked labels, BatchNorm, engines), and the last lines show both.
 """
 
 import copy

@@ -99,7 +99,8 @@ class Evaluation(Setting):
         targets: Accuracies in (0, 1] for which the summary gives the first round that reached them.
         checkpoint_every: Rounds between two checkpoints; 0: none.
         per_class: Record the accuracy of every class too.
-        weight_diversity: Record how far the clients' models of a round are from each other.
+        weight_diversity: Record how far the clients' models of a round are from their mean: the mean squared distance Λ
+            (ReBaFL, Eq. 24).
     """
 
     every: int = Field(default=1, ge=0)

@@ -156,7 +156,10 @@ def _read(name: str, seed: int) -> Arrays:
     looked = " and ".join(str(folder) for folder in folders())
     if name in KNOWN:
         keys = ", ".join(NEEDED)
-        raise DataError(f"there is no {name}.npz in {looked}; put it there, with arrays {keys}")
+        raise DataError(
+            f"there is no {name}.npz in {looked}; put it there, with arrays {keys}, or name a data set of Hugging Face, "
+            "such as data.name = 'hub:ylecun/mnist'"
+        )
     there = ", ".join(["digits", *_names_there()])
     accepted = f"there are: {there} (looked in {looked}), or a path ending in .npz, or 'hub:owner/name'"
     raise SpecError("data.name", f"no such data set; {accepted}{nearest(name, [*KNOWN, *_names_there()])}", name)

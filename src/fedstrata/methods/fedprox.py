@@ -12,7 +12,7 @@ from fedstrata.objectives.fedprox import Proximal
 
 
 class FedProx(Recipe):
-    """FedAvg whose clients are drawn back to the global model: F_k(w) + (μ/2) ‖w − w_t‖².
+    """FedAvg whose clients are pulled back to the global model: F_k(w) + (μ/2) ‖w − w_t‖².
 
     Args:
         mu: μ, the strength; 0 is FedAvg.
