@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+import torch
 from torch import nn
 
 from fedstrata import checkpoint
@@ -40,6 +42,7 @@ SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS = (
     "summary.json",
     "model.safetensors",
 )
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 Callback = Callable[[Mapping[str, Any]], None]
 Arrays = Dataset | Mapping[str, Any] | Sequence[Any]
 
@@ -99,10 +102,13 @@ def assemble(
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
     """
-    if model is None:
+    if isinstance(model, (nn.Module, Model)):
+        made = model if isinstance(model, Model) else Model(lay_out(model, dataset.shape))
+        _check_outputs(made, dataset)
+    elif model is None:
         made = make_model(spec.model, dataset.shape, dataset.classes, spec.seed)
     else:
-        made = model if isinstance(model, Model) else Model(lay_out(model, dataset.shape))
+        raise SpecError("model", "expected an nn.Module or a fedstrata Model; names go into the spec", model)
     federate_batchnorm(made.module)
     job = Job(
         seed=spec.seed,
@@ -119,12 +125,35 @@ def assemble(
     return Prepared(spec, dataset, assignment, job)
 
 
+def _check_outputs(model: Model, dataset: Dataset) -> None:
+    """A module of the user's own gives a logit for every class."""
+    needed = (
+        f"a batch of shape (B, {', '.join(map(str, dataset.shape))}) and gives logits of shape (B, {dataset.classes})"
+    )
+    x = dataset.inputs(slice(0, 2))
+    try:
+        with torch.no_grad(), model.loaded(model.params(), model.buffers()) as params:
+            found = model(params, x)
+    except Exception as error:
+        raise SpecError("model", f"a model takes {needed}; this one failed: {error}") from error
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != (len(x), dataset.classes):
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise SpecError("model", f"a model takes {needed}; this one gave {shape} for {len(x)} samples")
+
+
 def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
     """Arrays of the user's own as a data set."""
     if isinstance(data, Dataset):
         return data
     if isinstance(data, Mapping):
+        accepted = inspect.signature(from_arrays).parameters
+        if wrong := [key for key in data if key not in accepted] + [key for key in ARRAYS if key not in data]:
+            problem = f"a mapping has the keys {', '.join(ARRAYS)}, and may have others of from_arrays"
+            raise SpecError("data", problem, sorted(map(str, wrong)))
         return from_arrays(**{"normalize": spec.data.normalize, **data})
+    if not isinstance(data, Sequence) or len(data) != len(ARRAYS):
+        problem = f"expected a Dataset, a mapping, or four arrays: {', '.join(ARRAYS)}"
+        raise SpecError("data", problem, f"{len(data)} of them" if isinstance(data, Sequence) else type(data).__name__)
     return from_arrays(*data, normalize=spec.data.normalize)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -58,8 +59,15 @@ class Training(Setting):
     threads: PositiveInt = 1
     workers: PositiveInt | None = None
     precision: Literal["float32", "bf16"] = "float32"
-    device: str = Field(default="cpu", pattern=r"^(cpu|auto|cuda(:\d+)?)$")
+    device: str = "cpu"
     vectorise: bool | Literal["auto"] = "auto"
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"cpu|auto|cuda(:\d+)?", value):
+            raise ValueError("expected cpu, cuda, cuda:N or auto")
+        return value
 
     @model_validator(mode="after")
     def _epochs_or_steps(self) -> Training:

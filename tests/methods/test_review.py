@@ -245,3 +245,27 @@ def test_a_head_with_statistics_of_its_own_is_tuned_with_them(start):
     expected = torch.nn.functional.cross_entropy(Headed().eval()(x), y).item()
     assert loss == pytest.approx(expected, rel=1e-5)
     assert not torch.equal(weights.params["head.1.weight"], started.state.weights.params["head.1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"data": ([[1.0]], [0])}, r"data = '2 of them': expected a Dataset, a mapping, or four arrays: x_train"),
+        ({"data": {"x_train": [[1.0]], "labels": [0]}}, r"data = \['labels', 'x_test', 'y_test', 'y_train'\]"),
+        ({"data": 3}, r"data = 'int': expected a Dataset"),
+        ({"model": "cnn"}, r"model = 'cnn': expected an nn\.Module or a fedstrata Model"),
+        (
+            {"model": nn.Sequential(nn.Flatten(), nn.Linear(64, 9))},
+            r"logits of shape \(B, 10\); this one gave \(2, 9\)",
+        ),
+        ({"model": nn.Linear(64, 10)}, r"a batch of shape \(B, 1, 8, 8\) .*; this one failed"),
+    ],
+)
+def test_data_and_models_that_cannot_be_used_are_found_before_the_first_round(how, message):
+    with pytest.raises(SpecError, match=message):
+        fs.prepare(fs.Experiment(), **how)
+
+
+def test_a_device_that_is_none_says_which_there_are():
+    with pytest.raises(SpecError, match=r"training\.device = 'gpu': expected cpu, cuda, cuda:N or auto"):
+        fs.Experiment.from_table({"training": {"device": "gpu"}})

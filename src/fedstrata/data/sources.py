@@ -157,8 +157,8 @@ def _read(name: str, seed: int) -> Arrays:
     if name in KNOWN:
         keys = ", ".join(NEEDED)
         raise DataError(
-            f"there is no {name}.npz in {looked}; put it there, with arrays {keys}, or name a data set of Hugging Face, "
-            "such as data.name = 'hub:ylecun/mnist'"
+            f"there is no {name}.npz in {looked}; put it there, with arrays {keys}, or take a data set of Hugging Face: "
+            "data.name = 'hub:owner/name'"
         )
     there = ", ".join(["digits", *_names_there()])
     accepted = f"there are: {there} (looked in {looked}), or a path ending in .npz, or 'hub:owner/name'"

@@ -40,7 +40,8 @@ class Stratify(Method):
     new ones. Each client's samples of a label arrive in an order of their own. All but the last ``stream`` of them are
     there from the start; the rest arrive in equal parts before each of the later rounds, and every part is trained in
     the round before which it arrived. (Parts are rounded down at each client; a sample may train twice to fill the
-    schedule.)
+    schedule.) A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` mean
+    nothing here, and training's batch size is that of a union batch.
 
     Args:
         mode: ``batch``, ``single`` or ``hybrid``.

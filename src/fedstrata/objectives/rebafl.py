@@ -37,9 +37,10 @@ class Rebalanced(PerSample):
     p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10). The j-th sample of a batch, of class y and with feature h, becomes
     h̃ = P[c_j] + λ (h − P[y]) of class c_j, which cycles through the classes that P knows (Eq. 15). P is the
     federation's prototypes, overridden by the client's own under the received model (Eq. 18); a class that neither
-    knows is skipped. The prior of the augmented labels is that of the batch, relaxed by the same ε. The cycle begins anew
-    with each batch: where there are more classes than samples in a batch, the last ones are never augmented. Prototypes
-    are means in evaluation mode (Eq. 21), h is what training sees: with BatchNorm or dropout h − P[y] is not centred.
+    knows is skipped. The prior of the augmented labels is that of the batch, relaxed by the same ε. The cycle begins
+    anew with each batch: where there are more classes than samples in a batch, the last ones are never augmented.
+    Prototypes are means in evaluation mode (Eq. 21), h is what training sees: with BatchNorm or dropout h − P[y] is not
+    centred.
 
     Args:
         epsilon: ε in [0, 1]: 0 is balanced softmax, 1 plain softmax.
