@@ -157,7 +157,7 @@ def _read(name: str, seed: int) -> Arrays:
     if name in KNOWN:
         keys = ", ".join(NEEDED)
         raise DataError(
-            f"there is no {name}.npz in {looked}; put it there, with arrays {keys}, or take a data set of Hugging Face: "
+            f"there is no {name}.npz in {looked}; put it there, with arrays {keys}, or take one from Hugging Face: "
             "data.name = 'hub:owner/name'"
         )
     there = ", ".join(["digits", *_names_there()])

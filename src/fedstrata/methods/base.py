@@ -227,7 +227,8 @@ def effort(job: Job) -> dict[str, Any]:
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     """Who trained, the samples that they saw, and the mean loss.
 
-    A client's loss is the mean over its steps; over the clients it is weighted by the samples that they saw. Where clients keep their counts private, the samples are 0 and the loss is the mean over the clients.
+    A client's loss is the mean over its steps; over the clients it is weighted by the samples that they saw. Where
+    clients keep their counts private, the samples are 0 and the loss is the mean over the clients.
     """
     seen = sum(reply.seen for reply in answers)
     weights = [reply.seen if seen else 1 for reply in answers]
