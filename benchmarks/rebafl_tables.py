@@ -346,6 +346,8 @@ def everything(runs: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
             part = {**beginning(figure, cell.rounds), "seed": cell.seed}
             seeds = found.setdefault(cell.table, {}).setdefault(cell.label, [])
             # A seed that is not done would pull down the mean of those that are.
+            if seeds and seeds[0]["rounds"] < cell.rounds:
+                seeds.clear()
             if not seeds or part["rounds"] == cell.rounds:
                 seeds.append(part)
     for method, table, label, rounds in contained():
