@@ -434,3 +434,17 @@ def test_a_gpu_gives_the_processors_result(name, vectorise, tiny):
 def test_a_whole_experiment_on_a_gpu():
     history = fs.run(experiment(device="cuda"))
     assert history[-1]["loss"] == pytest.approx(fs.run(experiment())[-1]["loss"], abs=1e-2)
+
+
+def test_prototypes_are_computed_in_the_precision_of_training(tiny):
+    """Under the same model, side by side or not; in float32 they are others."""
+
+    def means(vectorise, precision):
+        rounds, *_ = trained(
+            tiny, vectorise, rounds=1, objective=OBJECTIVES.parse("rebafl"), precision=precision, lr=1e-12
+        )
+        return [reply.message["prototypes"]["means"] for reply in rounds[0].values()]
+
+    for ours, theirs, exact in zip(means(True, "bf16"), means(False, "bf16"), means(False, "float32"), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+        assert (ours - exact).abs().max() > 1e-4
