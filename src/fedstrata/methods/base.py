@@ -112,11 +112,11 @@ class Recipe(Method):
         """A setting that belongs to a choice which was replaced would have no effect."""
         defaults = ("client_sampler", "data_sampler", "objective", "aggregator")
         replaced = {choice for choice in defaults if getattr(self, choice) is not None}
-        for key in self.model_fields_set - set(defaults) if replaced else ():
+        for key in sorted(self.model_fields_set - set(defaults)) if replaced else ():
             usual = self.model_copy(update={key: type(self).model_fields[key].get_default(call_default_factory=True)})
             shaped = {c for c in defaults if getattr(self, f"default_{c}")() != getattr(usual, f"default_{c}")()}
             if shaped and shaped <= replaced:
-                choice = shaped.pop()
+                choice = min(shaped)
                 problem = f"has no effect: it belongs to the method's own {choice}, which is replaced; set it there"
                 raise SpecError(key, problem, getattr(self, key))
         return self
