@@ -13,8 +13,9 @@ probability p = 0.5, E = 5, B = 50, η = 0.01 (0.02 for CIFAR-10), weight decay 
 more for CIFAR-10). Convolutions and products are computed in bfloat16 (``precision = "bf16"``), which takes 0.6 of the
 time; the table "precision" has runs in float32 beside such ones. Parameters are the methods' defaults, and below them
 those that ``tuning`` chose: every grid is its paper's, all are run alike for 30 rounds of another seed, and the mean
-accuracy of the last ten on 10,000 training images that no client holds decides. FedLC has nothing to choose: with
-equally many samples of each class a client's margins are all the same, whatever τ is.
+accuracy of the last ten on 10,000 training images that no client holds decides. ReBaFL's two are chosen one after the
+other, as in section 5.5.1: ε with μ = 0, then μ. FedLC has nothing to choose: with equally many samples of each class a
+client's margins are all the same, whatever τ is.
 """
 
 from __future__ import annotations
@@ -66,14 +67,20 @@ PARTS: dict[str, dict[str, Any]] = {
     "both": METHODS["rebafl"],
 }
 GRIDS: dict[str, list[dict[str, Any]]] = {
-    "rebafl": [{"epsilon": e, "mu": m} for e in (0.001, 0.01, 0.1) for m in (0.1, 0.5, 1.0, 5.0)],
     "fedprox": [{"mu": mu} for mu in (0.001, 0.01, 0.1, 1.0)],
     "feddyn": [{"alpha": alpha} for alpha in (0.001, 0.01, 0.1)],
     "moon": [{"mu": mu} for mu in (0.1, 1.0, 5.0, 10.0)],
     "fedrs": [{"alpha": alpha} for alpha in (0.1, 0.5, 0.9)],
 }
-DEFAULTS = {"rebafl": 4, "fedprox": 1, "feddyn": 1, "moon": 1, "fedrs": 1}
-"""The place of the default in each grid."""
+EPSILONS = [{"epsilon": epsilon, "mu": 0.0} for epsilon in (0.001, 0.01, 0.1)]
+MUS = (0.1, 0.5, 1.0, 5.0)
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "rebafl": {"epsilon": 0.01, "mu": 0.1},
+    "fedprox": {"mu": 0.01},
+    "feddyn": {"alpha": 0.01},
+    "moon": {"mu": 1.0},
+    "fedrs": {"alpha": 0.5},
+}
 PAPER: dict[str, dict[str, float]] = {
     "fashion20": {
         "fedavg": 75.27, "fedprox": 75.36, "scaffold": 63.48, "feddyn": 77.98, "moon": 65.35, "fedrs": 72.46,
@@ -82,6 +89,13 @@ PAPER: dict[str, dict[str, float]] = {
     "fashion50": {"fedavg": 83.60, "feddyn": 85.26, "fedrs": 79.83, "bsm-fedavg": 76.99, "rebafl": 85.44},
     "cifar20": {"fedavg": 54.82, "fedrs": 54.39, "rebafl": 58.49},
 }  # fmt: skip
+
+READINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "scaffold, replies lost": ({"name": "other_readings:LostSCAFFOLD"}, {"availability": {"name": "always"}}),
+    "feddyn, replies lost": ({"name": "other_readings:LostFedDyn"}, {"availability": {"name": "always"}}),
+    "scaffold, momentum 0.5": ({"name": "other_readings:CarelessSCAFFOLD"}, {"momentum": 0.5}),
+}
+"""Other readings of two baselines: see ``other_readings.py``."""
 
 TWO_CLASSES = {"name": "classes", "per_client": 2, "size": 1000}
 CLUSTERED = {
@@ -175,11 +189,13 @@ def cells() -> Iterator[Cell]:
         for p in (0.1, 0.3):
             spec = spec_of(METHODS[label], 0, 100, availability={"name": "bernoulli", "p": p})
             yield Cell("dropout", f"{label}, p = {p}", 0, 100, spec)
+    for label, (method, changes) in READINGS.items():
+        yield Cell("readings", label, 0, 60, spec_of(method, 0, 60, **changes))
     for label in ("fedavg", "fedrs", "rebafl"):
         yield Cell("cifar20", label, 0, 60, spec_of(METHODS[label], 0, 60, data="cifar10"))
     yield from tuning_cells(["rebafl", "fedprox", "moon"])
     for label, point in chosen().items():
-        if point != GRIDS[label][DEFAULTS[label]]:
+        if point != DEFAULTS[label]:
             tuned = f"{label}, {text_of(point)}"
             yield Cell("fashion20", tuned, 0, 200, spec_of({**METHODS[label], **point}, 0, 200))
     for label in ("fedavg", "rebafl"):
@@ -206,7 +222,7 @@ def main_cells(seed: int, labels: Sequence[str]) -> Iterator[Cell]:
 
 def tuning_cells(labels: Sequence[str]) -> Iterator[Cell]:
     for label in labels:
-        for point in GRIDS[label]:
+        for point in grid_of(label):
             spec = spec_of({**METHODS[label], **point}, 100, TUNING)
             yield Cell("tuning", f"{label}: {text_of(point)}", 100, TUNING, spec, validated=True)
 
@@ -215,16 +231,27 @@ def text_of(point: dict[str, float]) -> str:
     return ", ".join(f"{key} = {value:g}" for key, value in point.items())
 
 
-def chosen() -> dict[str, dict[str, float]]:
-    """Each method's point of its grid that is best on the validation images, where the whole grid is done."""
+def grid_of(label: str) -> list[dict[str, float]]:
+    """What is tried out; ReBaFL's μ once its ε is chosen."""
+    if label != "rebafl":
+        return GRIDS[label]
+    found = best_of(label, EPSILONS)
+    return EPSILONS + ([] if found is None else [{**found, "mu": mu} for mu in MUS])
+
+
+def best_of(label: str, grid: list[dict[str, float]]) -> dict[str, float] | None:
+    """The point that is best on the validation images; None before all are done."""
     kept = load()
-    found = {}
-    for label, grid in GRIDS.items():
-        curves = [kept.get(f"tuning/{label}: {text_of(point)}/seed-100", {}).get("curve") for point in grid]
-        if all(curves):
-            means = [statistics.mean(curve[TUNING - 10 : TUNING]) for curve in curves]
-            found[label] = grid[int(np.argmax(means))]
-    return found
+    curves = [kept.get(f"tuning/{label}: {text_of(point)}/seed-100", {}).get("curve") for point in grid]
+    if not curves or not all(curves):
+        return None
+    return grid[int(np.argmax([statistics.mean(curve[TUNING - 10 : TUNING]) for curve in curves]))]
+
+
+def chosen() -> dict[str, dict[str, float]]:
+    """The chosen parameters of each method whose grid is done."""
+    best = {label: best_of(label, [point for point in grid_of(label) if point.get("mu") != 0]) for label in DEFAULTS}
+    return {label: point for label, point in best.items() if point is not None}
 
 
 def neighbours_together(seed: int) -> dict[str, Any]:
@@ -368,6 +395,8 @@ def contained() -> Iterator[tuple[str, str, str, int]]:
         yield method, "pairs", f"{method}, random classes", 60
     for method in FIVE:
         yield method, "authors", f"{method}, as in the text", 60
+    for method in ("scaffold", "feddyn"):
+        yield method, "readings", method, 60
 
 
 def beginning(figure: dict[str, Any], rounds: int) -> dict[str, Any]:
@@ -398,6 +427,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "ablation": "Ablation on Fashion-MNIST, m = 20: 2 classes a client with p = 0.5, and the clustered setting",
         "pairs": "The first setting when classes that look alike share clients",
         "authors": "As in the authors' own runs: SGD's momentum 0.5, and μ = 0.5 in ReBaFL",
+        "readings": "Other readings of two baselines: who drops out has trained, and momentum that SCAFFOLD ignores",
         "precision": "Arithmetic: the beginning of two runs in float32 and with bfloat16 products",
         "tuning": "Other parameters, on 10,000 training images that no client holds, m = 20",
     }

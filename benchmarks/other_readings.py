@@ -1,0 +1,75 @@
+"""What another implementation may do otherwise, to see whether it explains figures that differ from a paper's.
+
+Methods for ``rebafl_tables.py``, by their path: ``name = "other_readings:LostSCAFFOLD"``. None of them is advisable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from fedstrata.federation.availability import Bernoulli
+from fedstrata.federation.seam import Federation, Job
+from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.methods.feddyn import FedDyn
+from fedstrata.methods.scaffold import SCAFFOLD
+from fedstrata.objectives.base import Objective
+from fedstrata.objectives.scaffold import Scaffold
+
+
+class Losing:
+    """A federation whose clients all train, and some of whose replies are lost on the way to the server."""
+
+    def __init__(self, federation: Federation, p: float) -> None:
+        self._federation, self._p = federation, p
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._federation, name)
+
+    def ask(self, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
+        """The replies that arrive: from those who would have been there with ``bernoulli`` and the same p."""
+        replies = self._federation.ask(requests, **options)
+        clients = np.array(list(replies), dtype=np.int64)
+        arrives = Bernoulli(p=self._p).online(clients, self._federation.round, self._federation.job.seed)
+        return {client: replies[client] for client in clients[arrives].tolist()}
+
+
+class Lost(Recipe):
+    """A client that drops out has trained: what it keeps goes on, and the server does not learn of it.
+
+    Args:
+        p: Probability that a reply arrives.
+    """
+
+    p: float = Field(default=0.5, gt=0, le=1)
+
+    def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
+        """A round in which replies are lost."""
+        losing: Any = Losing(federation, self.p)
+        return super().run_round(losing, state)
+
+
+class LostSCAFFOLD(Lost, SCAFFOLD):
+    """SCAFFOLD whose control variates c_k go on without the server's c."""
+
+
+class LostFedDyn(Lost, FedDyn):
+    """FedDyn whose λ_k go on without the server's h."""
+
+
+class Careless(Scaffold):
+    """SCAFFOLD's c_k⁺ as if steps were plain, though SGD's momentum makes them 1 / (1 − momentum) as long."""
+
+    def check(self, job: Job) -> None:
+        """Nothing is refused."""
+
+
+class CarelessSCAFFOLD(SCAFFOLD):
+    """SCAFFOLD with control variates that momentum makes too large."""
+
+    def default_objective(self) -> Objective:
+        """The unchecked one."""
+        return Careless()
