@@ -12,12 +12,10 @@ import numpy as np
 from pydantic import Field
 
 from fedstrata.federation.availability import Bernoulli
-from fedstrata.federation.seam import Federation, Job
+from fedstrata.federation.seam import Federation
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.feddyn import FedDyn
 from fedstrata.methods.scaffold import SCAFFOLD
-from fedstrata.objectives.base import Objective
-from fedstrata.objectives.scaffold import Scaffold
 
 
 class Losing:
@@ -58,18 +56,3 @@ class LostSCAFFOLD(Lost, SCAFFOLD):
 
 class LostFedDyn(Lost, FedDyn):
     """FedDyn whose λ_k go on without the server's h."""
-
-
-class Careless(Scaffold):
-    """SCAFFOLD's c_k⁺ as if steps were plain, though SGD's momentum makes them 1 / (1 − momentum) as long."""
-
-    def check(self, job: Job) -> None:
-        """Nothing is refused."""
-
-
-class CarelessSCAFFOLD(SCAFFOLD):
-    """SCAFFOLD with control variates that momentum makes too large."""
-
-    def default_objective(self) -> Objective:
-        """The unchecked one."""
-        return Careless()
