@@ -35,6 +35,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import safetensors.torch
 import torch
+from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 import fedstrata as fs
@@ -81,6 +82,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "moon": {"mu": 1.0},
     "fedrs": {"alpha": 0.5},
 }
+SETTINGS = {
+    "dropout": "",
+    "ablation": "",
+    "pairs": "classes that look alike on the same clients",
+    "authors": "momentum 0.5, μ = 0.5",
+}
+"""The tables that have methods in several settings, "METHOD, SETTING", and the setting of labels without one."""
 PAPER: dict[str, dict[str, float]] = {
     "fashion20": {
         "fedavg": 75.27, "fedprox": 75.36, "scaffold": 63.48, "feddyn": 77.98, "moon": 65.35, "fedrs": 72.46,
@@ -481,34 +489,55 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def panels_of(table: str, methods: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[float]]]:
+    """The curves of a table's pictures by panel and name: a panel a setting where methods meet several, or a seed."""
+    panels: dict[str, dict[str, list[float]]] = {}
+    for label, seeds in methods.items():
+        for each in seeds:
+            if table in SETTINGS:
+                name, _, setting = label.partition(", ")
+                panels.setdefault(setting or SETTINGS[table], {})[name] = each["curve"]
+            else:
+                panels.setdefault(f"seed {each['seed']}", {})[label] = each["curve"]
+    return dict(sorted(panels.items()))
+
+
 def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
-    """The curves of each table, a panel a seed: means of five rounds over their faint selves."""
+    """The curves of each table: means of five rounds over their faint selves."""
     for table, methods in found.items():
         if table == "tuning":
             continue
-        across = max(map(len, methods.values()))
-        figure, panels = plt.subplots(
-            1, across, figsize=(4 + 4 * across, 4.8), sharey=True, squeeze=False, layout="constrained"
+        panels = panels_of(table, methods)
+        names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
+        across = min(len(panels), 3)
+        down = -(-len(panels) // across)
+        figure, axes = plt.subplots(
+            down, across, figsize=(4 + 4 * across, 0.8 + 4 * down), sharey=True, squeeze=False, layout="constrained"
         )
-        colours = plt.get_cmap("tab20")
-        for place, (label, seeds) in enumerate(methods.items()):
-            # FedAvg, which others hardly differ from, dashed and on top.
-            look: dict[str, Any] = {"color": colours(2 * place % 20 + place // 10)}
-            look |= {"color": "black", "linestyle": "--", "zorder": 3} if label == "fedavg" else {}
-            for axes, each in zip(panels[0], seeds, strict=False):
-                curve = np.array(each["curve"])
-                axes.plot(np.arange(1, len(curve) + 1), curve, **{**look, "alpha": 0.15, "linewidth": 0.8})
+        for place, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+            for name, points in curves.items():
+                look = look_of(names.index(name), name)
+                curve = np.array(points)
+                place.plot(np.arange(1, len(curve) + 1), curve, **{**look, "alpha": 0.15, "linewidth": 0.8})
                 if len(curve) >= 5:
-                    smooth = np.convolve(curve, np.full(5, 0.2), mode="valid")
-                    known = axes is panels[0][0]
-                    axes.plot(np.arange(3, len(curve) - 1), smooth, **look, label=label if known else None)
-        for seed, axes in enumerate(panels[0]):
-            axes.set(xlabel="round", title=f"seed {seed}" if across > 1 else "")
-            axes.grid(alpha=0.3)
-        panels[0][0].set_ylabel("test accuracy, %, mean of 5 rounds")
-        figure.legend(loc="outside lower center", fontsize="small", ncols=min(len(methods), 5))
+                    place.plot(np.arange(3, len(curve) - 1), np.convolve(curve, np.full(5, 0.2), mode="valid"), **look)
+            place.set(xlabel="round", title=title if len(panels) > 1 else "")
+            place.grid(alpha=0.3)
+        for place in list(axes.flat)[len(panels) :]:
+            place.set_axis_off()
+        for row in axes:
+            row[0].set_ylabel("test accuracy, %, mean of 5 rounds")
+        lines = [Line2D([], [], **look_of(number, name)) for number, name in enumerate(names)]
+        figure.legend(lines, names, loc="outside lower center", fontsize="small", ncols=min(len(names), 5))
         figure.savefig(RESULTS / f"rebafl_{table}.png", dpi=100)
         plt.close(figure)
+
+
+def look_of(number: int, name: str) -> dict[str, Any]:
+    """A line's colour; FedAvg, which others hardly differ from, is dashed and on top."""
+    if name in ("fedavg", "none"):
+        return {"color": "black", "linestyle": "--", "zorder": 3}
+    return {"color": plt.get_cmap("tab20")(2 * number % 20 + number // 10 % 2)}
 
 
 def main() -> None:
