@@ -280,8 +280,8 @@ def validation_arrays(name: str) -> dict[str, Any]:
 
 
 def run(runs: Path, wanted: Callable[[Cell], bool]) -> None:
-    # Again after every pass that did anything: the parameters that were chosen in it are cells too.
-    while sum(run_one(runs, cell) for cell in cells() if wanted(cell)):
+    # From the beginning after every cell: what was chosen with it are cells too.
+    while any(run_one(runs, cell) for cell in cells() if wanted(cell)):
         pass
 
 
