@@ -498,7 +498,9 @@ def panels_of(table: str, methods: dict[str, list[dict[str, Any]]]) -> dict[str,
                 name, _, setting = label.partition(", ")
                 panels.setdefault(setting or SETTINGS[table], {})[name] = each["curve"]
             else:
-                panels.setdefault(f"seed {each['seed']}", {})[label] = each["curve"]
+                name, _, point = label.partition(", ")
+                title = f"seed {each['seed']}" + (", chosen parameters" if point and table == "fashion20" else "")
+                panels.setdefault(title, {})[name if table == "fashion20" else label] = each["curve"]
     return dict(sorted(panels.items()))
 
 
