@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 from fedstrata.clients.client import World
@@ -26,6 +27,9 @@ from fedstrata.settings import Training
 # For the processes that tests start: two of them on two cores must not fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# How long an example takes says more about the machine's load than about the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 FEATURES, CLASSES = 5, 3
 
