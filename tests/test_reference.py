@@ -9,15 +9,23 @@ import pytest
 import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.errors import SpecError
+from fedstrata.history import STANDARD, summarise
 from fedstrata.reference import SECTIONS, kinds, markdown, own, rows
 
-PAGE = Path(__file__).parent.parent / "docs" / "spec.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "spec.md"
 
 
 def test_the_page_is_what_the_settings_say_now():
     assert PAGE.read_text(encoding="utf-8").endswith("\n\n" + markdown() + "\n"), (
         "docs/spec.md is out of date: put 'fedstrata settings --markdown' in the place of its tables"
     )
+
+
+def test_the_page_on_runs_has_every_key_of_a_record_and_of_the_summary():
+    page = (DOCS / "runs.md").read_text(encoding="utf-8")
+    missing = [key for key in [*STANDARD, *summarise([])] if f"`{key}`" not in page]
+    assert not missing
 
 
 @pytest.mark.parametrize("section", SECTIONS)

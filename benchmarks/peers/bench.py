@@ -5,7 +5,8 @@
 Each peer lives in an environment of its own, made once from pinned versions on PyPI (under ``--cache``); its runner
 stands beside this file and does the work that ``work.py`` describes. Repetitions are interleaved, A B C … A B C …, and
 what is compared are ratios within one repetition, of which the median is taken: other work on the machine then hits
-everybody alike. Peers that use several threads in one operation run with one thread too, and the better counts.
+everybody alike. Peers that use several threads in one operation run with one thread too, and the better counts, measure
+by measure.
 """
 
 from __future__ import annotations
@@ -134,19 +135,17 @@ def compare(runs: list[dict[str, Any]]) -> str:
         if not chosen:
             continue
         lines += ["", f"### {_title(setting)}", "", _HEAD, "|---|" + "---:|" * 7]
-        best = {}
+        ours = [run for run in chosen if run["peer"] == "fedstrata"]
         for key in PEERS:
             groups = [[r for r in chosen if (r["peer"], r["threads"]) == (key, t)] for t in PEERS[key].threads]
             if groups := [group for group in groups if group]:
-                best[key] = max(groups, key=lambda group: _median(group, "per_second"))
-        for key, group in best.items():
-            lines.append(_row(key, group, best.get("fedstrata", [])))
+                lines.append(_row(key, groups, ours))
     return "\n".join(lines)
 
 
 _HEAD = (
-    "| | samples a second | a CPU second | fedstrata is faster, wall clock | per CPU second "
-    "| first round, s | peak memory, MB | loss after |"
+    "| | samples a second | fedstrata is faster, wall clock | samples a CPU second "
+    "| fedstrata is faster, per CPU second | first round, s | peak memory, MiB | loss after |"
 )
 
 
@@ -156,21 +155,23 @@ def _title(key: str) -> str:
     return f"{key}: {s.model} on {s.data}, {who}, {s.epochs} epoch(s), batch {s.batch}"
 
 
-def _row(key: str, group: list[dict[str, Any]], ours: list[dict[str, Any]]) -> str:
-    ratios = []
-    for measure_ in ("per_second", "per_cpu_second"):
-        pairs = [(a[measure_], b[measure_]) for a, b in zip(ours, group, strict=False)]
-        paired = [a / b for a, b in pairs]
+def _row(key: str, groups: list[list[dict[str, Any]]], ours: list[dict[str, Any]]) -> str:
+    """A peer's figures, by each measure with the number of threads that suits it best."""
+    cells = []
+    for by in ("per_second", "per_cpu_second"):
+        group = max(groups, key=lambda group: _median(group, by))
+        threads = f" ({group[0]['threads']})" if len(groups) > 1 else ""
+        paired = [a[by] / b[by] for a, b in zip(ours, group, strict=False)]
         text = f"{statistics.median(paired):.2f} ({min(paired):.2f}–{max(paired):.2f})" if paired else ""
-        ratios.append("" if key == "fedstrata" else text)
-    threads = f", {group[0]['threads']} thread(s)" if len(PEERS[key].threads) > 1 else ""
-    honest = "" if all(run["honest"] for run in group) else " **(other work!)**"
-    return (
-        f"| {PEERS[key].name}{threads}{honest} | {_median(group, 'per_second'):,.0f} "
-        f"| {_median(group, 'per_cpu_second'):,.0f} | {ratios[0]} | {ratios[1]} "
-        f"| {_median(group, 'first_round'):.1f} | {_median(group, 'memory') / 2**20:,.0f} "
-        f"| {_median(group, 'loss'):.3f} |"
-    )
+        cells += [f"{_median(group, by):,.0f}{threads}", "" if key == "fedstrata" else text]
+    fastest = max(groups, key=lambda group: _median(group, "per_second"))
+    honest = "" if all(run["honest"] for group in groups for run in group) else " **(other work!)**"
+    cells += [
+        f"{_median(fastest, 'first_round'):.1f}",
+        f"{_median(fastest, 'memory') / 2**20:,.0f}",
+        f"{_median(fastest, 'loss'):.3f}",
+    ]
+    return f"| {PEERS[key].name}{honest} | " + " | ".join(cells) + " |"
 
 
 def _median(group: list[dict[str, Any]], key: str) -> float:

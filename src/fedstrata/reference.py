@@ -143,13 +143,18 @@ def _type(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_type(part) for part in arguments if part is not NoneType)
     if origin in (tuple, list):
-        return f"a list of {_type(arguments[0])}"
+        return "a list of tables" if _is_group(arguments[0]) else f"a list of {_type(arguments[0])}"
     if origin is dict:
         return "a table"
     if inspect.isclass(kind) and issubclass(kind, Setting):
         return "a name or a table"
     named: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
     return named.get(kind, "anything")
+
+
+def _is_group(kind: Any) -> bool:
+    """Whether it is a settings class of a single kind, which needs no name."""
+    return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name
 
 
 LIMITS: dict[str, Callable[[Any], str]] = {

@@ -63,7 +63,8 @@ class Groups(Partition):
     clients in five groups that hold 2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups; ``clients`` may be left out, and is the sum over them.
+        groups: The groups, such as ``{clients = 4, classes = 2}``. The partition's own ``clients`` may be left out, and
+            is the sum over them.
         size: As for ``Classes``.
     """
 

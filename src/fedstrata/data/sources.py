@@ -68,9 +68,11 @@ with warnings.catch_warnings():
         """Which data set, and how it is prepared.
 
         Args:
-            name: A known name (``fedstrata datasets`` lists them), the name of a file in ``folders()``, a
-                path that ends in ``.npz``, or ``"hub:owner/name"`` (``"hub:owner/name:configuration"``).
-            normalize: See ``from_arrays``.
+            name: A known name (``fedstrata datasets`` lists them), the NAME of a file NAME.npz in
+                ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``, a path that ends in ``.npz``, or ``"hub:owner/name"``
+                (``"hub:owner/name:configuration"``).
+            normalize: ``"standard"``: each channel or feature gets mean 0 and deviation 1 on the training set;
+                ``"unit"``: it lies in [0, 1] there; ``"none"``: values stay as they are.
             limit: Use only so many training samples, chosen at random with the classes in proportion: for
                 quick trials.
         """

@@ -150,7 +150,8 @@ def _path(given: str | None, near: Path | None) -> Path | None:
 def _write_readmes(sites: Sites, out: Path, run: str) -> None:
     install = "pip install 'fedstrata[nvflare]'"
     where = f"{sites.server.host}:{sites.server.port}"
-    common = "Keep this folder to yourself: it holds a private key. Stop with `bash startup/stop_fl.sh`.\n"
+    secret = "Keep this folder to yourself: it holds a private key."
+    common = f"{secret} Stop with `bash startup/stop_fl.sh`.\n"
     names = ", ".join(sites.site)
     code = (
         "A spec may name classes of fedstrata's; of a package of yours only if you list it in "
@@ -163,7 +164,7 @@ def _write_readmes(sites: Sites, out: Path, run: str) -> None:
         f"After a crash start it again the same way: the run goes on from its last checkpoint.\n{common}",
         ADMIN: f"# Administrator of {sites.federation}\n\n1. `{install}`\n2. When the server and the sites ({names}) "
         f"have started: `fedstrata submit . --out result`\n\nIt waits, takes in sites that join late, and fetches the "
-        f"result. Needs to reach {where}.\n{common}",
+        f"result. Needs to reach {where}.\n{secret}\n",
     }
     own = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.npz"` (with `x_train` '
     own += "and `y_train`, labels from 0). The file is read here and never leaves.\n" if sites.agreed else ""

@@ -125,7 +125,8 @@ class Grouped(Availability):
     """Groups of clients with their own ``p`` each, in the order of the client numbers (ReBaFL, clustered setting).
 
     Args:
-        groups: The groups; their sizes add up to the number of clients.
+        groups: The groups, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``; their sizes add up to the
+            number of clients.
     """
 
     groups: list[Group] = Field(min_length=1)
