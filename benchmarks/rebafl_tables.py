@@ -179,7 +179,7 @@ def cells() -> Iterator[Cell]:
     yield from main_cells(0, [label for label in METHODS if label != "fedlc"])
     yield from main_cells(1, FIVE)
     for label, method in COMPOSED.items():
-        # FedSTS wants strata: half of the clients are invited, from five of them.
+        # FedSTS wants strata: all 20 send a compressed gradient if they are there, and at most 10 of them train.
         yield Cell("fashion20", label, 0, 200, spec_of({**method, "strata": 5}, 0, 200, invited=10))
     for label in ("bsm-fedavg", "rebafl", "feddyn", "fedavg"):
         yield Cell("pairs", label, 0, 60, spec_of(METHODS[label], 0, 60, partition=neighbours_together(0)))
@@ -199,10 +199,7 @@ def cells() -> Iterator[Cell]:
     for label in ("fedavg", "fedrs", "rebafl"):
         yield Cell("cifar20", label, 0, 60, spec_of(METHODS[label], 0, 60, data="cifar10"))
     yield from tuning_cells(["rebafl", "fedprox", "moon"])
-    for label, point in chosen().items():
-        if point != DEFAULTS[label]:
-            tuned = f"{label}, {text_of(point)}"
-            yield Cell("fashion20", tuned, 0, 200, spec_of({**METHODS[label], **point}, 0, 200))
+    yield from chosen_cells(0, list(DEFAULTS))
     for label, (method, changes) in READINGS.items():
         yield Cell("readings", label, 0, 120, spec_of(method, 0, 120, **changes))
     for label in ("fedavg", "rebafl"):
@@ -220,11 +217,21 @@ def cells() -> Iterator[Cell]:
     for label in ("fedavg", "rebafl"):
         spec = spec_of(METHODS[label], 0, 40, precision="float32")
         yield Cell("precision", f"{label}, float32", 0, 40, spec)
+    # The two that are closest to each other, once more.
+    yield from chosen_cells(1, ["rebafl", "feddyn"])
 
 
 def main_cells(seed: int, labels: Sequence[str]) -> Iterator[Cell]:
     for label in labels:
         yield Cell("fashion20", label, seed, 200, spec_of(METHODS[label], seed, 200))
+
+
+def chosen_cells(seed: int, labels: Sequence[str]) -> Iterator[Cell]:
+    """Methods with their chosen parameters, where these are not the defaults."""
+    for label, point in chosen().items():
+        if label in labels and point != DEFAULTS[label]:
+            tuned = f"{label}, {text_of(point)}"
+            yield Cell("fashion20", tuned, seed, 200, spec_of({**METHODS[label], **point}, seed, 200))
 
 
 def tuning_cells(labels: Sequence[str]) -> Iterator[Cell]:
@@ -463,7 +470,7 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
                 str(len(seeds)),
                 spread([statistics.mean(curve[-10:]) for curve in curves]),
                 spread([max(curve) for curve in curves]),
-                spread([statistics.pstdev(curve[-20:]) for curve in curves]),
+                spread([statistics.stdev(curve[-20:]) for curve in curves]),
                 f"{statistics.mean(diversity):.3g}" if diversity else "–",
                 f"{statistics.mean(each['mb_up'] for each in seeds):.0f}",
                 "–" if paper is None else f"{paper:.2f}",
@@ -472,8 +479,10 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     picked = "; ".join(f"{label} {text_of(point)}" for label, point in chosen().items())
     lines += [
         "",
-        f"Chosen: {picked or 'nothing yet'}. FedSTS + ReBaFL invites 10 of the 20 clients, all others all 20.",
+        f"Chosen: {picked or 'nothing yet'}. FedSTS + ReBaFL asks all 20 clients for a compressed gradient, and at",
+        "most 10 of those who answer train; with the others everybody trains who is there.",
     ]
+    lines += ["", *without_holders(found["fashion20"])] if "fashion20" in found else []
     lines += ["", "## Which classes are confused", ""]
     lines += ["Two classes' accuracy when only their two logits are compared: the mean of the pairs that some client"]
     lines += ["holds together, that of the others, and the share of all errors that confuse such others.", ""]
@@ -487,6 +496,41 @@ def markdown(found: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
                 together, apart, errors = (each["pairs"][key] for key in ("together", "apart", "errors_apart"))
                 lines.append(f"| {table} | {label} | {each['seed']} | {together:.2f} | {apart:.2f} | {errors:.1f} % |")
     return "\n".join(lines) + "\n"
+
+
+def without_holders(methods: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """What rounds cost in which all holders of a class are away: a table of the first setting's methods."""
+    lines = ["## When nobody holds a class", ""]
+    lines += [
+        "Mean accuracy after round 50 by the number of classes all of whose holders dropped out of the round.",
+        "",
+    ]
+    missing = {seed: missing_classes(spec_of(METHODS["fedavg"], seed, 200)) for seed in (0, 1)}
+    rounds = {seed: [int((found[50:] == n).sum()) for n in (0, 1, 2)] for seed, found in missing.items()}
+    for seed, (none, one, two) in rounds.items():
+        lines += [f"Of these 150 rounds {none} miss no class with seed {seed}, {one} one and {two} two."]
+    lines += [""]
+    lines += ["| method | seed | all there | one missing | two missing |", "|---|---|---:|---:|---:|"]
+    for label, seeds in methods.items():
+        for each in seeds:
+            if label not in COMPOSED and each["rounds"] == 200:
+                curve, away = np.array(each["curve"])[50:], missing[each["seed"]][50:]
+                means = [f"{curve[away == n].mean():.1f}" for n in (0, 1, 2)]
+                lines.append(f"| {label} | {each['seed']} | " + " | ".join(means) + " |")
+    return lines
+
+
+def missing_classes(spec: dict[str, Any]) -> NDArray[np.int64]:
+    """In each round, of how many classes no holder is there."""
+    experiment = fs.Experiment.from_table(spec)
+    prepared = fs.prepare(experiment)
+    held = prepared.assignment.counts(prepared.data.y_train.numpy(), prepared.data.classes) > 0
+    everybody = np.arange(len(held))
+    there = [
+        experiment.availability.online(everybody, round, experiment.seed)
+        for round in range(1, experiment.training.rounds + 1)
+    ]
+    return np.array([(~held[online].any(axis=0)).sum() for online in there])
 
 
 def panels_of(table: str, methods: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, list[float]]]:
