@@ -10,6 +10,7 @@ from fedstrata.config import Registry, Setting, load_object, plain
 from fedstrata.errors import SpecError
 from fedstrata.methods.base import METHODS
 from fedstrata.settings import Evaluation, Training
+from fedstrata.spec import Experiment
 
 
 class Shape(Setting):
@@ -123,3 +124,21 @@ def test_invited_and_due():
     assert Training(clients_per_round=7).invited(100) == 7
     assert [r for r in range(1, 8) if Evaluation(every=3).due(r, 7)] == [3, 6, 7]
     assert [r for r in range(1, 8) if Evaluation(every=0).due(r, 7)] == [7]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"name": "groups"}, "availability.groups: needed, and not given; its keys are clients, p"),
+        ({"name": "groups", "groups": [{"clients": 4}]}, "availability.groups.0.p: needed, and not given"),
+        (
+            {"name": "groups", "groups": [{"clients": 4, "prob": 0.1}]},
+            "availability.groups.0.prob = 0.1: unknown key; accepted here: clients, p",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_missing_comes_with_what_is_accepted(given, message):
+    with pytest.raises(SpecError) as caught:
+        Experiment.from_table({"availability": given})
+    assert str(caught.value).startswith(message)

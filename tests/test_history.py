@@ -181,3 +181,13 @@ def test_jsonable_names_what_it_cannot_record() -> None:
     assert jsonable({"t": torch.arange(2), "s": {3, 1}, "n": np.int64(2)}) == {"t": [0, 1], "s": [1, 3], "n": 2}
     with pytest.raises(TypeError, match="complex"):
         jsonable({"z": 1j})
+
+
+def test_targets_of_many_digits_are_read_back(tmp_path: Path) -> None:
+    targets = [2 / 3, 0.1234564, 0.9000001, 0.9000004]
+    records = [{"round": 1, "accuracy": 0.1234562}, {"round": 2, "accuracy": 0.9000002}]
+    live = History(records, targets=targets)
+    MetricsLog(tmp_path / "metrics.jsonl").append(*records)
+    write_json(tmp_path / "summary.json", live.summary)
+    assert list(live.summary["rounds_to_target"].values()) == [2, 2, 2, None]
+    assert History.load(tmp_path).summary["rounds_to_target"] == live.summary["rounds_to_target"]

@@ -137,14 +137,18 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
     """The first problem of a pydantic error as a ``SpecError``."""
-    first = error.errors()[0]
+    # A misspelt key is why another one is missing.
+    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
     key = ".".join(str(part) for part in first["loc"])
     cause = (first.get("ctx") or {}).get("error")
     if first["type"] == "extra_forbidden":
         *outer, word = (str(part) for part in first["loc"])
         return SpecError(key, f"unknown key; {_accepted(_model_at(cls, outer), word)}", first["input"])
     if first["type"] == "missing":
-        return SpecError(key, "needed, and not given")
+        path = [str(part) for part in first["loc"]]
+        inner = _model_at(cls, path)
+        keys = "" if inner is _model_at(cls, path[:-1]) else f"; its keys are {', '.join(inner.model_fields)}"
+        return SpecError(key, f"needed, and not given{keys}")
     if first["type"] == "tuple_type":
         return SpecError(key, "expected a list, such as [1, 2]", first["input"])
     message = str(cause) if cause is not None else first["msg"][0].lower() + first["msg"][1:]

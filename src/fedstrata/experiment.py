@@ -286,7 +286,7 @@ class _Run:
             state, done = self._begin(resume)
             for round in range(done + 1, self.spec.training.rounds + 1):
                 state = self._round(state, round)
-            self._end(state.weights)
+            self._end(self.spec.method.evaluated(self.prepared.job, state))
         finally:
             self.engine.close()
         return self.history
@@ -346,7 +346,7 @@ class _Run:
         state, metrics = spec.method.run_round(federation, state)
         record: dict[str, Any] = {"round": round, "accuracy": None, "loss": None}
         if spec.evaluation.due(round, spec.training.rounds):
-            record |= self._evaluate(state.weights)
+            record |= self._evaluate(spec.method.evaluated(federation.job, state))
         # What a method reports comes beside the books, never in their place.
         record |= federation.tally.metrics()
         record |= {key: value for key, value in metrics.items() if key not in record}

@@ -173,7 +173,7 @@ class History(Sequence[Record]):
             "best_accuracy": self.best_accuracy,
             "best_round": self.best_round,
             "accuracy_sd_last20": statistics.stdev(accuracy.tolist()) if len(accuracy) > 1 else None,
-            "rounds_to_target": {f"{target:g}": self.rounds_to_target(target) for target in self.targets},
+            "rounds_to_target": {target_text(target): self.rounds_to_target(target) for target in self.targets},
             **{name: int(self.total(name)) for name in ("samples", "bytes_up", "bytes_down")},
             "seconds": self.total("seconds"),
         }
@@ -222,6 +222,15 @@ def summarise(
         was evaluated.
     """
     return History(records, method=method, seed=seed, targets=targets).summary
+
+
+def target_text(target: float) -> str:
+    """A target as the key of a table: the shortest text that reads as the same number.
+
+    >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
+    ('0.8', '1', '0.6666666666666666')
+    """
+    return short if float(short := f"{target:g}") == target else repr(float(target))
 
 
 def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -147,14 +147,14 @@ def _type(kind: Any) -> str:
     if origin is dict:
         return "a table"
     if inspect.isclass(kind) and issubclass(kind, Setting):
-        return "a name or a table"
+        return "a table" if _is_group(kind) else "a name or a table"
     named: dict[Any, str] = {int: "whole number", float: "number", str: "text", bool: "true or false"}
     return named.get(kind, "anything")
 
 
 def _is_group(kind: Any) -> bool:
-    """Whether it is a settings class of a single kind, which needs no name."""
-    return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name
+    """Whether it is a settings class of a single kind, which has no name; a server optimiser may be its name alone."""
+    return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 
 LIMITS: dict[str, Callable[[Any], str]] = {

@@ -108,7 +108,7 @@ class Evaluation(Setting):
         checkpoint_every: Rounds between two checkpoints; 0: none.
         per_class: Record the accuracy of every class too.
         weight_diversity: Record how far the clients' models of a round are from their mean: the mean squared distance Λ
-            (ReBaFL, Eq. 24).
+            (ReBaFL, Eq. 24). Not of SFL and Stratify, whose clients have no models of their own.
     """
 
     every: int = Field(default=1, ge=0)

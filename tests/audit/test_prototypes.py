@@ -1,18 +1,24 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import shutil
 import statistics
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import fedstrata as fs
 from fedstrata import checkpoint, records
 from fedstrata.audit import outcome
 from fedstrata.audit.pixels import Pixels
 from fedstrata.audit.prototypes import BASELINE, CLASSES, DRAWS, SIZES, Audit, Target, audit_prototypes, found
+from fedstrata.audit.replay import replay
 from fedstrata.cli import main
+from fedstrata.clients.store import StateStore
 from fedstrata.data.spare import Spare
 from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.experiment import SPEC, prepare
@@ -204,3 +210,48 @@ def test_bad_arguments(run, capsys, monkeypatch, tmp_path, arguments, message):
     given = [str(run) if word == "RUN" else word for word in arguments]
     assert main(["audit", "prototypes", *given]) == 2
     assert capsys.readouterr().err == f"fedstrata: error: {message}\n"
+
+
+def test_a_client_that_keeps_its_statistics_is_attacked_with_them(tmp_path):
+    """Prototypes are means of the features of the model that is attacked, whoever has BatchNorm's statistics."""
+    table = {
+        "data": {"name": "digits", "limit": 200},
+        "partition": {"name": "classes", "clients": 3, "per_client": 4},
+        "method": "rebafl",
+        "training": {"rounds": 3, "clients_per_round": 3, "local_epochs": 1, "lr": 0.05, "batch_norm": "local"},
+        "evaluation": {"checkpoint_every": 1},
+    }
+    spec = Experiment.from_table(table)
+    convolutions = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    module = nn.Sequential(*convolutions, nn.Linear(36, 10))
+    fs.run(spec, model=module, out=tmp_path)
+    prepared = prepare(spec, model=module)
+    for sent in replay(prepared, tmp_path, 4, 0, lambda *told: None):
+        mine = prepared.assignment[sent.client]
+
+        class Batch:
+            x, y = prepared.data.inputs(mine), prepared.data.labels(mine)
+
+        model = prepared.job.model
+        with model.loaded(sent.weights.params, sent.weights.buffers) as params:
+            table = class_means(model, params, lambda batch=Batch: [batch], 10)
+        assert sent.difference == 0
+        torch.testing.assert_close(table["means"], sent.table["means"], atol=1e-5, rtol=1e-5)
+
+
+def test_a_run_over_sites_has_nothing_to_attack(run, tmp_path):
+    folder = tmp_path / "remote"
+    shutil.copytree(run, folder)
+    last = checkpoint.load(folder / "checkpoint")
+    checkpoint.save(folder / "checkpoint", last.round, last.state, StateStore(), remote=True)
+    with pytest.raises(CheckpointError, match="is a run over sites, which keep what they sent"):
+        audit_prototypes(folder, steps=1)
+
+
+def test_a_feature_of_length_zero_has_no_relative_error(audit):
+    members = [dataclasses.replace(f, feature_error=None) for f in by_kind(audit, "feature matching", sent=True)]
+    table = outcome.rows(dataclasses.replace(audit, findings=members))
+    assert [row.feature_error for row in table] == [None]
+    assert outcome.cells(table[0])[-1] == "–"
+    members[0] = dataclasses.replace(members[0], feature_error=0.5)
+    assert outcome.rows(dataclasses.replace(audit, findings=members))[0].feature_error == 0.5

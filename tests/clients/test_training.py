@@ -11,8 +11,10 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.clients.client import Client
 from fedstrata.clients.training import LocalData, chain_of, train
-from fedstrata.federation.messages import Fit, Weights
+from fedstrata.federation.messages import Compress, Fit, LossReport, Weights
 from fedstrata.federation.seam import check_like
+from fedstrata.rng import torch_seeded
+from fedstrata.sampling.squeeze import pack, project, squeeze
 
 
 def one_fit(federation, client=0, **change):
@@ -324,3 +326,28 @@ def test_a_chain_of_linear_layers_is_trained_by_hand_as_pytorch_does(tiny, setti
     settings = {{"weight_decay": "decay"}.get(key, key): value for key, value in settings.items()}
     for name, w in by_hand(federation, lr=0.3, steps=5, **settings).items():
         torch.testing.assert_close(reply.weights.params[name], w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_norm", ["average", "local"])
+def test_losses_and_gradients_are_those_under_the_statistics_in_use(batch_norm, tiny):
+    """By hand on a client that has trained: with statistics of its own where it keeps them, else with those sent."""
+    with torch_seeded(0, "model"):
+        module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    federation = tiny(3, module=module, batch_norm=batch_norm, lr=0.1)
+    federation.ask(federation.fits(0, 1))
+    sent = Weights(federation.weights.params, {name: b + 1 for name, b in federation.weights.buffers.items()})
+    told = federation.ask(dict.fromkeys(range(3), LossReport(1, sent)))
+    squeezed = federation.ask(dict.fromkeys(range(3), Compress(1, sent, 8, 0)))
+    by_hand = federation.job.model.clone()
+    for client in range(3):
+        kept = federation.store.get(client).get("buffers", {})
+        assert bool(kept) == (batch_norm == "local" and client < 2)
+        x, y = Client(client, federation.engine.world, {}).samples()
+        with by_hand.loaded(sent.params, {**sent.buffers, **kept}, train=False) as params:
+            loss = F.cross_entropy(by_hand(params, x), y)
+            gradient = torch.autograd.grad(loss, list(params.values()))
+        assert told[client].loss == pytest.approx(loss.item(), rel=1e-5)
+        flat = project(torch.cat([g.reshape(-1) for g in gradient]), 0, federation.job.seed)
+        centres, codes = squeeze(flat.numpy(), 8)
+        torch.testing.assert_close(squeezed[client].centres, torch.from_numpy(centres), rtol=1e-4, atol=1e-6)
+        assert torch.equal(squeezed[client].codes, torch.from_numpy(pack(codes, len(centres))))

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 import fedstrata as fs
+from fedstrata import checkpoint, records
 from fedstrata.clients import answers, stacked, vectorised
 from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Fit, FitReply
 from fedstrata.objectives.base import OBJECTIVES, Batch, Context, Objective, PerSample
+from fedstrata.objectives.feddyn import Dynamic
 from fedstrata.rng import torch_seeded
 
 SIZES = [9, 17, 5, 12, 3, 16, 1]
@@ -448,3 +451,80 @@ def test_prototypes_are_computed_in_the_precision_of_training(tiny):
     for ours, theirs, exact in zip(means(True, "bf16"), means(False, "bf16"), means(False, "float32"), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
         assert (ours - exact).abs().max() > 1e-4
+
+
+class Frozen(nn.Module):
+    """Two convolutions, of which the first is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 8, 3), nn.ReLU(), nn.Flatten()
+        ).to(memory_format=torch.channels_last)
+        self.body[0].weight.requires_grad_(False)
+        self.head = nn.Linear(8 * 6 * 6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("vectorise", [True, False])
+@pytest.mark.parametrize("model", ["cnn", "frozen"])
+@pytest.mark.parametrize("name", ["fedavg", "feddyn", "moon", "rebafl"])
+def test_convolutions_end_in_the_same_bytes_when_a_run_is_resumed(name, model, vectorise, tmp_path):
+    """A checkpoint keeps no memory format, and in another one a convolution adds up in another order."""
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 16, 16, 3)).astype(np.uint8)
+    data = fs.from_arrays(pixels, np.arange(60) % 4, pixels[:8], np.arange(8) % 4)
+    spec = {
+        "partition": {"name": "iid", "clients": 2},
+        "method": name,
+        "evaluation": {"checkpoint_every": 1},
+        "training": {"rounds": 2, "clients_per_round": 2, "local_epochs": 1, "batch_size": 10, "vectorise": vectorise},
+    }
+    if model == "cnn":
+        spec["model"], module = {"name": "cnn", "channels": [16, 32]}, None
+    else:
+        with torch_seeded(0, "model"):
+            module = Frozen()
+
+    def breaks_off(record):
+        if record["round"] == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(spec, data=data, model=module, out=tmp_path, callbacks=[breaks_off])
+    resumed = fs.run(spec, data=data, model=module, out=tmp_path, resume=True)
+    whole = fs.run(spec, data=data, model=module)
+    assert not (tmp_path / "events.jsonl").exists()  # nobody was left to the loop
+    for part, tensor in whole.params.items():
+        assert torch.equal(tensor, resumed.params[part]), part
+
+
+class Odd(Dynamic):
+    """FedDyn with a plain value of each client's own."""
+
+    def begin(self, model: Any, context: Context) -> Context:
+        return super().begin(model, context).deriving(odd=int(context.counts.argmax()) % 2)
+
+
+def test_where_memory_runs_out_nobody_trains_twice(monkeypatch, tmp_path):
+    """Clients whose contexts differ in a plain value are trained in parts; the second one here does not fit."""
+    spec = experiment(vectorise=True, rounds=1, method={"name": "fedavg", "objective": Odd(alpha=1.0)})
+    expected = fs.run(spec, out=tmp_path / "whole").params
+    real, began = stacked.Run, []
+
+    class Narrow(real):
+        def go(self, *args: Any) -> None:
+            began.append(len(self.starts))
+            if len(began) == 2:
+                raise torch.OutOfMemoryError("no room")
+            super().go(*args)
+
+    monkeypatch.setattr(vectorised, "Run", Narrow)
+    found = fs.run(spec, out=tmp_path / "halved").params
+    assert len(began) > 3
+    same(found, expected)
+    states = [checkpoint.load(tmp_path / name / "checkpoint").clients for name in ("whole", "halved")]
+    assert states[0].keys() == states[1].keys()
+    for client in states[0]:
+        same(*(records.decode(each[client].read_bytes())["objective"] for each in states))

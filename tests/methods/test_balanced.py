@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 import fedstrata as fs
+from fedstrata import checkpoint
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.errors import SpecError
-from fedstrata.experiment import prepare
+from fedstrata.experiment import assemble, prepare
 from fedstrata.methods.fedavg_ft import FedAvgFT
+from fedstrata.methods.head_tuning import HeadTuning
 from fedstrata.rng import rng
 from fedstrata.spec import variants
 
@@ -96,7 +98,7 @@ def test_the_servers_samples_do_not_travel():
 def test_the_head_is_trained_at_the_server_and_the_body_is_not(start):
     started = start(fs.Experiment.from_table(LEFT_OVER))
     weights, method = started.state.weights, started.method
-    after, loss = method.tuned(started.job, weights)
+    after, loss = method.tuning.tuned(started.job, weights)
     x, y = started.job.spare.balanced(5, rng(started.job.seed, "server-samples"))
     model = started.job.model.clone().module
     head = model.get_submodule("head")
@@ -202,3 +204,40 @@ def test_moon_keeps_the_model_that_it_trained(start, seven):
     for name, w in started.state.weights.params.items():
         torch.testing.assert_close(kept[name], w)
         assert not torch.equal(kept[name], before[name])
+
+
+def test_the_servers_features_are_those_that_are_evaluated():
+    normalised = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 10))
+    table = {**LEFT_OVER, "training": {**LEFT_OVER["training"], "batch_norm": "local"}}
+    with pytest.raises(SpecError, match=r"^training\.batch_norm = 'local': .*use average"):
+        fs.run(table, model=normalised)
+
+
+def test_without_samples_known_to_the_server_the_partition_is_not_to_blame():
+    spec = fs.Experiment.from_table(LEFT_OVER)
+    data = spec.data.load(0)
+    with pytest.raises(SpecError, match=r"method\.per_class = 5: .*where sites hold their own data"):
+        assemble(spec, data, spec.partition.split(data, 0), sizes_known=False)
+
+
+def test_fedbabus_head_is_tuned_for_evaluation_alone(tmp_path):
+    """The runs' bodies are the same, and the plain one's model with its head tuned is what the other one leaves."""
+    tuning = {"per_class": 5, "steps": 20}
+    plain = fs.run({**LEFT_OVER, "method": "fedbabu"}, out=tmp_path / "plain")
+    table = {**LEFT_OVER, "method": {"name": "fedbabu", "fine_tune": tuning}}
+    tuned = fs.run(table, out=tmp_path / "tuned")
+    job = prepare(fs.Experiment.from_table(table)).job
+    kept = [checkpoint.load(tmp_path / name / "checkpoint").state.weights for name in ("plain", "tuned")]
+    assert all(torch.equal(w, kept[1].params[name]) for name, w in kept[0].params.items())
+    expected, _ = HeadTuning(**tuning).tuned(job, kept[0])
+    for name, w in expected.params.items():
+        assert torch.equal(tuned.params[name], w)
+        assert torch.equal(plain.params[name], w) == (name not in job.model.head_names)
+    assert tuned.best_accuracy > plain.best_accuracy
+
+
+def test_fedbabu_needs_a_body_and_samples_to_tune_with():
+    with pytest.raises(SpecError, match=r"^model = .*nothing but a head"):
+        fs.run({**LEFT_OVER, "method": "fedbabu", "model": {"name": "mlp", "hidden": []}})
+    with pytest.raises(SpecError, match=r"^method\.fine_tune\.per_class = 100: .* samples of some class"):
+        fs.run({**LEFT_OVER, "method": {"name": "fedbabu", "fine_tune": {"per_class": 100}}})

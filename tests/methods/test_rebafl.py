@@ -13,7 +13,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata import checkpoint
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.errors import ClientsFailedError, ReplyRefusedError, SpecError
 from fedstrata.federation.messages import FitReply
 from fedstrata.methods.base import fit_check
 from fedstrata.objectives.rebafl import Rebalanced
@@ -209,3 +209,30 @@ def test_a_client_trains_with_the_prototypes_that_came_and_its_own(start, seven,
     started.step()
     for (name, before), g in zip(w.items(), gradient, strict=True):
         torch.testing.assert_close(started.state.weights.params[name], before.detach() - 0.2 * g, rtol=1e-4, atol=1e-6)
+
+
+class Headed(nn.Module):
+    """A model with a given head."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = body, head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+def test_a_head_that_augmented_samples_would_change_is_refused():
+    body = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU())
+    model = Headed(body, nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 10)))
+    with pytest.raises(SpecError, match=r"^model\.head = 'head': .*0\.running_mean.* mu = 0 goes"):
+        fs.run({**SKEWED, "method": "rebafl"}, model=model)
+    history = fs.run({**SKEWED, "method": {"name": "rebafl", "mu": 0}}, model=model)
+    assert history[-1]["clients_failed"] == 0
+
+
+def test_a_head_that_pools_first_is_named():
+    body = nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU())
+    model = Headed(body, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)))
+    with pytest.raises(ClientsFailedError, match=r"model\.head = 'head': gets 216 features and its first .* takes 6"):
+        fs.run({**SKEWED, "availability": "always", "method": "rebafl"}, model=model)

@@ -8,11 +8,14 @@ import tomllib
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedstrata as fs
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.errors import SpecError
+from fedstrata.methods.base import weight_diversity
 from fedstrata.objectives.base import OBJECTIVES
+from fedstrata.rng import torch_seeded
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
 
 
@@ -113,3 +116,45 @@ def test_choices_that_do_not_go_together_are_refused(small):
     with pytest.raises(SpecError, match="needs draws with replacement") as caught:
         fs.run(wanted, data=small)
     assert caught.value.key == "method.client_sampler.replacement"
+
+
+def test_weight_diversity_by_hand():
+    """Three models of two parameters: distances from the mean are added up over both, and averaged over the models."""
+    models = [
+        {"w": torch.tensor([[0.0, 3.0]]), "b": torch.tensor([1.0])},
+        {"w": torch.tensor([[0.0, 0.0]]), "b": torch.tensor([1.0])},
+        {"w": torch.tensor([[6.0, 0.0]]), "b": torch.tensor([4.0])},
+    ]
+    # Means (2, 1) and 2: 4 + 4 + 1, 4 + 1 + 1 and 16 + 1 + 4.
+    assert weight_diversity(models) == {"weight_diversity": pytest.approx((9 + 6 + 21) / 3)}
+    assert weight_diversity([]) == {"weight_diversity": None}
+
+
+@pytest.mark.parametrize("method", ["fedavg", "rebafl", "fedtan"])
+def test_weight_diversity_is_that_of_the_models_that_came_back(method, start, trace):
+    with torch_seeded(0, "model"):
+        module = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10))
+    table = {
+        "data": {"name": "digits", "limit": 200},
+        "partition": {"name": "iid", "clients": 3},
+        "availability": trace({0: [1, 3], 1: [1], 2: [1]}),
+        "method": method,
+        "training": {"rounds": 3, "clients_per_round": 3, "local_epochs": 1},
+        "evaluation": {"weight_diversity": True},
+    }
+    started = start(fs.Experiment.from_table(table), model=module)
+    models: list[dict[str, torch.Tensor]] = []
+    ask = started.federation.ask
+
+    def listening(*args, **kwargs):
+        replies = ask(*args, **kwargs)
+        models.extend(reply.weights.params for reply in replies.values())
+        return replies
+
+    started.federation.ask = listening
+    found = started.step()["weight_diversity"]
+    flat = torch.stack([torch.cat([w.flatten() for w in params.values()]) for params in models])
+    assert len(flat) == 3
+    assert found == pytest.approx((flat - flat.mean(dim=0)).square().sum(dim=1).mean().item(), rel=1e-4)
+    assert started.step()["weight_diversity"] is None  # nobody is there
+    assert started.step()["weight_diversity"] == 0  # one alone

@@ -45,7 +45,7 @@ class Row:
         targets: How many there are.
         psnr: Mean over the targets, in dB, by what a reconstruction is compared with.
         ssim: The same for SSIM.
-        feature_error: The same for the relative error of the feature.
+        feature_error: The same for the relative error of the feature, where it has a length; None where none has.
     """
 
     feature: str
@@ -53,7 +53,7 @@ class Row:
     targets: int
     psnr: dict[str, float | None]
     ssim: dict[str, float | None]
-    feature_error: float
+    feature_error: float | None
 
 
 def rows(audit: Audit) -> list[Row]:
@@ -82,7 +82,7 @@ def _row(kind: tuple[bool, int], attack: str, members: Sequence[Finding]) -> Row
         len(members),
         {key: _mean(of.psnr for f in members if (of := pick(f))) for key, pick in AGAINST.items()},
         {key: _mean(of.ssim for f in members if (of := pick(f))) for key, pick in AGAINST.items()},
-        statistics.fmean(finding.feature_error for finding in members),
+        _mean(finding.feature_error for finding in members if finding.feature_error is not None),
     )
 
 
@@ -94,8 +94,8 @@ def _mean(values: Iterable[float]) -> float | None:
 def cells(row: Row) -> list[str]:
     """A row of the table as text."""
     psnr = ["–" if value is None else f"{value:.1f}" for value in row.psnr.values()]
-    ssim = ["–" if value is None else f"{value:.2f}" for value in row.ssim.values()]
-    return [row.feature, row.attack, *psnr, *ssim, f"{row.feature_error:.2f}"]
+    rest = ["–" if value is None else f"{value:.2f}" for value in (*row.ssim.values(), row.feature_error)]
+    return [row.feature, row.attack, *psnr, *rest]
 
 
 def caption(audit: Audit) -> str:

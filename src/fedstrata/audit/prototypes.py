@@ -85,7 +85,7 @@ class Finding:
         stranger: Likeness to the nearest of the strangers; None where there are none. An attack that learns nothing
             about this client comes as near to a stranger as to an image of the client's own.
         average: Likeness to the mean of the images behind the feature.
-        feature_error: ‖f(x) − h‖ / ‖h‖ of the reconstruction x.
+        feature_error: ‖f(x) − h‖ / ‖h‖ of the reconstruction x; None where h = 0.
     """
 
     attack: str
@@ -95,7 +95,7 @@ class Finding:
     nearest: Likeness
     stranger: Likeness | None
     average: Likeness
-    feature_error: float
+    feature_error: float | None
 
 
 @dataclass(frozen=True)
@@ -256,12 +256,12 @@ def _attacked(
     tell(len(ATTACKS), "comparing")
     for name, images in drawn.items():
         seen = features_of(view.model, view.params, view.pixels, images)
-        errors = (seen - features).norm(dim=1) / features.norm(dim=1).clamp(min=1e-12)
-        for target, image, error in zip(targets, images, errors.tolist(), strict=True):
-            yield found(name, target, image, error)
+        apart, lengths = (seen - features).norm(dim=1).tolist(), features.norm(dim=1).tolist()
+        for target, image, error, length in zip(targets, images, apart, lengths, strict=True):
+            yield found(name, target, image, error / length if length else None)
 
 
-def found(attack: str, target: Target, image: Tensor, feature_error: float) -> Finding:
+def found(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
     """Compare a reconstruction with everything that it could be like."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))

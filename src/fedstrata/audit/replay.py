@@ -13,7 +13,7 @@ from typing import Any
 
 from fedstrata import checkpoint, records
 from fedstrata.checkpoint import Checkpoint
-from fedstrata.clients.answers import OBJECTIVE
+from fedstrata.clients.answers import BUFFERS, OBJECTIVE
 from fedstrata.clients.client import World
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
@@ -22,6 +22,7 @@ from fedstrata.experiment import Prepared
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.federation.seam import Federation
 from fedstrata.objectives.prototypes import Table
+from fedstrata.records import Tree
 from fedstrata.rng import rng
 
 PROTOTYPES = "prototypes"
@@ -35,7 +36,9 @@ class Sent:
     Args:
         client: Whose.
         round: When they were sent.
-        weights: The client's model, sent with them: the prototypes are class means of its features.
+        weights: The client's model, of whose features the prototypes are class means. It was sent with them, but for
+            BatchNorm's statistics where clients keep these (``training.batch_norm = "local"``): an attacker who has
+            them too knows more than the server does.
         table: ``means`` (C, d) and ``samples`` (C,).
         difference: Largest difference from what the run's checkpoint holds, relative to its largest entry: 0 where
             the rounds played again were the same to the bit.
@@ -70,6 +73,8 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
         raise CheckpointError(f"{folder} has no checkpoint; the audit needs a run with evaluation.checkpoint_every > 0")
+    if last.remote:
+        raise CheckpointError(f"{folder} is a run over sites, which keep what they sent; the audit needs a local run")
     before = checkpoint.load(folder / "checkpoint", last=last.round - 1)
     stored = _chosen(last, before, clients, seed)
     if not stored:
@@ -129,7 +134,15 @@ def _play(
             state, _ = spec.method.run_round(federation, state)
     finally:
         engine.close()
-    return federation.heard
+    return {
+        client: (round, _as_computed(store.get(client), weights), table)
+        for client, (round, weights, table) in federation.heard.items()
+    }
+
+
+def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
+    """The model under which a client computed its prototypes: with its own statistics, where it keeps them."""
+    return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 
 class _Listening(Federation):

@@ -57,7 +57,7 @@ def samples_kept(client: Client, request: Fit) -> NDArray[np.int64]:
     return chosen
 
 
-def starting_point(client: Client, request: Fit) -> Weights:
+def starting_point(client: Client, request: Fit | Compress | LossReport) -> Weights:
     """The model that came, with the client's own statistics where it keeps them."""
     local = client.world.job.training.batch_norm == "local"
     sent = request.weights
@@ -93,10 +93,11 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 @answers(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
     """The gradient of the mean cross-entropy over all samples at the global model, projected and squeezed."""
-    flat = torch.zeros(sum(tensor.numel() for tensor in request.weights.params.values()))
+    weights = starting_point(client, request)
+    flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
     data = LocalData(client, np.arange(len(client)))
-    # Evaluation mode: one client's BatchNorm statistics would otherwise leak into the comparison of gradients.
-    with client.model.loaded(request.weights.params, request.weights.buffers, train=False) as params:
+    # Evaluation mode: one batch's BatchNorm statistics would otherwise leak into the comparison of gradients.
+    with client.model.loaded(weights.params, weights.buffers, train=False) as params:
         leaves = list(params.values())
         for batch in data.in_order():
             loss = F.cross_entropy(client.model(params, batch.x), batch.y) * (len(batch.y) / len(data))
@@ -121,9 +122,9 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
     """Mean cross-entropy over all samples at the global model; 0 without samples."""
-    data = LocalData(client, np.arange(len(client)))
+    data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     total = 0.0
-    with client.model.loaded(request.weights.params, request.weights.buffers, train=False) as params:
+    with client.model.loaded(weights.params, weights.buffers, train=False) as params:
         for batch in data.in_order():
             total += float(F.cross_entropy(client.model(params, batch.x), batch.y, reduction="sum"))
     return LossReply(total / max(len(data), 1))

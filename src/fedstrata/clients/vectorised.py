@@ -27,7 +27,7 @@ from fedstrata.clients.client import Client, World
 from fedstrata.clients.devices import device_of, placed
 from fedstrata.clients.grouping import WASTE, grouped
 from fedstrata.clients.stacked import Bench, Plan, Run, Samples, Start, alike
-from fedstrata.clients.training import LocalData, computing
+from fedstrata.clients.training import LocalData, Outcome, computing
 from fedstrata.federation.engine import Note
 from fedstrata.federation.messages import ClientId, Fit, FitReply, Request, Weights
 from fedstrata.nn.masked import mask_norms
@@ -236,15 +236,17 @@ class SideBySide:
     def _train(self, plans: list[Plan], vectorise: bool) -> dict[ClientId, FitReply]:
         samples = Samples(plans, self.bench)
         starts = [self._start(plan, samples.of(place)) for place, plan in enumerate(plans)]
-        replies: dict[ClientId, FitReply] = {}
+        done: list[tuple[Plan, Outcome]] = []
         for members in alike(starts):
             run = Run(self.bench, [starts[place] for place in members], vectorise)
             with self._training(), self._seeded(run, vectorise):
                 run.go(samples, members)
-            for start, outcome in zip(run.starts, run.outcomes(), strict=True):
-                plan = start.plan
-                replies[plan.client.number] = fit_reply(plan.client, plan.request, len(plan.chosen), outcome)
-        return replies
+            done += zip([start.plan for start in run.starts], run.outcomes(), strict=True)
+        # Replies change the clients' states: only when all are trained, for where memory runs out all begin again.
+        return {
+            plan.client.number: fit_reply(plan.client, plan.request, len(plan.chosen), outcome)
+            for plan, outcome in done
+        }
 
     def _start(self, plan: Plan, batches: Batches) -> Start:
         """What a client starts with, on the device; the counterpart of the beginning of ``training.train``."""
@@ -254,7 +256,7 @@ class SideBySide:
     def _started(self, plan: Plan, batches: Batches) -> Start:
         request, world, objective = plan.request, self.world, self.world.objective
         sent = starting_point(plan.client, request)
-        weights = Weights(self._there(sent.params), self._there(sent.buffers))
+        weights = Weights(self._there(sent.params, self.model.laid_out), self._there(sent.buffers, self.model.laid_out))
         counts = np.bincount(plan.labels, minlength=world.job.classes)
         context = Context(
             start=weights.params,
@@ -265,10 +267,17 @@ class SideBySide:
         )
         return Start(plan, weights, objective.begin(self.model, context), batches)
 
-    def _there(self, tree: Tree) -> Tree:
-        """What came with a request, on the device; the same for the same, so that what clients share stays so."""
+    def _there(self, tree: Tree, moved: Callable[[Tree], Tree] | None = None) -> Tree:
+        """What came with a request, on the device; the same for the same, so that what clients share stays so.
+
+        Args:
+            tree: What came.
+            moved: Puts it there. Parameters and buffers need the module's memory format: convolutions add up in
+                another order in another one, and a checkpoint or a wire does not keep it.
+        """
         if id(tree) not in self._moved:
-            self._moved[id(tree)] = (tree, _on(self.device, tree))  # kept alive: an id may be given again
+            there = _on(self.device, tree) if moved is None else moved(tree)
+            self._moved[id(tree)] = (tree, there)  # kept alive: an id may be given again
         return self._moved[id(tree)][1]
 
     @contextmanager

@@ -52,6 +52,11 @@ class Method(Setting):
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
         """One round: the new state and what the method adds to the round's metrics."""
 
+    def evaluated(self, job: Job, state: Any) -> Weights:
+        """The model that is evaluated, and that a run leaves behind: ``state.weights`` unless a method prepares it."""
+        weights: Weights = state.weights
+        return weights
+
 
 @record
 class RecipeState:
@@ -210,7 +215,7 @@ class Recipe(Method):
             **selection.metrics,
             **data_metrics,
             **objective.metrics(answers),
-            **(weight_diversity([reply.weights.params for reply in answers]) if job.weight_diversity else {}),
+            **diversity_of(answers, job),
         }
 
 
@@ -236,6 +241,11 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     if answers:
         loss = sum(w * reply.loss for w, reply in zip(weights, answers, strict=True)) / sum(weights)
     return {"clients_trained": len(answers), "samples": seen, "train_loss": loss}
+
+
+def diversity_of(answers: Sequence[FitReply], job: Job) -> dict[str, Any]:
+    """``weight_diversity`` of the models that came back, where it was asked for."""
+    return weight_diversity([reply.weights.params for reply in answers]) if job.weight_diversity else {}
 
 
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:

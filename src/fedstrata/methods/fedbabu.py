@@ -4,16 +4,39 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from fedstrata.methods.base import Recipe
+from fedstrata.federation.messages import Weights
+from fedstrata.federation.seam import Job
+from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.methods.head_tuning import HeadTuning
 from fedstrata.objectives.base import Objective
 from fedstrata.objectives.fedbabu import BodyOnly
 
 
 class FedBABU(Recipe):
-    """FedAvg of the body; the head keeps its initial values, and the global model is evaluated with it."""
+    """FedAvg of the body; the head keeps its initial values, and the global model is evaluated with it.
+
+    With ``fine_tune`` a copy of the head is trained at the server before each evaluation, and for the model that the
+    run leaves behind; clients never see it. The paper fine-tunes at each client, on the client's own data.
+
+    Args:
+        fine_tune: How the head is trained for evaluation, such as ``{ per_class = 10 }`` (``{}``: as FedAvg-FT does
+            by default, with the same keys); not at all unless given.
+    """
 
     paper: ClassVar[str] = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"
+
+    fine_tune: HeadTuning | None = None
 
     def default_objective(self) -> Objective:
         """Cross-entropy that trains the body."""
         return BodyOnly()
+
+    def check(self, job: Job) -> None:
+        """There must be samples for the server, where it has any use for them."""
+        super().check(job)
+        if self.fine_tune:
+            self.fine_tune.check(job, "method.fine_tune")
+
+    def evaluated(self, job: Job, state: RecipeState) -> Weights:
+        """The body as it is, the head fine-tuned."""
+        return self.fine_tune.tuned(job, state.weights)[0] if self.fine_tune else state.weights

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from fedstrata.errors import SpecError
 from fedstrata.federation.messages import FitTogether
 from fedstrata.federation.seam import Federation, Job
-from fedstrata.methods.base import Recipe, RecipeState, effort, fit_check, training_metrics
+from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, fit_check, training_metrics
 from fedstrata.nn.batchnorm import has_batchnorm
 
 
@@ -54,4 +54,5 @@ class FedTAN(Recipe):
             objective=state.objective,
             aggregator=memory,
         )
-        return state, {**training_metrics(list(replies.values())), **selection.metrics}
+        answers = list(replies.values())
+        return state, {**training_metrics(answers), **selection.metrics, **diversity_of(answers, federation.job)}

@@ -81,14 +81,15 @@ class Model:
         """Clones of the initial parameters, in the order in which the module registered them."""
         return _copies(self._initial_params)
 
-    def laid_out(self, params: Mapping[str, Tensor]) -> Params:
+    def laid_out(self, values: Mapping[str, Tensor]) -> Params:
         """Clones of given values in the memory format in which the module is fast; a wire or a file loses it.
 
         Args:
-            params: By name, of the parameters' shapes.
+            values: Parameters or buffers by name, of the module's shapes; from any device to the module's own.
         """
-        laid_out = {name: torch.empty_like(self._initial_params[name]) for name in params}
-        _copy_into(laid_out, params)
+        own = {**self._initial_params, **self._initial_buffers}
+        laid_out = {name: torch.empty_like(own[name]) for name in values}
+        _copy_into(laid_out, values)
         return laid_out
 
     def buffers(self) -> Params:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fedstrata.errors import SpecError
+from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy
 
@@ -11,6 +13,11 @@ class BodyOnly(CrossEntropy):
 
     The head still travels, and its bytes count, although nobody changes it.
     """
+
+    def check(self, job: Job) -> None:
+        """There must be something before the head."""
+        if job.model.head_names.issuperset(job.model.params()):
+            raise SpecError("model", "is nothing but a head; FedBABU trains what stands before it", job.model.head_name)
 
     def trains(self, name: str, model: Model) -> bool:
         """Everything but the head."""

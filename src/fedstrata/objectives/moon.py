@@ -58,7 +58,9 @@ class Contrastive(PerSample):
     def begin(self, model: Model, context: Context) -> Context:
         """The two models to compare with."""
         theirs = {**context.start, **context.received["buffers"]}
-        return context.deriving(positive=theirs, negative=context.kept or theirs)
+        # A state that went through a checkpoint has lost its memory format, on which sums in convolutions depend.
+        kept = model.laid_out(context.kept) if isinstance(context.kept, dict) else theirs
+        return context.deriving(positive=theirs, negative=kept)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Both losses of every sample, shape (B,)."""

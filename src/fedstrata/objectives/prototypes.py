@@ -65,8 +65,14 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
     samples = torch.zeros(classes, device=device)
     with evaluating(model):
         for batch in batches():
-            features, _ = model.with_features(params, batch.x)
-            sums.index_add_(0, batch.y, features.flatten(1).double())
+            features = model.with_features(params, batch.x)[0].flatten(1)
+            if features.shape[1] != sums.shape[1]:
+                problem = (
+                    f"gets {features.shape[1]} features and its first nn.Linear takes {sums.shape[1]}: prototypes "
+                )
+                problem += "need a head that begins with that layer (after nn.Flatten at most)"
+                raise SpecError("model.head", problem, model.head_name)
+            sums.index_add_(0, batch.y, features.double())
             samples += torch.bincount(batch.y, minlength=classes)
     return {"means": (sums / samples.clamp(min=1)[:, None]).float(), "samples": samples}
 

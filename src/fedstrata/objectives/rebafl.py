@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
+from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
@@ -63,9 +64,13 @@ class Rebalanced(PerSample):
     # At the server.
 
     def check(self, job: Job) -> None:
-        """The augmentation needs features of a known length."""
-        if self.mu:
-            feature_size(job.model)
+        """The augmentation needs features of a known length, and a head that a second pass does not change."""
+        if not self.mu:
+            return
+        feature_size(job.model)
+        if there := [name for name, _ in job.model.module.get_submodule(job.model.head_name).named_buffers()]:
+            problem = f"the head has buffers ({', '.join(there)}), which augmented samples would change; mu = 0 goes"
+            raise SpecError("model.head", problem, job.model.head_name)
 
     def init(self, weights: Weights, job: Job) -> Tree:
         """No prototype is known."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedstrata.history import History
+from fedstrata.history import History, target_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -105,7 +105,9 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
         summaries = [history.summary for history in members]
         cells = {key: Cell.over(summary[key] for summary in summaries) for key in list(MEASURES)[:4]}
         for target in targets:
-            cells[f"{_TARGET}{target:g}"] = Cell.over(history.rounds_to_target(target) for history in members)
+            cells[f"{_TARGET}{target_text(target)}"] = Cell.over(
+                history.rounds_to_target(target) for history in members
+            )
         cells |= {key: Cell.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
         rows.append(Row(label, len(members), cells))
     return rows
