@@ -98,7 +98,7 @@ def test_the_servers_samples_do_not_travel():
 def test_the_head_is_trained_at_the_server_and_the_body_is_not(start):
     started = start(fs.Experiment.from_table(LEFT_OVER))
     weights, method = started.state.weights, started.method
-    after, loss = method.tuning.tuned(started.job, weights)
+    after, loss = method.tuned(started.job, weights)
     x, y = started.job.spare.balanced(5, rng(started.job.seed, "server-samples"))
     model = started.job.model.clone().module
     head = model.get_submodule("head")

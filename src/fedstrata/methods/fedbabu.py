@@ -35,7 +35,7 @@ class FedBABU(Recipe):
         """There must be samples for the server, where it has any use for them."""
         super().check(job)
         if self.fine_tune:
-            self.fine_tune.check(job, "method.fine_tune")
+            self.fine_tune.require_samples(job, "method.fine_tune")
 
     def evaluated(self, job: Job, state: RecipeState) -> Weights:
         """The body as it is, the head fine-tuned."""

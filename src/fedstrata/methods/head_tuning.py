@@ -36,7 +36,7 @@ class HeadTuning(Setting):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: NonNegativeFloat = 0.0
 
-    def check(self, job: Job, section: str) -> None:
+    def require_samples(self, job: Job, section: str) -> None:
         """There must be samples for the server, and features like those that are evaluated.
 
         Args:
