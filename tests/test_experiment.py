@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -228,8 +230,9 @@ def test_the_global_generators_are_left_alone():
     assert (np.random.rand(2) == array).all()  # noqa: NPY002
 
 
-@pytest.mark.parametrize("batch_norm", ["average", "local"])
-@pytest.mark.parametrize("method", ["fedavg", "stratify"])
+@pytest.mark.parametrize(
+    ("method", "batch_norm"), [("fedavg", "average"), ("fedavg", "local"), ("stratify", "average")]
+)
 def test_a_model_with_batchnorm_trains(tmp_path, method, batch_norm):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(64, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 10))
@@ -238,3 +241,63 @@ def test_a_model_with_batchnorm_trains(tmp_path, method, batch_norm):
     assert history.params["2.num_batches_tracked"].dtype == torch.int64
     assert history.final_accuracy > 0.3
     assert all(torch.isfinite(w).all() for w in history.params.values())
+
+
+def test_two_processes_never_write_into_one_folder(tmp_path):
+    """A run that is still going is neither begun nor resumed a second time, and what it writes is its own."""
+    table = spec(training={"rounds": 2})
+    seen = []
+
+    def meanwhile(record):
+        for resume in (False, True):
+            code = (
+                "import sys, fedstrata as fs\n"
+                "try: fs.run(sys.argv[1], out=sys.argv[2], resume=sys.argv[3] == 'True')\n"
+                "except fs.SpecError as error: print(error)"
+            )
+            arguments = [str(tmp_path / "run" / "spec.toml"), str(tmp_path / "run"), str(resume)]
+            done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+            seen.append(done.stdout)
+
+    history = fs.run(table, out=tmp_path / "run", callbacks=[meanwhile])
+    assert ["holds a run already" in text for text in seen] == [True, False] * 2
+    assert ["another process is at work in it" in text for text in seen] == [False, True] * 2
+    assert [record["round"] for record in fs.History.load(tmp_path / "run")] == [1, 2]
+    assert fs.run(table, out=tmp_path / "run", resume=True).final_accuracy == history.final_accuracy
+
+
+def test_a_spec_says_the_same_however_it_is_written(tmp_path):
+    """A version with a new setting still resumes older runs, and a comment does no harm."""
+    fs.run(spec(training={"rounds": 2}), out=tmp_path)
+    text = (tmp_path / "spec.toml").read_text()
+    short = "\n".join(line for line in text.splitlines() if not line.startswith(("per_class", "weight_diversity")))
+    (tmp_path / "spec.toml").write_text("# my own\n" + short.replace("rounds = 2", "rounds = 3"))
+    resumed = fs.run(tmp_path / "spec.toml", out=tmp_path, resume=True)
+    assert len(resumed) == 3
+    with pytest.raises(SpecError, match="holds a run of another spec"):
+        fs.run(spec(training={"rounds": 3, "lr": 0.07}), out=tmp_path, resume=True)
+
+
+def test_a_run_that_goes_on_has_no_result_yet(tmp_path):
+    """Whoever looks for the model or the summary must not take those of the rounds before for the end."""
+    fs.run(spec(training={"rounds": 2}), out=tmp_path)
+    text = (tmp_path / "spec.toml").read_text()
+    (tmp_path / "spec.toml").write_text(text.replace("rounds = 2", "rounds = 4"))
+
+    def breaks_off(record):
+        assert not (tmp_path / "model.safetensors").exists()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fs.run(tmp_path / "spec.toml", out=tmp_path, resume=True, callbacks=[breaks_off])
+    assert not (tmp_path / "summary.json").exists()
+    assert len(fs.run(tmp_path / "spec.toml", out=tmp_path, resume=True)) == 4
+
+
+def test_records_that_end_before_their_checkpoint_are_damaged(tmp_path):
+    table = spec(training={"rounds": 2}, evaluation={"checkpoint_every": 1})
+    fs.run(table, out=tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text(lines[0])
+    with pytest.raises(DataError, match="ends before its checkpoint, which is of round 2"):
+        fs.run(table, out=tmp_path, resume=True)

@@ -321,3 +321,18 @@ def test_trees_of_one_form_are_told_from_others():
     ]
     for tree in alike_but_not * 2:
         assert size(tree) == len(encode(tree))
+
+
+@pytest.mark.parametrize("kind", ["$b", "$a", "$t"])
+def test_a_tensor_stands_in_one_place(kind):
+    """A megabyte and a few bytes of text for each further copy could fill the memory."""
+    whole, text = encode({"data": bytes(1000)}), b'{"data":{"$b":0}}'
+    block = whole.split(text)[1]
+
+    def message(text: bytes) -> bytes:
+        return struct.pack("<Q", len(text)) + text + block
+
+    assert message(text) == whole
+    assert len(decode(message(b'{"data":[{"%s":0}]}' % kind.encode()))["data"]) == 1
+    with pytest.raises(WireError):
+        decode(message(b'{"data":[{"%s":0},{"%s":0}]}' % (kind.encode(), kind.encode())))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SpecError, DataError) as error:
         print(f"fedstrata: error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except FedstrataError as error:
+    except (FedstrataError, OSError) as error:
         print(f"fedstrata: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -185,7 +187,6 @@ def _located(options: argparse.Namespace, work: Any) -> Any:
 
 def _run(options: argparse.Namespace) -> int:
     from fedstrata import checkpoint
-    from fedstrata.comparison import stamp
     from fedstrata.errors import SpecError
     from fedstrata.experiment import SPEC, run
     from fedstrata.report.console import RunProgress
@@ -207,24 +208,46 @@ def _run(options: argparse.Namespace) -> int:
         if COMPARE in table:
             note = f"[{COMPARE}] is for 'fedstrata compare'; this runs {spec.method.name} alone"
             print(f"fedstrata: note: {note}", file=sys.stderr)
-        out = options.out or Path("runs") / f"{spec.method.name}-{Path(spec.data.name).stem}-{stamp()}".replace(
-            ":", "-"
-        )
-        done = 0
-    with RunProgress(spec.training.rounds, spec.method.name, options.quiet, done=done) as progress:
-        history = _located(
-            options,
-            lambda: run(
-                spec,
-                out=out,
-                engine=options.engine,
-                resume=options.resume is not None,
-                callbacks=[progress.update],
-            ),
-        )
-    plot_run(history, out)
+        out, done = options.out, 0
+    with _folder(out, f"{spec.method.name}-{Path(spec.data.name).stem}") as folder:
+        with RunProgress(spec.training.rounds, spec.method.name, options.quiet, done=done) as progress:
+            history = _located(
+                options,
+                lambda: run(
+                    spec,
+                    out=folder,
+                    engine=options.engine,
+                    resume=options.resume is not None,
+                    callbacks=[progress.update],
+                ),
+            )
+        plot_run(history, folder)
     _show(history)
     return 0
+
+
+@contextmanager
+def _folder(given: Path | None, name: str) -> Iterator[Path]:
+    """The folder that was given, else a new one under ``runs``: several processes may start within a second."""
+    from fedstrata.comparison import stamp
+
+    if given is not None:
+        yield given
+        return
+    base = Path("runs") / f"{name}-{stamp()}".replace(":", "-")
+    for number in itertools.count(1):
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # Nothing was written, as the spec was wrong: nothing is left behind.
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 def _show(history: History) -> None:
@@ -243,16 +266,15 @@ def _show(history: History) -> None:
     wrong = [event for event in found if event["kind"] in ("failed", "refused", "label skipped")]
     if wrong:
         counts = ", ".join(f"{count} × {kind}" for kind, count in Counter(event["kind"] for event in wrong).items())
-        console.print(
-            f"[yellow]{counts}[/]; the first: {wrong[0].get('reason', '')} (all in {events})", highlight=False
-        )
-    console.print(f"written to {history.path}", highlight=False)
+        console.print(f"[yellow]{counts}[/]", end="")
+        console.print(f"; the first: {wrong[0].get('reason', '')} (all in {events})", highlight=False, markup=False)
+    console.print(f"written to {history.path}", highlight=False, markup=False)
 
 
 def _compare(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from fedstrata.comparison import common_seed, compare, stamp
+    from fedstrata.comparison import common_seed, compare
     from fedstrata.errors import SpecError
     from fedstrata.report.comparing import CompareProgress
     from fedstrata.report.tables import compare_table, to_rich
@@ -265,16 +287,16 @@ def _compare(options: argparse.Namespace) -> int:
     experiments = _located(options, lambda: variants(table, labels, options.overrides))
     first = next(iter(experiments.values()))
     seeds = [common_seed(experiments)] if options.seeds is None else _seeds(options.seeds)
-    out = options.out or Path("runs") / f"compare-{Path(first.data.name).stem}-{stamp()}"
     totals = {(label, seed): spec.training.rounds for label, spec in experiments.items() for seed in seeds}
-    with CompareProgress(totals, options.quiet) as progress:
+    name = f"compare-{Path(first.data.name).stem}"
+    with _folder(options.out, name) as out, CompareProgress(totals, options.quiet) as progress:
         runs = _located(
             options,
             lambda: compare(experiments, seeds=seeds, out=out, jobs=options.jobs, watch=progress.update),
         )
     console = Console()
     console.print(to_rich(compare_table(runs)))
-    console.print(f"written to {out}: table.md, accuracy.png, report.html", highlight=False)
+    console.print(f"written to {out}: table.md, accuracy.png, report.html", highlight=False, markup=False)
     return 0
 
 
@@ -367,7 +389,7 @@ def _partition(options: argparse.Namespace) -> int:
     draw_partition(assignment, data, options.out)
     console = Console()
     console.print(render_table(assignment, data))
-    console.print(f"picture: {options.out}", highlight=False)
+    console.print(f"picture: {options.out}", highlight=False, markup=False)
     return 0
 
 
@@ -418,9 +440,9 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
     out = options.out or options.run / "audit"
     write(audit, out)
     console = Console()
-    console.print(caption(audit), highlight=False)
+    console.print(caption(audit), highlight=False, markup=False)
     console.print(to_rich(audit))
-    console.print(f"written to {out}: prototypes.png, prototypes.md, prototypes.json", highlight=False)
+    console.print(f"written to {out}: prototypes.png, prototypes.md, prototypes.json", highlight=False, markup=False)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from fedstrata.config import build
 from fedstrata.errors import SpecError
-from fedstrata.experiment import METRICS, SPEC, SUMMARY, prepare, run
+from fedstrata.experiment import METRICS, SPEC, SUMMARY, is_run_of, prepare, run
 from fedstrata.history import History
 from fedstrata.spec import Experiment
 
@@ -62,9 +63,9 @@ def compare(
     folders = {key: out / key[0] / f"seed-{key[1]}" for key in planned}
     for key, spec in planned.items():
         there = folders[key] / SPEC
-        if there.exists() and there.read_text(encoding="utf-8") != spec.to_toml():
+        if there.exists() and not is_run_of(there, spec):
             raise SpecError("out", f"holds a run of another spec in {folders[key]}; give another folder", str(out))
-    todo = [key for key in planned if not (folders[key] / SUMMARY).exists()]
+    todo = [key for key, spec in planned.items() if not _is_done(folders[key], spec)]
     jobs = min(jobs or os.cpu_count() or 1, max(len(todo), 1))
     if jobs == 1:
         for key in todo:
@@ -76,6 +77,14 @@ def compare(
 
     write_comparison(out)
     return result
+
+
+def _is_done(folder: Path, spec: Experiment) -> bool:
+    try:
+        rounds = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["rounds"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(rounds == spec.training.rounds)
 
 
 def common_seed(experiments: Mapping[str, Experiment]) -> int:
@@ -118,7 +127,7 @@ def _in_processes(
     watch: Watcher | None,
 ) -> None:
     # Fresh processes: a fork of one that has used PyTorch's threads may hang.
-    context = multiprocessing.get_context("spawn")
+    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     with ProcessPoolExecutor(max_workers=jobs, mp_context=context, initializer=_die_when_interrupted) as pool:
         futures: dict[Future[None], tuple[str, int]] = {
             pool.submit(_toml, spec.to_toml(), folders[key]): key for key, spec in todo.items()
@@ -135,7 +144,7 @@ def _in_processes(
         except BaseException:
             # Runs that were begun can be resumed; waiting for them to end could take hours.
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in multiprocessing.active_children():
+            for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()
             raise
 

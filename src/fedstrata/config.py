@@ -219,6 +219,8 @@ def load_object(path: str, kind: str) -> Any:
 
 def _load(path: str, kind: str) -> Any:
     module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise SpecError("name", f"no name of a {kind}; expected 'module:Class'", path)
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -22,13 +22,13 @@ from fedstrata.config import under
 from fedstrata.data import Assignment, Dataset, draw_partition, from_arrays
 from fedstrata.data.spare import Spare
 from fedstrata.engines import make_engine
-from fedstrata.errors import SpecError
+from fedstrata.errors import DataError, SpecError
 from fedstrata.federation.engine import Engine, Noting, Remote
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.seam import Federation, Job
 from fedstrata.history import History
-from fedstrata.jsonl import MetricsLog, replace_file, write_json
-from fedstrata.nn.batchnorm import federate_batchnorm
+from fedstrata.jsonl import MetricsLog, occupied, replace_file, write_json
+from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.nn.layout import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.nn.zoo import make_model
@@ -110,6 +110,7 @@ def assemble(
     else:
         raise SpecError("model", "expected an nn.Module or a fedstrata Model; names go into the spec", model)
     federate_batchnorm(made.module)
+    _check_start(made, spec)
     job = Job(
         seed=spec.seed,
         training=spec.training,
@@ -123,6 +124,20 @@ def assemble(
     under("availability", lambda: spec.availability.check(job.clients))
     spec.method.check(job)
     return Prepared(spec, dataset, assignment, job)
+
+
+def _check_start(model: Model, spec: Experiment) -> None:
+    """A model that replies can be like, and that can be evaluated."""
+    for name, tensor in {**model.params(), **model.buffers()}.items():
+        if not torch.isfinite(tensor).all():
+            problem = (
+                f"{name} holds NaN or infinity, and replies that do are refused; register_buffer(persistent=False) "
+            )
+            raise SpecError("model", problem + "keeps a constant out of what travels")
+    local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
+    if local and spec.evaluation.batch_size == 1:
+        problem = "with batch_norm = 'local' batches are evaluated with their own statistics, which take two samples"
+        raise SpecError("evaluation.batch_size", problem, 1)
 
 
 def _check_outputs(model: Model, dataset: Dataset) -> None:
@@ -237,8 +252,17 @@ def refuse_foreign(folder: Path | None, spec: Experiment, resume: bool) -> None:
     there = folder / SPEC
     if not resume and there.exists():
         raise SpecError("out", "holds a run already; give another folder, or resume that run", str(folder))
-    if resume and there.exists() and there.read_text(encoding="utf-8") != spec.to_toml():
+    if resume and there.exists() and not is_run_of(there, spec):
         raise SpecError("out", "holds a run of another spec; resume it with its own", str(folder))
+
+
+def is_run_of(there: Path, spec: Experiment) -> bool:
+    """Whether a run's spec file says the same, however it is written: a key may have its default, or be left out."""
+    text = there.read_text(encoding="utf-8")
+    try:
+        return text == spec.to_toml() or Experiment.from_toml(there) == spec
+    except SpecError:
+        return False
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
@@ -283,12 +307,20 @@ class _Run:
 
     def go(self, resume: bool) -> History:
         try:
-            state, done = self._begin(resume)
-            for round in range(done + 1, self.spec.training.rounds + 1):
-                state = self._round(state, round)
-            self._end(self.spec.method.evaluated(self.prepared.job, state))
+            if self.folder is None:
+                return self._go(resume)
+            with occupied(self.folder):
+                # Once more: another process may have begun a run here a moment ago.
+                refuse_foreign(self.folder, self.spec, resume)
+                return self._go(resume)
         finally:
             self.engine.close()
+
+    def _go(self, resume: bool) -> History:
+        state, done = self._begin(resume)
+        for round in range(done + 1, self.spec.training.rounds + 1):
+            state = self._round(state, round)
+        self._end(self.spec.method.evaluated(self.prepared.job, state))
         return self.history
 
     def _begin(self, resume: bool) -> tuple[Any, int]:
@@ -325,17 +357,18 @@ class _Run:
 
     def _open_folder(self, done: int) -> None:
         assert self.folder is not None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SpecError("out", f"cannot be made a folder: {error.strerror}", str(self.folder)) from None
         replace_file(self.folder / SPEC, self.spec.to_toml().encode())
         for name in (METRICS, EVENTS):
             # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
             MetricsLog(self.folder / name).truncate_after(done if done else -1)
+        # Of the rounds so far: who looks for them must not find them before this run is over.
+        for name in (SUMMARY, WEIGHTS):
+            (self.folder / name).unlink(missing_ok=True)
         if (self.folder / METRICS).exists():
             for record in History.load(self.folder):
                 self.history.append(record)
+        if done != (self.history[-1]["round"] if self.history else 0):
+            raise DataError(f"{self.folder / METRICS} ends before its checkpoint, which is of round {done}")
         if self.prepared.job.sizes is not None and not (self.folder / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.folder / "partition.png")
 

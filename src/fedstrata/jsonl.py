@@ -6,13 +6,42 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from fedstrata.errors import DataError
+from fedstrata.errors import DataError, SpecError
+
+
+@contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """Keep every other process out of a folder for the block; where this one dies, the next may come in.
+
+    Raises:
+        SpecError: Another one is at work there, or nothing can be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise SpecError("out", f"cannot be made a folder: {error.strerror}", str(folder)) from None
+    try:
+        # The folder itself is locked, so that no file is left behind that somebody could stumble over.
+        import fcntl
+
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        raise SpecError("out", "another process is at work in it; give another folder, or wait", str(folder)) from None
+    except (ImportError, OSError):
+        pass  # a system, or a file system, without such locks
+    try:
+        yield
+    finally:
+        os.close(held)
 
 
 class MetricsLog:

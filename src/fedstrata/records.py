@@ -248,7 +248,8 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def _rebuild(node: Any, tensors: Mapping[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
+def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
+    # Each tensor stands in one place: a short message could otherwise ask for one copy after another.
     def again(inner: Any) -> Tree:
         return _rebuild(inner, tensors, ints, floats)
 
@@ -261,11 +262,11 @@ def _rebuild(node: Any, tensors: Mapping[str, Tensor], ints: list[int], floats: 
     if "$f" in node:
         return floats[node["$f"]]
     if "$t" in node:
-        return tensors[str(node["$t"])]
+        return tensors.pop(str(node["$t"]))
     if "$a" in node:
-        return tensors[str(node["$a"])].numpy()
+        return tensors.pop(str(node["$a"])).numpy()
     if "$b" in node:
-        return tensors[str(node["$b"])].numpy().tobytes()
+        return tensors.pop(str(node["$b"])).numpy().tobytes()
     if "$u" in node:
         return tuple(again(item) for item in node["$u"])
     if "$m" in node:

@@ -30,14 +30,15 @@ class Training(Setting):
         clip: Largest norm of a gradient; longer ones are scaled down to it.
         batch_norm: What becomes of BatchNorm's running statistics: ``average`` (with the parameters' weights;
             counters take the largest, never a mean) or ``local`` (each client keeps its own; the global model is
-            evaluated with the statistics of the test batches). Stratify federates them instead.
+            evaluated with the statistics of the test batches). Stratify, SFL and FedTAN take ``average`` alone.
         execution: ``fused`` lets an engine compute sums over clients in one pass, ``per-client`` never does: slower,
             and the same bits on every engine.
         threads: Threads inside one operation. Results may depend on it in the last bit.
         workers: Processes of one thread each that clients are spread over on this machine; as many as there are cores,
             and only where that pays, unless given. Results do not depend on it.
         precision: Of local training's forward and backward passes: ``float32``, or ``bf16`` where PyTorch's autocast
-            says that it is safe; parameters, updates and everything else stay float32.
+            says that it is safe; parameters, updates and everything else stay float32. Stratify and FedTAN always
+            train in float32.
         device: Where the local engine trains and the global model is evaluated: ``cpu``, ``cuda``, ``cuda:N``, or
             ``auto``, a GPU if there is one. Another device rounds differently.
         vectorise: Whether clients are trained side by side, as one set of operations; ``auto`` is true on a GPU alone.

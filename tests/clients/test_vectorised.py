@@ -297,9 +297,8 @@ class TwoNames(nn.Module):
         (dropout, "draws random numbers"),
         (Recurrent, "performance drop"),
         (Constants, "buffers that do not travel: calls"),
-        (TwoNames, "a submodule with two names: head"),
     ],
-    ids=["dropout", "lstm", "buffers", "two names"],
+    ids=["dropout", "lstm", "buffers"],
 )
 def test_what_cannot_be_vectorised_is_left_to_the_loop_and_told_once(module, reason, tiny):
     expected, _ = trained(tiny, False, module)
@@ -528,3 +527,13 @@ def test_where_memory_runs_out_nobody_trains_twice(monkeypatch, tmp_path):
     assert states[0].keys() == states[1].keys()
     for client in states[0]:
         same(*(records.decode(each[client].read_bytes())["objective"] for each in states))
+
+
+@pytest.mark.parametrize("name", ["moon", "rebafl"])
+def test_a_submodule_of_two_names_trains_as_it_does_under_one(name, compare, tiny):
+    compare(objective=OBJECTIVES.parse(name), module=TwoNames)
+    two, _ = trained(tiny, False, TwoNames, objective=OBJECTIVES.parse(name))
+    one, _ = trained(tiny, False, mlp, objective=OBJECTIVES.parse(name))
+    for ours, theirs in zip(two, one, strict=True):
+        for client, reply in ours.items():
+            same(list(reply.weights.params.values()), list(theirs[client].weights.params.values()), atol=0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fedstrata as fs
-from fedstrata.clients.client import Client, World, answers, carries
+from fedstrata.clients.client import HANDLERS, Client, World, answers, carries
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.errors import ClientsFailedError, FedstrataError, QuorumError, ReplyRefusedError
@@ -484,3 +485,38 @@ def test_the_work_of_a_fit_is_what_it_trains():
     fit = Fit(1, Weights({}, {}), {}, keep=0.5, passes=3.0)
     assert fit.work(40) == 60
     assert SizeReport(1, 0, 1.0).work(40) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"samples": 2**70}, "a whole number of more than 64 bits"),
+        ({"dtype": torch.float8_e4m3fn}, "a tensor of torch.float8_e4m3fn"),
+        ({"layout": "sparse"}, "a tensor that is torch.sparse_coo on cpu"),
+        ({"device": "meta"}, "on meta"),
+    ],
+    ids=str,
+)
+def test_a_reply_that_no_arithmetic_can_use_costs_its_sender_alone(tiny, monkeypatch, change, reason):
+    federation = tiny(3)
+    real = HANDLERS[Fit]
+
+    def strange(client, request):
+        reply = real(client, request)
+        if client.number != 1:
+            return reply
+        if "samples" in change:
+            return replace(reply, samples=change["samples"])
+        params = dict(reply.weights.params)
+        first = next(iter(params))
+        if "dtype" in change:
+            params[first] = params[first].to(change["dtype"])
+        elif "layout" in change:
+            params[first] = params[first].to_sparse()
+        else:
+            params[first] = params[first].to("meta")
+        return replace(reply, weights=Weights(params, reply.weights.buffers))
+
+    monkeypatch.setitem(HANDLERS, Fit, strange)
+    assert sorted(federation.ask(federation.fits())) == [0, 2]
+    assert reason in federation.reasons("refused")[0]

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import fedstrata as fs
+from fedstrata import checkpoint, records
+from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.cli import main
 from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.federation.messages import Fit, FitReply, Weights
@@ -166,8 +168,9 @@ def test_under_privacy_neither_counters_nor_control_variates_tell_a_size(monkeyp
     monkeypatch.setattr(LocalEngine, "ask", listen)
     method = {"name": "fedstas", "epsilon": 3.0, "bound": 200, "fraction": 0.5}
     settings = {"partition": fs.IID(clients=12), "training": {"rounds": 1, "batch_size": 2}}
+    steps = {**settings, "training": {**settings["training"], "local_steps": 40}}
     norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
-    fs.run(fs.Experiment(method=method, **settings), model=norm)
+    fs.run(fs.Experiment(method=method, **steps), model=norm)
     counter = "2.num_batches_tracked"
     assert sent
     assert all(torch.equal(reply.weights.buffers[counter], ask.weights.buffers[counter]) for ask, reply in sent)
@@ -269,3 +272,139 @@ def test_data_and_models_that_cannot_be_used_are_found_before_the_first_round(ho
 def test_a_device_that_is_none_says_which_there_are():
     with pytest.raises(SpecError, match=r"training\.device = 'gpu': expected cpu, cuda, cuda:N or auto"):
         fs.Experiment.from_table({"training": {"device": "gpu"}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "norm"}, r"^training\.local_steps: with epochs BatchNorm's running statistics would tell"),
+        ({"weight_decay": 0.1}, r"^training\.local_steps: with epochs weight decay would tell"),
+        ({"client_sampler": "weighted"}, r"^method\.client_sampler: asks for sizes that clients keep private"),
+        ({"client_sampler": "clustered"}, r"^method\.client_sampler: asks for sizes that clients keep private"),
+        ({"client_sampler": "power-of-choice"}, r"^method\.client_sampler: asks for sizes"),
+    ],
+    ids=str,
+)
+def test_under_privacy_nothing_else_tells_a_size(changes, message):
+    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    method = {"name": "fedstas", "epsilon": 3.0, "bound": 200, "aggregator": "mean"}
+    if "client_sampler" in changes:
+        method["client_sampler"] = changes["client_sampler"]
+    decay = {"weight_decay": changes.get("weight_decay", 0.0)}
+    model = norm if "model" in changes else None
+
+    def prepared(**training):
+        return fs.prepare(fs.Experiment(method=method, partition=fs.IID(clients=12), training=training), model=model)
+
+    with pytest.raises(SpecError, match=message):
+        prepared(**decay)
+    if "client_sampler" not in changes:
+        prepared(**decay, local_steps=3)
+        method["epsilon"] = None
+        prepared(**decay)
+
+
+def test_weight_decay_and_epochs_tell_how_many_steps_were_taken():
+    """Why they are refused: a pixel that is always 0 has no gradient, and its weights shrink by (1 − η λ) a step."""
+    spec = fs.Experiment(
+        data={"name": "digits", "normalize": "unit"},
+        method="fedavg",
+        partition=fs.IID(clients=1),
+        training={"weight_decay": 0.5, "lr": 0.1, "rounds": 1, "local_epochs": 1},
+    )
+    data = spec.data.load(0)
+    dark = torch.nonzero(data.x_train.flatten(1).float().std(dim=0) == 0).flatten()
+    prepared = fs.prepare(spec, data=data)
+    first, before = next(iter(prepared.job.model.params().items()))
+    after = fs.run(spec, data=data).params[first]
+    steps = torch.log(after[:, dark[0]] / before[:, dark[0]]) / torch.log(torch.tensor(1 - 0.1 * 0.5))
+    assert round(steps.median().item()) == -(-data.train_size // spec.training.batch_size)
+
+
+def test_a_model_that_no_reply_can_be_like_is_refused():
+    class Masked(nn.Linear):
+        def __init__(self, persistent: bool) -> None:
+            super().__init__(64, 10)
+            self.register_buffer("mask", torch.full((3,), -torch.inf), persistent=persistent)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.flatten(1))
+
+    spec = fs.Experiment(method="fedavg", partition=fs.IID(clients=4), training={"rounds": 1})
+    with pytest.raises(SpecError, match=r"^model: mask holds NaN or infinity.*persistent=False"):
+        fs.run(spec, model=Masked(persistent=True))
+    assert fs.run(spec, model=Masked(persistent=False))[-1]["clients_trained"] == 4
+
+
+def test_statistics_of_a_batch_of_one_are_refused_before_training():
+    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    table = {"training": {"batch_norm": "local"}, "evaluation": {"batch_size": 1}}
+    with pytest.raises(SpecError, match=r"^evaluation\.batch_size = 1: .*two samples"):
+        fs.prepare(fs.Experiment.from_table(table), model=norm)
+    with pytest.raises(SpecError, match=r"^training\.batch_norm = 'local': Stratify's statistics"):
+        fs.prepare(fs.Experiment.from_table({**table, "method": "stratify", "evaluation": {}}), model=norm)
+    with pytest.raises(SpecError, match=r"^training\.batch_size = 1: BatchNorm needs at least two"):
+        fs.prepare(fs.Experiment.from_table({"method": "stratify", "training": {"batch_size": 1}}), model=norm)
+
+
+@pytest.mark.parametrize(
+    "sampler", [{"name": "clustered", "algorithm": 2}, "fedssar", {"name": "fedsts", "gradients": "updates"}], ids=str
+)
+def test_a_relay_has_no_models_to_learn_from(sampler):
+    with pytest.raises(SpecError, match=r"^method\.client_sampler = '.*': learns from the models"):
+        fs.prepare(fs.Experiment(method={"name": "sfl", "client_sampler": sampler}))
+
+
+def test_clients_with_one_sample_and_batchnorm_take_no_step():
+    """FedSampling often leaves a client a single sample: nobody's failure."""
+    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    spec = fs.Experiment(
+        data={"name": "digits", "limit": 120},
+        method={"name": "fedsampling", "samples": 16},
+        partition=fs.IID(clients=8),
+        training={"rounds": 6, "local_epochs": 1},
+    )
+    history = fs.run(spec, model=norm)
+    assert [record["clients_failed"] for record in history] == [0] * 6
+    assert history.total("samples") > 0
+
+
+def test_with_local_statistics_only_batchnorms_buffers_stay_with_the_client(tmp_path):
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = nn.Linear(64, 6).requires_grad_(False)
+            self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 10)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.seen += 1
+            return self.head(self.norm(self.frozen(x.flatten(1))))
+
+    table = {"partition": {"name": "iid", "clients": 3}, "training": {"rounds": 1, "batch_norm": "local"}}
+    params = fs.run(fs.Experiment.from_table(table), model=Mixed(), out=tmp_path).params
+    kept = records.decode(checkpoint.load(tmp_path / "checkpoint").clients[0].read_bytes())["buffers"]
+    assert set(kept) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert params["seen"] > 0
+    assert not params["norm.running_mean"].any()
+
+
+def test_announced_dropout_leaves_horvitz_thompson_with_fedssar_its_size():
+    """Weights of a round add up to 1 however many of a cluster are away."""
+    spec = fs.Experiment(
+        partition=fs.Classes(clients=12, per_client=2),
+        availability=fs.Bernoulli(p=0.5, announced=True),
+        method={"name": "fedssar", "aggregator": "horvitz-thompson"},
+        training={"rounds": 4, "clients_per_round": 5, "local_epochs": 1},
+    )
+    totals = []
+
+    class Watching(HorvitzThompson):
+        def coefficients(self, *args, **kwargs):
+            found = super().coefficients(*args, **kwargs)
+            totals.append(found.sum())
+            return found
+
+    fs.run(spec.model_copy(update={"method": spec.method.model_copy(update={"aggregator": Watching()})}))
+    assert totals == pytest.approx([1.0] * 4)

@@ -372,3 +372,35 @@ def test_a_layer_that_draws_is_seeded_from_the_first_batch_on(balanced):
             assert torch.equal(tensor, replies[0].gradient[name])
     other = engine.ask_fused(dict.fromkeys(ask, Gradient(2, 0, weights)))
     assert other.loss != replies[0].loss
+
+
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_a_batch_that_dropout_leaves_one_sample_of_is_nobodys_failure(start, balanced, trace, batch_size):
+    """The second client is never there with its three classes: batches are left with a few samples of the first."""
+    mine, theirs = list(range(0, 100, 5)), [i for i in range(100) if i % 5 in (1, 2, 3)]
+    table = {
+        "partition": {"name": "given", "indices": [mine, theirs]},
+        "availability": trace({0: [1, 2, 3]}),
+        "method": {"name": "stratify", "schedule": "uncapped", "batch_size": batch_size},
+        "training": {"rounds": 3, "lr": 0.1},
+    }
+    started = start(fs.Experiment.from_table(table), balanced, with_batchnorm())
+    for _ in range(3):
+        metrics = started.step()
+        skipped = [event for event in started.federation.events if event["kind"] == "batch skipped"]
+        assert metrics["clients_failed"] == 0
+        assert metrics["samples"] == 20 - len(skipped)
+        assert metrics["samples"] > 5
+
+
+def test_a_last_batch_of_one_joins_the_batch_before_it(start, balanced):
+    """1,000 positions in batches of 27: 37 batches and one sample."""
+    table = {"partition": {"name": "iid", "clients": 5}, "method": {"name": "stratify", "batch_size": 27}}
+    exchanges = []
+    for module in (with_batchnorm(), nn.Linear(8, 5)):
+        started = start(fs.Experiment.from_table(table), balanced, module)
+        metrics = started.step()
+        assert metrics["samples"] == 1000
+        assert metrics["clients_failed"] == 0
+        exchanges.append(metrics["exchanges"])
+    assert exchanges[0] < exchanges[1]

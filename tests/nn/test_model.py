@@ -316,3 +316,41 @@ def test_shared_parameters_are_read_where_they_lie_and_left_alone_afterwards():
     model.reload({name: torch.zeros_like(tensor) for name, tensor in given.items()})
     assert all(not tensor.any() for tensor in params.values())
     assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
+
+
+class Aliased(nn.Module):
+    """Two layers in a list, the second under a name of its own too; their weights may be tied besides."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        if tied:
+            self.layers[2].weight = self.layers[0].weight
+        self.head = self.layers[2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_call_with_other_parameters_leaves_a_submodule_of_two_names_alone(tied):
+    """Inside ``loaded``, as MOON and ReBaFL call it: gradients of the installed parameters are still theirs."""
+    model, x = Model(Aliased(tied)), torch.randn(5, 4)
+    params, others = model.params(), other_params(model)
+    with model.loaded(params, train=True) as installed:
+        expected = torch.autograd.grad(model(installed, x).square().sum(), list(installed.values()))
+        before = {name: id(tensor) for name, tensor in model.module.named_parameters()}
+        seen = model(others, x)
+        assert {name: id(tensor) for name, tensor in model.module.named_parameters()} == before
+        found = torch.autograd.grad(model(installed, x).square().sum(), list(installed.values()))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+            assert a.any()
+    with model.loaded(others, train=True) as installed:
+        torch.testing.assert_close(model(installed, x), seen)
+    with model.loaded(params) as installed:
+        expected = torch.autograd.grad(model(installed, x).square().sum(), list(installed.values()))
+    gradients = grad(lambda p: model(p, x).square().sum())(params)
+    for name, gradient in zip(params, expected, strict=True):
+        torch.testing.assert_close(gradients[name], gradient)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from fedstrata.clients.answers import report_size
+from fedstrata.clients.client import Client
+from fedstrata.federation.messages import SizeReport
 from fedstrata.sampling.privacy import estimated_total, randomised_size, truth_probability
 
 
@@ -68,3 +72,20 @@ def test_the_estimate_by_hand():
     assert estimated_total([12, 30, 3], bound=40, alpha=0.25) == 1.0
     assert estimated_total([12, 30, 83], bound=40, alpha=0.25) == pytest.approx(320.0)
     assert estimated_total([1, 1], bound=100, alpha=0.1) == 1.0  # far below zero, and still at least 1
+
+
+def test_at_a_real_site_the_seed_does_not_take_the_noise_off(tiny):
+    """Sites do not tell their sizes, and the server knows the experiment's seed."""
+    federation = tiny(1, sizes=[40])
+    known = federation.engine.world
+    real = replace(known, job=replace(known.job, sizes=None), prepared={})
+
+    def answers(world):
+        asked = (SizeReport(round, 100, 0.1) for round in range(1, 41))
+        return [report_size(Client(0, world), request).samples for request in asked]
+
+    assert answers(known) == answers(known)
+    first, second = answers(real), answers(real)
+    assert first != second
+    assert len(set(first)) > 10
+    assert set(first) <= set(range(1, 101))

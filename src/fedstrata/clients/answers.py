@@ -6,8 +6,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.clients.client import Client, answers
+from fedstrata.clients.client import Client, World, answers
 from fedstrata.clients.training import LocalData, Outcome, computing, train
 from fedstrata.federation.messages import (
     Compress,
@@ -61,7 +62,8 @@ def starting_point(client: Client, request: Fit | Compress | LossReport) -> Weig
     """The model that came, with the client's own statistics where it keeps them."""
     local = client.world.job.training.batch_norm == "local"
     sent = request.weights
-    return Weights(sent.params, client.state[BUFFERS]) if local and BUFFERS in client.state else sent
+    own = client.state.get(BUFFERS)
+    return Weights(sent.params, {**sent.buffers, **own}) if local and isinstance(own, dict) else sent
 
 
 def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> FitReply:
@@ -69,10 +71,11 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
     if outcome.kept is not None:
         client.state[OBJECTIVE] = outcome.kept
     result = outcome.weights
-    if client.world.job.training.batch_norm == "local" and result.buffers:
+    if client.world.job.training.batch_norm == "local" and (names := client.world.once(statistics)):
         # The statistics stay here; what goes back is what came, so that nobody learns them.
-        client.state[BUFFERS] = result.buffers
-        result = Weights(result.params, request.weights.buffers)
+        client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}
+        came = {name: b for name, b in request.weights.buffers.items() if name in names}
+        result = Weights(result.params, {**result.buffers, **came})
     told = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
     if not request.counts:
         # BatchNorm counts batches, and batches tell samples.
@@ -81,12 +84,20 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
     return FitReply(result, *told, outcome.loss, outcome.message)
 
 
+def statistics(world: World) -> frozenset[str]:
+    """Names of BatchNorm's buffers; frozen parameters and other buffers are none of them."""
+    layers = [(at, part) for at, part in world.job.model.module.named_modules() if isinstance(part, _BatchNorm)]
+    return frozenset(f"{at}.{own}" if at else own for at, part in layers for own, _ in part.named_buffers())
+
+
 @answers(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
     """The number of samples, under local differential privacy where a bound is given."""
     if request.bound == 0:
         return SizeReply(len(client))
-    draw = client.rng("size-privacy", request.round)
+    # In a simulation a spec has one result. At a real site the server, who knows the seed, could take the noise off.
+    simulated = client.world.job.sizes is not None
+    draw = client.rng("size-privacy", request.round) if simulated else np.random.default_rng()
     return SizeReply(randomised_size(len(client), request.bound, request.alpha, draw))
 
 

@@ -60,7 +60,8 @@ class LocalData:
     def shuffled(self, training: Training, draw: np.random.Generator) -> Iterator[Batch]:
         """The mini-batches of a round: epochs of a fresh permutation each, or as many steps as asked."""
         n, size = len(self), min(training.batch_size, len(self))
-        if n == 0:
+        # BatchNorm has no statistics of a single sample: who has no other one takes no step.
+        if n < (2 if self.pairs else 1):
             return
         whole = training.local_steps is not None
         batches = -(-n // size) - (1 if self.pairs and n > 1 and size > 1 and n % size == 1 else 0)

@@ -122,10 +122,6 @@ class SideBySide:
             return f"{random[0]} draws random numbers for each client in turn"
         if any(True for _ in module.get_submodule(model.head_name).buffers()):
             return f"the head {model.head_name!r} has buffers"
-        names = [name for name, _ in module.named_modules(remove_duplicate=False)]
-        if twice := sorted(set(names) - {name for name, _ in module.named_modules()}):
-            # functional_call puts back what it found there the second time: its own tensor.
-            return f"a submodule with two names: {twice[0]}"
         if hidden := dict(module.named_buffers()).keys() - module.state_dict().keys():
             return f"buffers that do not travel: {', '.join(sorted(hidden))}"
         return None

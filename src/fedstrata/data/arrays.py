@@ -97,8 +97,8 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
         if len(array) != len(samples):
             raise DataError(f"{key}: {len(array)} for {len(samples)} samples in x_{split}; they must be as many")
         if array.dtype.kind == "f":
-            if not (array == np.floor(array)).all():  # NaN is not equal to itself, so it ends here too
-                raise DataError(f"{key}: holds fractions or NaN; accepted: whole numbers or strings")
+            if not (np.isfinite(array) & (array == np.floor(array))).all():
+                raise DataError(f"{key}: holds fractions, NaN or infinity; accepted: whole numbers or strings")
             array = array.astype(np.int64)
         if array.dtype.kind not in "iubUS":
             raise DataError(f"{key}: of type {array.dtype}; accepted: whole numbers or strings")

@@ -85,6 +85,7 @@ def simulate(
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
+            (folder / WEIGHTS).unlink(missing_ok=True)  # of the rounds so far: it says below that all went well
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
         write_job(root / "job", plans, [spec.to_toml() for spec, _ in runs])

@@ -196,7 +196,8 @@ class LocalEngine:
         numbers = sorted(requests)
         while len(self._models) < len(numbers):
             self._models.append(self.world.job.model.clone())
-        group = LocalGroup(len(numbers)) if group is None else group
+        # No timeout: results must not depend on the clock, and who fails here tells the others.
+        group = LocalGroup(len(numbers), timeout=None) if group is None else group
         for place, number in enumerate(numbers):
             client = self._client(number)
             client.group, client.model = group.member(place), self._models[place]

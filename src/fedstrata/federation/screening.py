@@ -18,6 +18,13 @@ Check = Callable[[Any], None]
 """Raises ``ReplyRefusedError`` for a reply that a method cannot use."""
 
 
+DTYPES = frozenset(
+    {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+    | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+"""Types of tensors that every operation here knows."""
+
+
 def defect_of(reply: Any, check: Check | None) -> str | None:
     """Why a reply cannot be used, or None."""
     if not isinstance(reply, records.Message):
@@ -25,13 +32,26 @@ def defect_of(reply: Any, check: Check | None) -> str | None:
     try:
         # Over a wire it would not have arrived; here clients may live in the same process.
         records.require_types(reply)
-        if not all(map(_finite, records.leaves_of(reply))):
-            return "NaN or infinity"
+        for leaf in records.leaves_of(reply):
+            _require_plain(leaf)
+            if not _finite(leaf):
+                return "NaN or infinity"
         if check is not None:
             check(reply)
     except (ReplyRefusedError, WireError) as error:
         return str(error)
     return None
+
+
+def _require_plain(leaf: Any) -> None:
+    """Refuse what no arithmetic can be done with."""
+    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+        raise ReplyRefusedError("a whole number of more than 64 bits")
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided or leaf.device.type == "meta":
+            raise ReplyRefusedError(f"a tensor that is {leaf.layout} on {leaf.device.type}")
+        if leaf.dtype not in DTYPES:
+            raise ReplyRefusedError(f"a tensor of {leaf.dtype}")
 
 
 def _finite(leaf: Any) -> bool:

@@ -350,8 +350,10 @@ class Federation:
                 f"all {len(asked)} clients failed in round {self.round} of {self.method}; "
                 f"client {client}: {failure.reason}"
             ) from failure.error
+        nobodys = all(failure.bystander for failure in failures.values())
         for client, failure in failures.items():
-            if not failure.bystander:
+            # Who only waited for somebody that failed has not; but a group may also break without anybody's doing.
+            if nobodys or not failure.bystander:
                 self._fail(client, failure)
         if len(good) < quorum:
             self.engine.settle([])

@@ -15,6 +15,7 @@ from fedstrata.config import Registry, Setting, under
 from fedstrata.errors import ReplyRefusedError, SpecError
 from fedstrata.federation.messages import Extra, Fit, FitReply, Params, Weights
 from fedstrata.federation.seam import Check, Federation, Job, check_like, require_like
+from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import OBJECTIVES, CrossEntropy, Objective
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import (
@@ -164,14 +165,29 @@ class Recipe(Method):
         data.check(job)
         objective.check(job)
         aggregator.check(job, sampler)
-        if data.private and aggregator.needs_counts:
+        if data.private:
+            self._check_private(job)
+
+    def _check_private(self, job: Job) -> None:
+        """Nothing may tell the sizes that clients keep private."""
+        sampler, _, objective, aggregator = self.choices()
+        if sampler.tells_sizes:
+            raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
+        if aggregator.needs_counts:
             accepted = "'mean', 'stratum' or 'horvitz-thompson'"
             raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
-        if data.private and objective.tells_counts(job):
+        if objective.tells_counts(job):
             problem = "tells sizes that clients keep private; use another"
             if not objective.tells_counts(replace(job, training=job.training.model_copy(update={"local_steps": 1}))):
                 problem += ", or training.local_steps, the same for all"
             raise SpecError("method.objective", problem, objective.name)
+        decays = job.training.weight_decay > 0
+        if job.training.local_steps is None and (decays or has_batchnorm(job.model.module)):
+            why = "weight decay" if decays else "BatchNorm's running statistics"
+            problem = (
+                f"with epochs {why} would tell how many steps a client took, and with them its size, which it keeps "
+            )
+            raise SpecError("training.local_steps", problem + "private; give a number of steps, the same for all")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Every choice's own beginning."""
@@ -233,12 +249,13 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     """Who trained, the samples that they saw, and the mean loss.
 
     A client's loss is the mean over its steps; over the clients it is weighted by the samples that they saw. Where
-    clients keep their counts private, the samples are 0 and the loss is the mean over the clients.
+    clients keep their counts private, the samples are 0 and the loss is the mean over the clients, without those whose
+    loss is exactly 0: they kept no sample.
     """
     seen = sum(reply.seen for reply in answers)
-    weights = [reply.seen if seen else 1 for reply in answers]
+    weights = [reply.seen if seen else int(reply.loss != 0) for reply in answers]
     loss = None
-    if answers:
+    if any(weights):
         loss = sum(w * reply.loss for w, reply in zip(weights, answers, strict=True)) / sum(weights)
     return {"clients_trained": len(answers), "samples": seen, "train_loss": loss}
 

@@ -48,7 +48,13 @@ class SFL(Method):
             raise SpecError(
                 "training.batch_norm", "one travelling model has one set of statistics; use average", "local"
             )
-        self._sampler().check(job)
+        sampler = self._sampler()
+        if sampler.learns:
+            problem = (
+                "learns from the models that participants send back, and in a relay the server sees one; use another"
+            )
+            raise SpecError("method.client_sampler", problem, sampler.name)
+        sampler.check(job)
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
         """The sampler's own beginning."""

@@ -84,7 +84,14 @@ class Stratify(Method):
     def check(self, job: Job) -> None:
         """Masking needs its extra; batches of one need a model and an optimiser without memory of earlier samples."""
         check_masking(self.masking, job.classes)
+        normalises = has_batchnorm(job.model.module)
+        if normalises and job.training.batch_norm == "local":
+            problem = "Stratify's statistics are those of the federation's batches; use average"
+            raise SpecError("training.batch_norm", problem, "local")
         if self.mode == "batch":
+            key = "training.batch_size" if self.batch_size is None else "method.batch_size"
+            if normalises and (self.batch_size or job.training.batch_size) == 1:
+                raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
             return
         if has_batchnorm(job.model.module):
             raise SpecError("method.mode", "BatchNorm has nothing to normalise in batches of one; use batch", self.mode)
@@ -127,7 +134,8 @@ class Stratify(Method):
             weights, memory, metrics = single_epoch(federation, state.weights, route)
         else:
             size = self.batch_size or job.training.batch_size
-            plan = Plan(federation, holders, wanted, size, weighted=weighted, window=window)
+            pairs = has_batchnorm(job.model.module)
+            plan = Plan(federation, holders, wanted, size, weighted=weighted, window=window, pairs=pairs)
             weights, memory, metrics = batch_epoch(federation, state.weights, state.optimizer, plan, self.server)
         metrics |= communication(weights, metrics["transfers"], job.clients, federation.round)
         return StratifyState(weights, holders, memory), metrics | {"scheduled": len(wanted)}

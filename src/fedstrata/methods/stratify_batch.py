@@ -73,6 +73,10 @@ def _batch(federation: Federation, plan: Plan, batch: int, weights: Weights, tog
     """The sum over one batch; who fails is left out and its later positions are given to others."""
     request = Gradient(federation.round, batch, weights)
     while work := plan.work(batch):
+        if together and sum(work.values()) < 2:
+            # Nobody's fault: the others of the batch are not there, and BatchNorm needs two samples.
+            federation.note("batch skipped", work, "a single sample is left of it, and BatchNorm needs two")
+            return None
         total = federation.ask_sum(
             dict.fromkeys(work, request),
             check=_gradient_check(weights.params),
@@ -103,6 +107,7 @@ class Plan:
         batch_size: Positions in a batch.
         weighted: Draw a label's holders by how many samples each has, not uniformly.
         window: The part of each label's samples that is there; see ``Reserve``.
+        pairs: Whether a batch needs two samples, as BatchNorm does.
     """
 
     def __init__(
@@ -114,9 +119,12 @@ class Plan:
         *,
         weighted: bool,
         window: tuple[float, float] = (0.0, 1.0),
+        pairs: bool = False,
     ) -> None:
         self.federation, self.holders, self.wanted, self.window = federation, holders, wanted, window
         self.batch_of = np.arange(len(wanted)) // batch_size
+        if pairs and len(wanted) > 1 and len(wanted) % batch_size == 1:
+            self.batch_of[-1] -= 1  # BatchNorm has no statistics of a single sample: it joins the batch before it
         self.batches = int(self.batch_of[-1]) + 1 if len(wanted) else 0
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
         self.weighted = weighted

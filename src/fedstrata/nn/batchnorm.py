@@ -232,14 +232,15 @@ class LocalGroup:
 
     Args:
         size: Number of members.
-        timeout: Seconds that a member waits for the others before it breaks the group.
+        timeout: Seconds that a member waits for the others before it breaks the group; None for as long as it takes,
+            where nobody can be lost.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
     tensor([1., 1.])
     """
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float | None = 60.0) -> None:
         if size < 1:
             raise ValueError(f"size = {size}: a group has at least one member")
         self.size, self.timeout = size, timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -76,6 +77,7 @@ class Model:
         self._others: Params = {name: tensor for name, tensor in named.items() if name not in self._leaves}
         self._others |= {name: tensor for name, tensor in self._changing.items() if name in persistent}
         self._initial_params, self._initial_buffers = _copies(self._leaves), _copies(self._others)
+        self._tied = _tied(self.module)
 
     def params(self) -> Params:
         """Clones of the initial parameters, in the order in which the module registered them."""
@@ -125,7 +127,10 @@ class Model:
             # BatchNorm updates its running statistics in place: those of copies, or the call would not be
             # pure.
             params = {**_copies(self._changing), **params}
-        logits = functional_call(self.module, params, (x,))
+        tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
+        # Every tensor by each of its places, once: what PyTorch does itself about ties forgets that a whole submodule
+        # may have two names, and leaves a foreign tensor there.
+        logits = functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
         return logits
 
     def with_features(self, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,6 +306,18 @@ def _find_head(module: nn.Module) -> str:
         )
         raise SpecError("model.head", problem)
     return linear[-1]
+
+
+def _tied(module: nn.Module) -> dict[str, list[str]]:
+    """The other places of tensors that several submodules share, by the name of the first."""
+    places: dict[int, list[str]] = {}
+    for prefix, part in module.named_modules():
+        for own, tensor in itertools.chain(
+            part.named_parameters(recurse=False, remove_duplicate=False),
+            part.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            places.setdefault(id(tensor), []).append(f"{prefix}.{own}" if prefix else own)
+    return {names[0]: names[1:] for names in places.values() if len(names) > 1}
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> Params:

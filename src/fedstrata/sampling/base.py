@@ -80,6 +80,16 @@ class ClientSampler(Setting):
                 "training.clients_per_round", f"the partition has {job.clients} clients; give at most that", m
             )
 
+    @property
+    def tells_sizes(self) -> bool:
+        """Whether it asks clients for the plain number of their samples."""
+        return False
+
+    @property
+    def learns(self) -> bool:
+        """Whether it needs the models that participants send back; see ``observe``."""
+        return False
+
     def init(self, federation: Federation) -> Tree:
         """The state before the first round."""
         return None

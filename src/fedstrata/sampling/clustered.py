@@ -95,6 +95,16 @@ class Clustered(ClientSampler):
             )
             raise SpecError("method.client_sampler.algorithm", problem, self.algorithm)
 
+    @property
+    def tells_sizes(self) -> bool:
+        """Clients are drawn by size."""
+        return True
+
+    @property
+    def learns(self) -> bool:
+        """Algorithm 2 compares updates."""
+        return self.algorithm == 2
+
     def init(self, federation: Federation) -> Tree:
         """The sizes; no updates yet."""
         return ClusteredState(ask_sizes(federation), nobody(), federation.job.seed)

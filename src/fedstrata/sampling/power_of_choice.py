@@ -33,6 +33,11 @@ class PowerOfChoice(ClientSampler):
         if self.candidates is not None and self.candidates < m:
             raise SpecError(key, f"a round invites {m} of the candidates; give at least that", self.candidates)
 
+    @property
+    def tells_sizes(self) -> bool:
+        """Clients are drawn by size."""
+        return True
+
     def init(self, federation: Federation) -> Tree:
         """The sizes."""
         return ask_sizes(federation)

@@ -57,6 +57,11 @@ class Similar(ClientSampler):
     coordinates: int = Field(default=2048, ge=0)
     optics_max: PositiveInt = 2000
 
+    @property
+    def learns(self) -> bool:
+        """Sketches are of participants' models."""
+        return True
+
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
         return SimilarState(nobody(), federation.job.seed)
@@ -81,6 +86,10 @@ class Similar(ClientSampler):
         selection = draw(
             known[available], clusters[available], sizes, allocation, alike, False, federation.rng("client-sampling")
         )
+        if selection.probability is not None and selection.stratum is not None:
+            # Drawn among those who are there, for a cluster of all who are known.
+            share = (there / sizes)[selection.stratum]
+            selection = replace(selection, probability=selection.probability * share)
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
             "strata_allocation": allocation.tolist(),

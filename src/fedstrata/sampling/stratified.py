@@ -116,6 +116,11 @@ class Stratified(ClientSampler):
                 stacklevel=2,
             )
 
+    @property
+    def learns(self) -> bool:
+        """Updates may stand for gradients."""
+        return self.gradients == "updates"
+
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
         nobody = np.empty(0, dtype=np.int64)

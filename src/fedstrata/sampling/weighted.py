@@ -30,6 +30,11 @@ class Weighted(ClientSampler):
     by: Literal["size", "uniform"] = "size"
     replacement: bool = True
 
+    @property
+    def tells_sizes(self) -> bool:
+        """Clients are drawn by size."""
+        return self.by == "size"
+
     def init(self, federation: Federation) -> Tree:
         """The sizes."""
         return ask_sizes(federation) if self.by == "size" else None
