@@ -251,9 +251,9 @@ def test_two_processes_never_write_into_one_folder(tmp_path):
     def meanwhile(record):
         for resume in (False, True):
             code = (
-                "import sys, fedstrata as fs\n"
+                "import sys, fedstrata as fs, fedstrata.errors\n"
                 "try: fs.run(sys.argv[1], out=sys.argv[2], resume=sys.argv[3] == 'True')\n"
-                "except fs.SpecError as error: print(error)"
+                "except fedstrata.errors.SpecError as error: print(error)"
             )
             arguments = [str(tmp_path / "run" / "spec.toml"), str(tmp_path / "run"), str(resume)]
             done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)

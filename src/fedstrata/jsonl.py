@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from fedstrata.errors import DataError, SpecError
+
+PATIENCE = 3.0
+"""Seconds that a folder may still be held by the workers of a process that was killed."""
 
 
 @contextmanager
@@ -29,10 +33,7 @@ def occupied(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise SpecError("out", f"cannot be made a folder: {error.strerror}", str(folder)) from None
     try:
-        # The folder itself is locked, so that no file is left behind that somebody could stumble over.
-        import fcntl
-
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(held)
     except BlockingIOError:
         os.close(held)
         raise SpecError("out", "another process is at work in it; give another folder, or wait", str(folder)) from None
@@ -42,6 +43,21 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(held)
+
+
+def _lock(held: int) -> None:
+    import fcntl
+
+    patience = time.monotonic() + PATIENCE
+    while True:
+        try:
+            # The folder itself is locked, so that no file is left behind that somebody could stumble over.
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > patience:
+                raise
+            time.sleep(0.05)
 
 
 class MetricsLog:
