@@ -207,3 +207,44 @@ def test_report_writes_a_page(capsys):
     assert main(["report", "one"]) == 0
     assert capsys.readouterr().out.strip() == "one/report.html"
     assert "<html" in Path("one/report.html").read_text()
+
+
+def test_what_a_client_says_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
+    """Brackets in it are no markup, and nor are those in the name of a folder."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "saying.py").write_text(
+        "from fedstrata.objectives.base import CrossEntropy\n"
+        "class Saying(CrossEntropy):\n"
+        "    def begin(self, model, context):\n"
+        "        if context.counts[0] > 0:\n"
+        "            raise FileNotFoundError('cannot open [/data/x]')\n"
+        "        return context\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    Path("s.toml").write_text(
+        '[partition]\nname = "classes"\nclients = 10\nper_client = 1\n[training]\nrounds = 1\n'
+        '[method]\nobjective = "saying:Saying"\n'
+    )
+    assert main(["run", "s.toml", "--out", "lr[0.1]/[b]", "--quiet"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert " × failed; the first: client" in said
+    assert "cannot open [/data/x]" in said
+    assert "written to lr[0.1]/[b]" in said
+
+
+def test_runs_that_start_within_a_second_have_folders_of_their_own(monkeypatch):
+    monkeypatch.setattr("fedstrata.comparison.stamp", lambda: "now")
+    Path("s.toml").write_text(BASE)
+    for _ in range(3):
+        assert main(["run", "s.toml", "--quiet"]) == 0
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names == ["fedavg-digits-now", "fedavg-digits-now-2", "fedavg-digits-now-3"]
+
+
+def test_what_the_system_refuses_is_one_line(capsys):
+    Path("s.toml").write_text(BASE)
+    Path("file").write_text("")
+    assert main(["run", "s.toml", "--out", "file/run", "--quiet"]) == 2
+    assert "out = 'file/run': cannot be made a folder: Not a directory" in capsys.readouterr().err
+    assert main(["partition", "s.toml", "--out", "file/picture.png"]) == 1
+    assert capsys.readouterr().err.startswith("fedstrata: [Errno ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 import tomllib
 from pathlib import Path
 
@@ -165,3 +167,27 @@ def test_everything_is_checked_before_anything_is_written(labels, changes, key, 
         compare(variants({**TABLE, **changes}, labels), out=out, jobs=1)
     assert caught.value.key.startswith(key)
     assert not out.exists()
+
+
+def test_a_run_that_was_extended_and_broken_off_is_finished(tmp_path):
+    experiments = variants(tomllib.loads(SPEC), ["fedavg"])
+    compare(experiments, out=tmp_path, jobs=1)
+    longer = variants(tomllib.loads(SPEC), ["fedavg"], ["training.rounds=5"])
+    folder = tmp_path / "fedavg" / "seed-0"
+    (folder / "spec.toml").write_text((folder / "spec.toml").read_text().replace("rounds = 3", "rounds = 5"))
+    assert len(compare(longer, out=tmp_path, jobs=1)["fedavg"][0]) == 5
+
+
+def test_a_failing_comparison_ends_its_own_processes_alone(tmp_path):
+    mine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    mine.start()
+    try:
+        experiments = variants(tomllib.loads(SPEC), ["fedavg", "prox"])
+        (tmp_path / "out" / "prox" / "seed-0").mkdir(parents=True)
+        (tmp_path / "out" / "prox" / "seed-0" / "metrics.jsonl").mkdir()
+        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+            compare(experiments, out=tmp_path / "out", jobs=2)
+        assert mine.is_alive()
+    finally:
+        mine.kill()
+        mine.join()
