@@ -12,7 +12,7 @@ from fedstrata.deploy import simulator
 from fedstrata.deploy.configuration import write_job
 from fedstrata.deploy.settings import Plan
 from fedstrata.deploy.simulator import simulate
-from fedstrata.errors import ExtraMissingError, SpecError
+from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 
 # Tests are no package: the table that all engines share is loaded from its file.
 _found = importlib.util.spec_from_file_location("matrix", Path(__file__).with_name("matrix.py"))
@@ -73,6 +73,29 @@ def test_a_run_goes_on_with_the_states_that_its_sites_kept(tmp_path: Path) -> No
     history = fs.run(spec, out=out, engine="nvflare", resume=True)
     assert final_bytes(history) == final_bytes(fs.run(spec))
     assert [record["round"] for record in history] == [1, 2, 3, 4]
+
+
+@needs_nvflare
+def test_a_simulator_that_does_not_come_up_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it never does, the result of the rounds before is not taken for that of a run that was to go on."""
+    table = {"partition": {"name": "iid", "clients": 2}, "training": {"rounds": 1, "local_epochs": 1}}
+    program, real, started = simulator._PROGRAM, simulator._started, []
+
+    def starting(session: Path, sites: int) -> object:
+        started.append(session)
+        monkeypatch.setattr(simulator, "_PROGRAM", program if len(started) == 2 else "no.such.program")
+        return real(session, sites)
+
+    monkeypatch.setattr(simulator, "_started", starting)
+    spec = fs.Experiment.from_table(table)
+    history = fs.run(spec, out=tmp_path, engine="nvflare")
+    assert len(started) == 2
+    assert final_bytes(history) == final_bytes(fs.run(spec))
+    longer = (tmp_path / "spec.toml").read_text().replace("rounds = 1", "rounds = 2")
+    (tmp_path / "spec.toml").write_text(longer)
+    with pytest.raises(FedstrataError, match="ended without a result"):
+        fs.run(tmp_path / "spec.toml", out=tmp_path, engine="nvflare", resume=True)
+    assert len(started) == 4
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from fedstrata.deploy.configuration import CLASSES, ERROR, raised, write_job
 from fedstrata.deploy.processes import end
 from fedstrata.deploy.settings import LOCAL, PATIENCE, Plan, SiteSettings
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
-from fedstrata.experiment import METRICS, WEIGHTS, prepare, refuse_elsewhere
+from fedstrata.experiment import METRICS, SPEC, WEIGHTS, prepare, refuse_elsewhere
 from fedstrata.history import History
 from fedstrata.jsonl import read_jsonl, write_json
 from fedstrata.spec import Experiment
@@ -34,6 +34,8 @@ SITES = "sites.json"
 
 _PROGRAM = "nvflare.private.fed.app.simulator.simulator"
 _LOOK = 0.1
+ATTEMPTS = 2
+"""How often the simulator is started where it ends before the first run has begun."""
 GRACE = 5.0
 """Seconds for processes that are to end."""
 
@@ -88,16 +90,23 @@ def simulate(
             (folder / WEIGHTS).unlink(missing_ok=True)  # of the rounds so far: it says below that all went well
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
-        write_job(root / "job", plans, [spec.to_toml() for spec, _ in runs])
         (root / "keys").mkdir(mode=0o700)
         settings = SiteSettings(keys=root / "keys", states=states, simulated=True, patience=patience)
-        _write_settings(root / "workspace", settings)
-        with _Watch(folders, callbacks) as watch, _started(root, count) as process:
-            while process.poll() is None:
+        untouched = [_touched(folder) for folder in folders]
+        for attempt in range(ATTEMPTS):
+            session = root / f"session-{attempt}"
+            session.mkdir()
+            write_job(session / "job", plans, [spec.to_toml() for spec, _ in runs])
+            _write_settings(session / "workspace", settings)
+            with _Watch(folders, callbacks) as watch, _started(session, count) as process:
+                while process.poll() is None:
+                    watch.look()
+                    time.sleep(_LOOK)
                 watch.look()
-                time.sleep(_LOOK)
-            watch.look()
-        return [_finished(spec, folder, given, root) for (spec, given), folder in zip(runs, folders, strict=True)]
+            # On a busy machine NVFlare may lose a site while it starts, and gives up before any of our code has run.
+            if [_touched(folder) for folder in folders] != untouched:
+                break
+        return [_finished(spec, folder, given, session) for (spec, given), folder in zip(runs, folders, strict=True)]
 
 
 def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
@@ -117,6 +126,12 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
                 )
             sites = before
     return sites
+
+
+def _touched(folder: Path) -> list[tuple[str, int]]:
+    """What changes in a run folder as soon as its run begins, goes on or fails."""
+    files = [folder / name for name in (SPEC, METRICS, ERROR)]
+    return [(file.name, file.stat().st_mtime_ns) for file in files if file.exists()]
 
 
 def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) -> History:
