@@ -555,7 +555,7 @@ def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
             continue
         panels = panels_of(table, methods)
         names = list(dict.fromkeys(name for curves in panels.values() for name in curves))
-        across = min(len(panels), 3)
+        across = 2 if len(panels) == 4 else min(len(panels), 3)
         down = -(-len(panels) // across)
         figure, axes = plt.subplots(
             down, across, figsize=(4 + 4 * across, 0.8 + 4 * down), sharey=True, squeeze=False, layout="constrained"
@@ -580,9 +580,9 @@ def draw(found: dict[str, dict[str, list[dict[str, Any]]]]) -> None:
 
 
 def look_of(number: int, name: str) -> dict[str, Any]:
-    """A line's colour; FedAvg, which others hardly differ from, is dashed and on top."""
-    if name in ("fedavg", "none"):
-        return {"color": "black", "linestyle": "--", "zorder": 3}
+    """A line's colour; FedAvg and FedLC, which others hardly differ from, are dashed and dotted and on top."""
+    if name in ("fedavg", "none", "fedlc"):
+        return {"color": "black", "linestyle": ":" if name == "fedlc" else "--", "zorder": 3}
     return {"color": plt.get_cmap("tab20")(2 * number % 20 + number // 10 % 2)}
 
 
