@@ -191,3 +191,15 @@ def test_a_failing_comparison_ends_its_own_processes_alone(tmp_path):
     finally:
         mine.kill()
         mine.join()
+
+
+def test_a_run_that_was_broken_off_is_in_no_table(tmp_path):
+    compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)
+    other = tmp_path / "prox" / "seed-0"
+    other.mkdir(parents=True)
+    for name in ("spec.toml", "metrics.jsonl"):
+        (other / name).write_bytes((tmp_path / "fedavg" / "seed-0" / name).read_bytes())
+    compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)
+    assert "prox" not in (tmp_path / "table.md").read_text()
+    compare(variants(tomllib.loads(SPEC), ["fedavg", "prox"]), seeds=[1], out=tmp_path, jobs=1)
+    assert "| prox |" in (tmp_path / "table.md").read_text()

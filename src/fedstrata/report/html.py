@@ -54,6 +54,9 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 def write_comparison(folder: Path | str) -> list[tables.Row]:
     """Write ``table.md``, ``table.json``, ``accuracy.png`` and ``report.html`` of a compare folder into it.
 
+    Of finished runs, where there are any: one that was broken off would stand there with the accuracy that it had, and
+    in means over seeds.
+
     Returns:
         The table.
 
@@ -62,6 +65,8 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
     """
     folder = Path(folder)
     runs = load_runs([folder])
+    finished = {label: done for label, members in runs.items() if (done := [run for run in members if run.finished])}
+    runs = finished or runs
     rows = tables.compare_table(histories(runs))
     replace_file(folder / "table.md", tables.to_markdown(rows).encode())
     write_json(folder / "table.json", tables.to_json(rows))

@@ -37,6 +37,11 @@ class Run:
         return path if path.is_file() else None
 
     @property
+    def finished(self) -> bool:
+        """Whether it is over: a run that was broken off has no summary yet."""
+        return (self.folder / "summary.json").is_file()
+
+    @property
     def data(self) -> str:
         """The name of its data set, empty where no spec tells."""
         section = tomllib.loads(self.spec).get("data")
