@@ -301,3 +301,4 @@ def test_records_that_end_before_their_checkpoint_are_damaged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(lines[0])
     with pytest.raises(DataError, match="ends before its checkpoint, which is of round 2"):
         fs.run(table, out=tmp_path, resume=True)
+    assert (tmp_path / "model.safetensors").exists()

@@ -263,7 +263,7 @@ def _show(history: History) -> None:
     assert history.path is not None
     events = history.path / "events.jsonl"
     found = read_jsonl(events) if events.exists() else []
-    wrong = [event for event in found if event["kind"] in ("failed", "refused", "label skipped")]
+    wrong = [event for event in found if event["kind"] in ("failed", "refused", "label skipped", "batch skipped")]
     if wrong:
         counts = ", ".join(f"{count} × {kind}" for kind, count in Counter(event["kind"] for event in wrong).items())
         console.print(f"[yellow]{counts}[/]", end="")

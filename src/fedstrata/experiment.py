@@ -27,7 +27,8 @@ from fedstrata.federation.engine import Engine, Noting, Remote
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.seam import Federation, Job
 from fedstrata.history import History
-from fedstrata.jsonl import MetricsLog, occupied, replace_file, write_json
+from fedstrata.jsonl import MetricsLog, replace_file, write_json
+from fedstrata.locking import occupied
 from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.nn.layout import lay_out
 from fedstrata.nn.model import Model
@@ -361,14 +362,14 @@ class _Run:
         for name in (METRICS, EVENTS):
             # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
             MetricsLog(self.folder / name).truncate_after(done if done else -1)
-        # Of the rounds so far: who looks for them must not find them before this run is over.
-        for name in (SUMMARY, WEIGHTS):
-            (self.folder / name).unlink(missing_ok=True)
         if (self.folder / METRICS).exists():
             for record in History.load(self.folder):
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.folder / METRICS} ends before its checkpoint, which is of round {done}")
+        # Of the rounds so far: who looks for them must not find them before this run is over.
+        for name in (SUMMARY, WEIGHTS):
+            (self.folder / name).unlink(missing_ok=True)
         if self.prepared.job.sizes is not None and not (self.folder / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.folder / "partition.png")
 
