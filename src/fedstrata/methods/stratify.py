@@ -93,7 +93,7 @@ class Stratify(Method):
             if normalises and (self.batch_size or job.training.batch_size) == 1:
                 raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
             return
-        if has_batchnorm(job.model.module):
+        if normalises:
             raise SpecError("method.mode", "BatchNorm has nothing to normalise in batches of one; use batch", self.mode)
         if self.mode == "single" and self.server is not None:
             raise SpecError("method.server", "the model travels and no server takes steps; only for batch and hybrid")

@@ -86,10 +86,9 @@ class Similar(ClientSampler):
         selection = draw(
             known[available], clusters[available], sizes, allocation, alike, False, federation.rng("client-sampling")
         )
-        if selection.probability is not None and selection.stratum is not None:
-            # Drawn among those who are there, for a cluster of all who are known.
-            share = (there / sizes)[selection.stratum]
-            selection = replace(selection, probability=selection.probability * share)
+        # Drawn among those who are there, for a cluster of all who are known.
+        share = (there / sizes)[selection.stratum]
+        selection = replace(selection, probability=selection.probability * share)
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
             "strata_allocation": allocation.tolist(),
