@@ -22,12 +22,14 @@ from torch import Tensor
 import fedstrata as fs
 from fedstrata.clients.client import Client, answers
 from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.local_deployment import try_out
 from fedstrata.deploy.simulator import simulate
-from fedstrata.deploy.trial import try_out
-from fedstrata.federation.messages import Reply, Request, SizeReport, Steps, Weights
-from fedstrata.federation.seam import Federation
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.methods.base import Method
 from fedstrata.records import record
+from fedstrata.sampling.messages import SizeReport
+from fedstrata.stratify.messages import Steps
 
 EXCHANGES = 100
 HERE = Path(__file__).parent
@@ -71,7 +73,7 @@ class Echo(Method):
 
     def run_round(self, federation: Federation, state: Nothing) -> tuple[Nothing, dict[str, Any]]:
         """Exchanges of every kind."""
-        clients = range(federation.job.clients)
+        clients = range(federation.config.clients)
         size, empty = SizeReport(federation.round, 0, 1.0), Steps(federation.round, NONE, NONE, False)
         hops = [(client, empty) for _ in range(-(-EXCHANGES // len(clients))) for client in clients]
         began = time.perf_counter()
@@ -144,7 +146,7 @@ def main() -> None:
             own = {"allow": ["engines"]}
             table = {"server": {"port": 18542, **own}, "site": {"a": own, "b": own}}
             folder = try_out(
-                _echo(2), Sites.model_validate(table), Path(place) / "fed", near=HERE, tell=lambda line: None
+                _echo(2), Sites.model_validate(table), Path(place) / "fed", base_dir=HERE, tell=lambda line: None
             )
             _show("mutual TLS, 2", fs.History.load(folder))
     for sites, (here, there) in batches.items():

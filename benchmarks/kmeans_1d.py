@@ -22,7 +22,7 @@ from sklearn.cluster import KMeans
 
 import fedstrata as fs
 from fedstrata.federation.messages import Params
-from fedstrata.sampling.squeeze import project, squeeze
+from fedstrata.sampling.quantization import project, quantize
 
 CENTRES = 9
 SIZES = (2_048, 10_000, 100_000, 178_110)
@@ -35,7 +35,7 @@ def gradient() -> np.ndarray:
 
     torch.set_num_threads(1)
     prepared = fs.prepare(fs.Experiment(data="mnist", partition=fs.Shards(clients=100, per_client=1)))
-    model, where = prepared.job.model, torch.from_numpy(prepared.assignment[0].copy())
+    model, where = prepared.config.model, torch.from_numpy(prepared.assignment[0].copy())
     weights: Params = model.params()
     with model.loaded(weights, model.buffers(), train=False) as params:
         loss = F.cross_entropy(model(params, prepared.data.inputs(where)), prepared.data.y_train[where])
@@ -58,7 +58,7 @@ def main() -> None:
         ours, theirs, ratio, inertia = [], [], [], (0.0, 0.0)
         for repeat in range(options.repeats):
             began = time.perf_counter()
-            centres, codes = squeeze(values, CENTRES)
+            centres, codes = quantize(values, CENTRES)
             middle = time.perf_counter()
             model = KMeans(CENTRES, n_init=10, random_state=repeat).fit(values[:, None])
             ended = time.perf_counter()

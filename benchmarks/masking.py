@@ -27,16 +27,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.data import Assignment, from_arrays
+from fedstrata.data import from_arrays
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
-from fedstrata.federation.seam import Federation, Job
-from fedstrata.labels.enrolment import Masking, enrol
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy
+from fedstrata.partitions import Assignment
 from fedstrata.settings import Training
+from fedstrata.stratify.masking.enrolment import Masking, enrol
 
 CELLS = ((2, 1), (10, 5), (100, 50))
 CLIENTS = (5, 10, 20)
@@ -48,22 +50,22 @@ GROWTH_CLIENTS, GROWTH_CLASSES = (10, 100, 1000), (10, 100, 1000)
 
 def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federation:
     """Clients with so many random classes each, one sample of each; every class has a holder where that is possible."""
-    draw = np.random.default_rng(seed)
-    held = [draw.choice(classes, size=labels, replace=False) for _ in range(clients)]
+    generator = np.random.default_rng(seed)
+    held = [generator.choice(classes, size=labels, replace=False) for _ in range(clients)]
     uses = np.bincount(np.concatenate(held), minlength=classes)
     for missing in np.flatnonzero(uses == 0).tolist():
-        spare = [(k, i) for k in range(clients) for i in range(labels) if uses[held[k][i]] > 1]
-        if spare:
-            k, i = spare[int(draw.integers(len(spare)))]
+        server_data = [(k, i) for k in range(clients) for i in range(labels) if uses[held[k][i]] > 1]
+        if server_data:
+            k, i = server_data[int(generator.integers(len(server_data)))]
             uses[held[k][i]] -= 1
             held[k][i], uses[missing] = missing, 1
     y = np.concatenate(held)
     names = [f"class {c}" for c in range(classes)]
     data = from_arrays(np.zeros((len(y), 1), np.float32), y, np.zeros((1, 1), np.float32), y[:1], class_names=names)
     assignment = Assignment.from_lists(np.split(np.arange(len(y)), clients))
-    job = Job(seed, Training(), Model(nn.Linear(1, classes)), classes, clients, assignment.sizes)
-    engine = LocalEngine(World(job, data, assignment, CrossEntropy()), StateStore())
-    made = Federation(engine, job, Always(), "stratify")
+    config = FederationConfig(seed, Training(), Model(nn.Linear(1, classes)), classes, clients, assignment.sizes)
+    engine = LocalEngine(ClientContext(config, data, assignment, CrossEntropy()), StateStore())
+    made = Federation(engine, config, Always(), "stratify")
     made.begin(0)
     return made
 
@@ -79,7 +81,7 @@ def measure(masking: Masking, clients: int, classes: int, labels: int) -> dict[s
     assert len(roll.held) == clients
     assert (roll.totals == np.bincount(np.concatenate(list(roll.held.values())))).all()
     seconds = {name: after - at for (name, at), (_, after) in itertools.pairwise(marks)}
-    tally = asked.tally
+    accounting = asked.accounting
     return {
         "masking": masking,
         "clients": clients,
@@ -87,8 +89,8 @@ def measure(masking: Masking, clients: int, classes: int, labels: int) -> dict[s
         "labels": labels,
         **{name: seconds.get(name, 0.0) for name in ("keys", *PHASES)},
         "seconds": sum(seconds[name] for name in PHASES),
-        "up": tally.bytes_up / clients,
-        "down": tally.bytes_down / clients,
+        "up": accounting.bytes_up / clients,
+        "down": accounting.bytes_down / clients,
     }
 
 

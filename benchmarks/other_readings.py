@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from fedstrata.federation.availability import Bernoulli
-from fedstrata.federation.seam import Federation
+from fedstrata.federation.federation import Federation
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.feddyn import FedDyn
 from fedstrata.methods.scaffold import SCAFFOLD
@@ -31,7 +31,7 @@ class Losing:
         """The replies that arrive: from those who would have been there with ``bernoulli`` and the same p."""
         replies = self._federation.ask(requests, **options)
         clients = np.array(list(replies), dtype=np.int64)
-        arrives = Bernoulli(p=self._p).online(clients, self._federation.round, self._federation.job.seed)
+        arrives = Bernoulli(p=self._p).online(clients, self._federation.round, self._federation.config.seed)
         return {client: replies[client] for client in clients[arrives].tolist()}
 
 

@@ -25,13 +25,14 @@ import ray
 import torch
 
 import fedstrata as fs
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.engines.ray import Crew, RayEngine
+from fedstrata.engines.ray import RayEngine, WorkerPool
 from fedstrata.experiment import prepare
-from fedstrata.federation.messages import SizeReport, Weights
-from fedstrata.federation.seam import Federation
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.sampling.messages import SizeReport
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,19 +40,19 @@ RESULTS = Path(__file__).parent / "results"
 class Run:
     """An experiment taken round by round on one engine."""
 
-    def __init__(self, spec: fs.Experiment, crew: Crew | None) -> None:
+    def __init__(self, spec: fs.Experiment, pool: WorkerPool | None) -> None:
         prepared = prepare(spec)
-        job = prepared.job
-        world = World(job, prepared.data, prepared.assignment, spec.method.objective_in_use())
+        config = prepared.config
+        context = ClientContext(config, prepared.data, prepared.assignment, spec.method.objective_in_use())
         self.engine = (
-            LocalEngine(world, StateStore(), spec.training.workers or 1)
-            if crew is None
-            else RayEngine(world, StateStore(), crew=crew)
+            LocalEngine(context, StateStore(), spec.training.workers or 1)
+            if pool is None
+            else RayEngine(context, StateStore(), pool=pool)
         )
-        self.federation = Federation(self.engine, job, spec.availability)
+        self.federation = Federation(self.engine, config, spec.availability)
         self.federation.begin(0)
         self.method, self.round = spec.method, 0
-        self.weights = Weights(job.model.params(), job.model.buffers())
+        self.weights = Weights(config.model.params(), config.model.buffers())
         self.state = self.method.init(self.federation, self.weights)
 
     def step(self) -> None:
@@ -93,30 +94,30 @@ def spec_of(data: str, clients: int, model: Any, **tables: Any) -> fs.Experiment
     return fs.Experiment.from_table({"data": data, "partition": partition, "model": model, **tables})
 
 
-def fedavg(data: str, model: str, turns: int, crew: Crew) -> dict[str, float]:
+def fedavg(data: str, model: str, turns: int, pool: WorkerPool) -> dict[str, float]:
     """A round of 10 of 100 clients."""
     training = {"lr": 0.05, "local_epochs": 2, "clients_per_round": 10}
-    alone, team = (spec_of(data, 100, model, training=training | {"workers": n}) for n in (1, len(crew)))
-    return compared(turns, local=Run(alone, None).step, local_team=Run(team, None).step, ray=Run(alone, crew).step)
+    alone, team = (spec_of(data, 100, model, training=training | {"workers": n}) for n in (1, len(pool)))
+    return compared(turns, local=Run(alone, None).step, local_team=Run(team, None).step, ray=Run(alone, pool).step)
 
 
-def exchange(clients: int, turns: int, crew: Crew) -> dict[str, float]:
+def exchange(clients: int, turns: int, pool: WorkerPool) -> dict[str, float]:
     """An exchange that asks for next to nothing."""
     spec = spec_of("digits", 10, "mlp")
-    local, there = Run(spec, None), Run(spec, crew)
+    local, there = Run(spec, None), Run(spec, pool)
     return compared(turns, local=lambda: local.sizes(clients), ray=lambda: there.sizes(clients))
 
 
-def stratify(turns: int, crew: Crew, **method: Any) -> dict[str, float]:
+def stratify(turns: int, pool: WorkerPool, **method: Any) -> dict[str, float]:
     """One iteration of batch mode (64 samples of 10 clients), or one hop of single-sample mode; MLP of 166,310."""
     table = {"name": "stratify", "cap": 40, **method}
     training = {"batch_size": 64, "lr": 0.05, "workers": 1}
     spec = spec_of("digits", 10, "mlp", method=table, training=training | {"execution": "per-client"})
     fused = spec_of("digits", 10, "mlp", method=table, training=training)
-    local, there, at_once = Run(spec, None), Run(spec, crew), Run(fused, None)
+    local, there, at_once = Run(spec, None), Run(spec, pool), Run(fused, None)
     local.step(), there.step()
-    tally = local.federation.tally
-    parts = tally.hops or tally.exchanges
+    accounting = local.federation.accounting
+    parts = accounting.hops or accounting.exchanges
     return compared(turns, per=parts, local=local.step, ray=there.step, local_fused=at_once.step) | {"parts": parts}
 
 
@@ -138,15 +139,15 @@ def main() -> None:
             logging_level="error",
         )
         closing.callback(ray.shutdown)
-        crew = closing.enter_context(Crew(options.workers))
+        pool = closing.enter_context(WorkerPool(options.workers))
         results: dict[str, Any] = {"workers": options.workers}
         for name, measure in {
-            "exchange, 1 client": lambda: exchange(1, 20 * turns, crew),
-            "exchange, 10 clients": lambda: exchange(10, 20 * turns, crew),
-            "stratify, a batch": lambda: stratify(turns, crew),
-            "stratify, a hop": lambda: stratify(turns, crew, mode="single"),
-            "fedavg, mlp": lambda: fedavg(options.data, "mlp", turns, crew),
-            "fedavg, cnn": lambda: fedavg(options.data, "cnn", turns, crew),
+            "exchange, 1 client": lambda: exchange(1, 20 * turns, pool),
+            "exchange, 10 clients": lambda: exchange(10, 20 * turns, pool),
+            "stratify, a batch": lambda: stratify(turns, pool),
+            "stratify, a hop": lambda: stratify(turns, pool, mode="single"),
+            "fedavg, mlp": lambda: fedavg(options.data, "mlp", turns, pool),
+            "fedavg, cnn": lambda: fedavg(options.data, "cnn", turns, pool),
         }.items():
             results[name] = measure() | {"load": round(os.getloadavg()[0], 1)}
             print(name, json.dumps(results[name]), flush=True)

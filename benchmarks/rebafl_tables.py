@@ -271,8 +271,8 @@ def chosen() -> dict[str, dict[str, float]]:
 def neighbours_together(seed: int) -> dict[str, Any]:
     """The division that ``NEIGHBOURS`` describes, 500 samples of each of a client's classes."""
     labels = np.asarray(fs.Data("fashion_mnist").load(seed).y_train)
-    draw = np.random.default_rng(seed)
-    left = [list(draw.permutation(np.flatnonzero(labels == c))) for c in range(10)]
+    generator = np.random.default_rng(seed)
+    left = [list(generator.permutation(np.flatnonzero(labels == c))) for c in range(10)]
     taken = [[int(left[c].pop()) for c in pair for _ in range(500)] for pair in NEIGHBOURS]
     return {"name": "given", "clients": len(taken), "indices": taken}
 
@@ -320,7 +320,7 @@ def told_apart(cell: Cell, runs: Path) -> dict[str, float]:
         client holds.
     """
     prepared = fs.prepare(fs.Experiment.from_table(cell.spec))
-    data, model = prepared.data, prepared.job.model
+    data, model = prepared.data, prepared.config.model
     held = prepared.assignment.counts(data.y_train.numpy(), data.classes) > 0
     together: NDArray[np.bool_] = np.any(held[:, :, None] & held[:, None, :], axis=0)
     saved = safetensors.torch.load_file(runs / cell.key / "model.safetensors")

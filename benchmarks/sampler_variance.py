@@ -23,17 +23,18 @@ import torch
 
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
-from fedstrata.federation.messages import Compress, Fit, LossReport, Weights
-from fedstrata.federation.seam import Federation
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Fit, Weights
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import Selection
 from fedstrata.sampling.clustered import by_group, by_size, counted, group
+from fedstrata.sampling.fedssar import cluster, shares
+from fedstrata.sampling.messages import Compress, LossReport
+from fedstrata.sampling.quantization import restore
 from fedstrata.sampling.sketches import sketch
-from fedstrata.sampling.squeeze import restore
-from fedstrata.sampling.ssar import cluster, shares
 from fedstrata.sampling.stratified import draw, stratify
 from fedstrata.sampling.variance import moments, scattered
 from fedstrata.sampling.weighted import with_replacement, without_replacement
@@ -50,9 +51,9 @@ def frozen(balance: str) -> dict[str, Any]:
     )
     prepared = fs.prepare(spec)
     params = fs.run(spec).params
-    weights = Weights({name: params[name] for name in prepared.job.model.params()}, {})
-    world = World(prepared.job, prepared.data, prepared.assignment, spec.method.objective_in_use())
-    federation = Federation(make_engine("local", world, StateStore()), prepared.job, spec.availability)
+    weights = Weights({name: params[name] for name in prepared.config.model.params()}, {})
+    context = ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use())
+    federation = Federation(make_engine("local", context, StateStore()), prepared.config, spec.availability)
     federation.begin(11)
     everybody = range(N)
     fits = federation.ask(dict.fromkeys(everybody, Fit(11, weights, {}, 1.0, 1.0)))
@@ -63,7 +64,7 @@ def frozen(balance: str) -> dict[str, Any]:
     squeezed = federation.ask(dict.fromkeys(everybody, Compress(11, weights, 9, 2048)))
     losses = federation.ask(dict.fromkeys(everybody, LossReport(11, weights)))
     return {
-        "sizes": prepared.job.sizes,
+        "sizes": prepared.config.sizes,
         "updates": updates.astype(np.float64),
         "sketches": np.stack([sketch(fits[k].weights.params, 2048, 0) for k in everybody]),
         "gradients": np.stack([restore(r.centres.numpy(), r.codes.numpy(), r.length) for r in squeezed.values()]),
@@ -171,7 +172,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     balances = list(dict.fromkeys(row["balance"] for row in rows))
     figure = Figure(figsize=(5.6 * len(balances), 4.4), dpi=130, layout="constrained")
-    for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, squeeze=False)[0], balances, strict=True):
+    for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, quantize=False)[0], balances, strict=True):
         mine = [row for row in rows if row["balance"] == balance][::-1]
         axes.barh([row["sampler"] for row in mine], [row["ratio"] for row in mine], color="#0072b2")
         axes.axvline(1, color="#22272e", linewidth=0.8)

@@ -24,15 +24,16 @@ import torch
 import torch.nn.functional as F
 
 import fedstrata as fs
-from fedstrata.clients.client import World
-from fedstrata.clients.stepping import stepper_of
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.experiment import Prepared, prepare
-from fedstrata.federation.messages import StepsReply, Weights
-from fedstrata.federation.seam import Federation
-from fedstrata.labels.schedule import Holders, schedule
-from fedstrata.methods.stratify_single import Route
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.stratify.client_single import stepper_of
+from fedstrata.stratify.messages import StepsReply
+from fedstrata.stratify.schedule import Holders, schedule
+from fedstrata.stratify.single import Route
 
 RESULTS = Path(__file__).parent / "results"
 CHUNKS = (1, 2, 3, 5, 8, 12, 20, 35, 50, 75, 100, 150)
@@ -59,18 +60,18 @@ def in_turn(turns: int, **work: Callable[[], Any]) -> tuple[dict[str, float], di
     return {name: both[0] for name, both in medians.items()}, {name: both[1] for name, both in medians.items()}
 
 
-def world_of(prepared: Prepared) -> World:
-    return World(prepared.job, prepared.data, prepared.assignment, prepared.spec.method.objective_in_use())
+def context_of(prepared: Prepared) -> ClientContext:
+    return ClientContext(prepared.config, prepared.data, prepared.assignment, prepared.spec.method.objective_in_use())
 
 
 def batch_epochs(spec: fs.Experiment, turns: int, threads: int = 1) -> dict[str, float]:
     """Batch mode and centralised training, in seconds a batch over whole epochs, and their ratio."""
     torch.set_num_threads(threads)
     prepared = prepare(spec)
-    job, data = prepared.job, prepared.data
-    federation = Federation(make_engine("local", world_of(prepared), StateStore()), job, spec.availability)
+    config, data = prepared.config, prepared.data
+    federation = Federation(make_engine("local", context_of(prepared), StateStore()), config, spec.availability)
     federation.begin(0)
-    state = spec.method.init(federation, Weights(job.model.params(), job.model.buffers()))
+    state = spec.method.init(federation, Weights(config.model.params(), config.model.buffers()))
     round = 0
 
     def stratify() -> None:
@@ -79,13 +80,13 @@ def batch_epochs(spec: fs.Experiment, turns: int, threads: int = 1) -> dict[str,
         federation.begin(round)
         state, _ = spec.method.run_round(federation, state)
 
-    module = prepare(spec).job.model.module.train()
+    module = prepare(spec).config.model.module.train()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    draw = np.random.default_rng(0)
-    batches = -(-data.train_size // job.training.batch_size)
+    generator = np.random.default_rng(0)
+    batches = -(-data.train_size // config.training.batch_size)
 
     def centralised() -> None:
-        for batch in np.array_split(draw.permutation(data.train_size), batches):
+        for batch in np.array_split(generator.permutation(data.train_size), batches):
             where = torch.from_numpy(batch)
             optimizer.zero_grad()
             F.cross_entropy(module(data.inputs(where)), data.y_train[where]).backward()
@@ -101,11 +102,11 @@ def batch_epochs(spec: fs.Experiment, turns: int, threads: int = 1) -> dict[str,
 def single_steps(spec: fs.Experiment, turns: int, count: int = 40) -> dict[str, float]:
     """A single-sample step of the client's loop, and one of the plain PyTorch loop, in microseconds; short turns."""
     prepared = prepare(spec)
-    data, model = prepared.data, prepared.job.model
-    stepper = stepper_of(world_of(prepared), model)
+    data, model = prepared.data, prepared.config.model
+    stepper = stepper_of(context_of(prepared), model)
     where = torch.arange(count)
     x, y = data.inputs(where), data.y_train[where]
-    module = prepare(spec).job.model.module.train()
+    module = prepare(spec).config.model.module.train()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
 
     def plain() -> None:
@@ -139,7 +140,7 @@ def hops(spec: fs.Experiment) -> dict[str, Any]:
     labels = prepared.data.y_train.numpy()
     counts = prepared.assignment.counts(labels, prepared.data.classes)
     federation = Federation(
-        make_engine("local", world_of(prepared), StateStore()), prepared.job, spec.availability, "hops"
+        make_engine("local", context_of(prepared), StateStore()), prepared.config, spec.availability, "hops"
     )
     federation.begin(1)
     places, clients = np.nonzero(counts.T)

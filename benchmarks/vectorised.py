@@ -24,13 +24,14 @@ import numpy as np
 import torch
 
 import fedstrata as fs
-from fedstrata.clients.client import World
-from fedstrata.clients.devices import device_of
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.data import Assignment, from_arrays
+from fedstrata.data import from_arrays
 from fedstrata.engines.local import LocalEngine
 from fedstrata.experiment import assemble
 from fedstrata.federation.messages import Fit, FitReply, Weights
+from fedstrata.partitions import Assignment
+from fedstrata.training.devices import device_of
 
 RESULTS = Path(__file__).parent / "results"
 CASES = {
@@ -44,8 +45,8 @@ CASES = {
 
 def images(count: int) -> fs.Dataset:
     """Random images: how fast they are trained does not depend on what they show."""
-    draw = np.random.default_rng(0)
-    x = draw.integers(0, 256, size=(count + 10, 28, 28), dtype=np.uint8)
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 256, size=(count + 10, 28, 28), dtype=np.uint8)
     y = np.arange(count + 10) % 10
     return from_arrays(x[:count], y[:count], x[count:], y[count:])
 
@@ -64,9 +65,9 @@ class Way:
         data = images(clients * each)
         spec = fs.Experiment(model=model, training=fs.Training(workers=1, **training))
         assignment = Assignment.from_lists(np.split(np.arange(clients * each), clients))
-        job = assemble(spec, data, assignment).job
-        self.engine = LocalEngine(World(job, data, assignment, spec.method.objective_in_use()), StateStore())
-        self.request = Fit(1, Weights(job.model.params(), job.model.buffers()), {}, 1.0, 1.0)
+        config = assemble(spec, data, assignment).config
+        self.engine = LocalEngine(ClientContext(config, data, assignment, spec.method.objective_in_use()), StateStore())
+        self.request = Fit(1, Weights(config.model.params(), config.model.buffers()), {}, 1.0, 1.0)
         self.clients = clients
 
     def round(self) -> tuple[float, dict[int, FitReply]]:

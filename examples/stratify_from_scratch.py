@@ -7,7 +7,7 @@ Stratify lets the *labels* decide what trains next: a shuffled schedule of label
 holds one, so that the global model sees what centralised SGD would see. It does so in two ways: the model travels from
 client to client and takes a step per sample, or the clients send gradients that add up to that of a batch.
 
-Paper: Stratify: label-aware sampling for federated learning on non-IID data. ``fedstrata.methods.stratify`` is the
+Paper: Stratify: label-aware sampling for federated learning on non-IID data. ``fedstrata.stratify.method`` is the
 same method for real use (faults, masked labels, BatchNorm, engines), and the last lines show both.
 """
 

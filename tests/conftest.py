@@ -11,16 +11,18 @@ import torch
 from hypothesis import settings
 from torch import nn
 
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.data import Assignment, from_arrays
+from fedstrata.data import from_arrays
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always, Availability
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Weights
-from fedstrata.federation.seam import Federation, Job
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
+from fedstrata.partitions import Assignment
 from fedstrata.rng import torch_seeded
 from fedstrata.settings import Training
 
@@ -42,7 +44,7 @@ class Tiny(Federation):
     @property
     def weights(self) -> Weights:
         """The initial model."""
-        return Weights(self.job.model.params(), self.job.model.buffers())
+        return Weights(self.config.model.params(), self.config.model.buffers())
 
     @property
     def store(self) -> StateStore:
@@ -51,7 +53,7 @@ class Tiny(Federation):
 
     def fits(self, *clients: int) -> dict[int, Fit]:
         """A request to train for each client; all of them unless given."""
-        who = clients or range(self.job.clients)
+        who = clients or range(self.config.clients)
         return dict.fromkeys(who, Fit(self.round, self.weights, {}, 1.0, 1.0))
 
     def reasons(self, kind: str) -> list[str]:
@@ -74,8 +76,8 @@ def tiny() -> Callable[..., Tiny]:
         **training: object,
     ) -> Tiny:
         sizes = sizes or [8] * clients
-        n, draw = sum(sizes), np.random.default_rng(0)
-        x = draw.normal(size=(n + 30, FEATURES)).astype(np.float32)
+        n, generator = sum(sizes), np.random.default_rng(0)
+        x = generator.normal(size=(n + 30, FEATURES)).astype(np.float32)
         y = np.arange(n + 30) % CLASSES
         data = from_arrays(x[:n], y[:n], x[n:], y[n:], normalize="none")
         assignment = Assignment.from_lists(np.split(np.arange(n), np.cumsum(sizes)[:-1]))
@@ -85,10 +87,10 @@ def tiny() -> Callable[..., Tiny]:
         federate_batchnorm(module)
         training = {"batch_size": 4} | ({} if "local_steps" in training else {"local_epochs": 1}) | training
         settings = Training(**training)
-        job = Job(0, settings, Model(module), CLASSES, len(assignment), assignment.sizes)
-        world = World(job, data, assignment, objective or CrossEntropy())
-        engine = LocalEngine(world, StateStore() if store is None else store)
-        federation = Tiny(engine, job, availability or Always(), "toy")
+        config = FederationConfig(0, settings, Model(module), CLASSES, len(assignment), assignment.sizes)
+        context = ClientContext(config, data, assignment, objective or CrossEntropy())
+        engine = LocalEngine(context, StateStore() if store is None else store)
+        federation = Tiny(engine, config, availability or Always(), "toy")
         federation.begin(1)
         return federation
 

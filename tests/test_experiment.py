@@ -79,7 +79,7 @@ def test_one_client_more_changes_nothing_for_the_others(tiny):
             federation.begin(round)
             request = Fit(round, federation.weights, {}, keep=0.7, passes=2.0)
             replies = federation.ask(dict.fromkeys(range(clients), request))
-            absent = federation.tally.dropped, federation.tally.late
+            absent = federation.accounting.dropped, federation.accounting.late
             rounds.append(({k: encode(r) for k, r in replies.items() if k < 12}, *[a - {12} for a in absent]))
         answers.append(rounds)
     assert answers[0] == answers[1]
@@ -91,7 +91,7 @@ def test_one_client_more_in_a_given_partition_leaves_the_others_their_data():
     four, five = (fs.prepare(fs.Experiment(partition=fs.Given(indices=parts[:n]))) for n in (4, 5))
     for client in range(4):
         assert (four.assignment[client] == five.assignment[client]).all()
-    params = [prepared.job.model.params() for prepared in (four, five)]
+    params = [prepared.config.model.params() for prepared in (four, five)]
     assert all(torch.equal(w, params[1][name]) for name, w in params[0].items())
 
 
@@ -117,7 +117,7 @@ def test_the_run_folder(tmp_path):
     saved = safetensors.torch.load_file(folder / "model.safetensors")
     assert all(torch.equal(saved[name], w) for name, w in history.params.items())
     # What is stored is what was evaluated.
-    module = fs.prepare(history_spec := spec()).job.model.module
+    module = fs.prepare(history_spec := spec()).config.model.module
     module.load_state_dict(saved)
     data = history_spec.data.load(0)
     with torch.no_grad():
@@ -150,9 +150,9 @@ def test_a_spec_may_be_a_file_or_a_table(tmp_path):
 
 
 def blobs():
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     y = np.arange(200) % 4
-    x = draw.normal(size=(200, 6)).astype(np.float32) + 4 * np.eye(4, 6, dtype=np.float32)[y]
+    x = generator.normal(size=(200, 6)).astype(np.float32) + 4 * np.eye(4, 6, dtype=np.float32)[y]
     return x[:160], y[:160], x[160:], y[160:]
 
 

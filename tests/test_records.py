@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fedstrata import records
 from fedstrata.errors import WireError
-from fedstrata.federation.messages import FitReply, GradientReply, LabelReport, SizeReport, Weights
+from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.records import add, decode, encode, record, require_types, same, size
+from fedstrata.sampling.messages import SizeReport
+from fedstrata.stratify.messages import GradientReply, LabelReport
 
 
 @record
@@ -270,10 +272,10 @@ def test_sums_are_taken_leaf_by_leaf():
     class Part:
         n: int
         g: dict[str, Tensor]
-        shared: str = same()
+        context: str = same()
 
     total = add(Part(1, {"w": torch.ones(2)}, "s"), Part(2, {"w": torch.full((2,), 3.0)}, "t"))
-    assert (total.n, total.g["w"].tolist(), total.shared) == (3, [4.0, 4.0], "s")
+    assert (total.n, total.g["w"].tolist(), total.context) == (3, [4.0, 4.0], "s")
     with pytest.raises(TypeError, match="do not add up"):
         add(Part(1, {"w": torch.ones(2)}, "s"), Part(2, {"v": torch.ones(2)}, "s"))
     with pytest.raises(TypeError, match="do not add up"):

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 import fedstrata as fs
-from fedstrata.data import PARTITIONS
 from fedstrata.errors import SpecError
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS
+from fedstrata.partitions import PARTITIONS
 from fedstrata.spec import Experiment, apply_override, line_of, read_table, variants
 
 TEXT = """seed = 4  # of everything

@@ -23,12 +23,12 @@ from fedstrata_run import model_of, partition_of
 from work import SETTINGS, Setting, arrays
 
 import fedstrata as fs
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.experiment import prepare
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Federation
 from fedstrata.process import prepare_process
 
 PARTS = {
@@ -60,11 +60,13 @@ class Round:
         )
         spec = fs.Experiment(partition=partition_of(setting), model=model_of(setting), training=training)
         prepared = prepare(spec, data=fs.from_arrays(x, y, x[:100], y[:100], normalize="unit"))
-        world = World(prepared.job, prepared.data, prepared.assignment, spec.method.objective_in_use())
-        self.method, self.job, self.data = spec.method, prepared.job, prepared.data
-        self.federation = Federation(LocalEngine(world, StateStore()), prepared.job, spec.availability)
+        context = ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use())
+        self.method, self.config, self.data = spec.method, prepared.config, prepared.data
+        self.federation = Federation(LocalEngine(context, StateStore()), prepared.config, spec.availability)
         self.federation.begin(0)
-        self.state: Any = self.method.init(self.federation, Weights(self.job.model.params(), self.job.model.buffers()))
+        self.state: Any = self.method.init(
+            self.federation, Weights(self.config.model.params(), self.config.model.buffers())
+        )
 
     def __call__(self) -> None:
         """Run the next round."""
@@ -75,7 +77,7 @@ class Round:
 def central(round_: Round, samples: int, batch: int, lr: float) -> Callable[[], None]:
     """A bare loop over tensors in memory."""
     x, y = round_.data.inputs(torch.arange(samples)), round_.data.labels(torch.arange(samples))
-    module = copy.deepcopy(round_.job.model.module).train()
+    module = copy.deepcopy(round_.config.model.module).train()
     params = list(module.parameters())
 
     def go() -> None:

@@ -15,10 +15,10 @@ def main() -> None:
     _, setting = parse()
     x, y = tensors(setting)
     parts = [TensorDataset(x[mine], y[mine]) for mine in owners(setting)]
-    model, clock, draw = net(setting.model), Clock(setting), np.random.default_rng(0)
+    model, clock, generator = net(setting.model), Clock(setting), np.random.default_rng(0)
     for _ in range(clock.rounds):
         states = []
-        for client in draw.choice(setting.clients, setting.invited, replace=False):
+        for client in generator.choice(setting.clients, setting.invited, replace=False):
             local = copy.deepcopy(model).train()
             optimizer = torch.optim.SGD(local.parameters(), lr=setting.lr)
             for _ in range(setting.epochs):

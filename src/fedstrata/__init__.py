@@ -15,18 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
     from fedstrata.comparison import compare as compare
-    from fedstrata.data import IID as IID
-    from fedstrata.data import Assignment as Assignment
-    from fedstrata.data import Classes as Classes
     from fedstrata.data import Data as Data
     from fedstrata.data import Dataset as Dataset
-    from fedstrata.data import Dirichlet as Dirichlet
-    from fedstrata.data import Domains as Domains
-    from fedstrata.data import Given as Given
-    from fedstrata.data import Groups as Groups
-    from fedstrata.data import Partition as Partition
-    from fedstrata.data import PowerLaw as PowerLaw
-    from fedstrata.data import Shards as Shards
     from fedstrata.data import from_arrays as from_arrays
     from fedstrata.experiment import prepare as prepare
     from fedstrata.experiment import run as run
@@ -57,14 +47,24 @@ if TYPE_CHECKING:
     from fedstrata.methods.rebafl import ReBaFL as ReBaFL
     from fedstrata.methods.scaffold import SCAFFOLD as SCAFFOLD
     from fedstrata.methods.sfl import SFL as SFL
-    from fedstrata.methods.stratify import Stratify as Stratify
     from fedstrata.nn import Model as Model
     from fedstrata.objectives.base import Objective as Objective
+    from fedstrata.partitions import IID as IID
+    from fedstrata.partitions import Assignment as Assignment
+    from fedstrata.partitions import Classes as Classes
+    from fedstrata.partitions import Dirichlet as Dirichlet
+    from fedstrata.partitions import Domains as Domains
+    from fedstrata.partitions import Given as Given
+    from fedstrata.partitions import Groups as Groups
+    from fedstrata.partitions import Partition as Partition
+    from fedstrata.partitions import PowerLaw as PowerLaw
+    from fedstrata.partitions import Shards as Shards
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
     from fedstrata.settings import Evaluation as Evaluation
     from fedstrata.settings import Training as Training
     from fedstrata.spec import Experiment as Experiment
+    from fedstrata.stratify.method import Stratify as Stratify
 
 __version__ = "0.1.0"
 

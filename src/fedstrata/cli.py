@@ -376,8 +376,8 @@ def _datasets(options: argparse.Namespace) -> int:
 def _partition(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from fedstrata.data import draw_partition, render_table
     from fedstrata.errors import SpecError
+    from fedstrata.partitions import draw_partition, render_table
     from fedstrata.spec import Experiment
 
     spec: Experiment = _located(options, lambda: Experiment.from_table(_table(options.spec, options.overrides)))
@@ -402,8 +402,8 @@ def _split(spec: Any, data: Any) -> Any:
 def _strata(options: argparse.Namespace) -> int:
     from fedstrata.errors import SpecError
     from fedstrata.experiment import prepare
+    from fedstrata.inspect.strata import draw, strata_after, strata_of_folder
     from fedstrata.spec import Experiment
-    from fedstrata.stratification import draw, strata_after, strata_of_folder
 
     if options.rounds < 1:
         raise SpecError("--rounds", "expected a whole number of at least 1", options.rounds)
@@ -456,8 +456,8 @@ def _report(options: argparse.Namespace) -> int:
 
 def _deploy(options: argparse.Namespace) -> int:
     from fedstrata.deploy.federation import Sites
+    from fedstrata.deploy.local_deployment import try_out
     from fedstrata.deploy.provision import provision
-    from fedstrata.deploy.trial import try_out
     from fedstrata.history import History
     from fedstrata.spec import Experiment
 
@@ -467,7 +467,7 @@ def _deploy(options: argparse.Namespace) -> int:
         _located(options, lambda: provision(spec, sites, options.out))
         print(f"{options.out}: give everybody the folder of their name; its README.md says what to do there")
         return 0
-    folder = _located(options, lambda: try_out(spec, sites, options.out, near=options.sites.parent))
+    folder = _located(options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent))
     _show(History.load(folder))
     return 0
 
@@ -481,7 +481,7 @@ def _submit(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    from fedstrata.clients.keys import VARIABLE, Keys
+    from fedstrata.stratify.masking.key_store import VARIABLE, Keys
 
     path = Keys.make().write(options.out)
     print(f"{path}: copy it to every client's site and set {VARIABLE} to its folder there; never give it to the server")

@@ -14,27 +14,28 @@ import torch
 from torch import nn
 
 from fedstrata import checkpoint
-from fedstrata.clients.client import World
-from fedstrata.clients.devices import placed
-from fedstrata.clients.evaluation import evaluate
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import under
-from fedstrata.data import Assignment, Dataset, draw_partition, from_arrays
-from fedstrata.data.spare import Spare
+from fedstrata.data import Dataset, from_arrays
 from fedstrata.engines import make_engine
 from fedstrata.errors import DataError, SpecError
-from fedstrata.federation.engine import Engine, Noting, Remote
+from fedstrata.federation.engine import Engine, FederationConfig, Noting, Remote
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Federation, Job
+from fedstrata.handlers.evaluation import evaluate
 from fedstrata.history import History
 from fedstrata.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.locking import occupied
 from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
-from fedstrata.nn.layout import lay_out
+from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.nn.zoo import make_model
+from fedstrata.partitions import Assignment, draw_partition
+from fedstrata.partitions.server_data import ServerData
 from fedstrata.process import training_process
 from fedstrata.spec import Experiment
+from fedstrata.training.devices import placed
 
 SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS = (
     "spec.toml",
@@ -56,13 +57,13 @@ class Prepared:
         spec: What was asked for.
         data: The data set.
         assignment: Which samples belong to whom.
-        job: What server and clients agree on.
+        config: What server and clients agree on.
     """
 
     spec: Experiment
     data: Dataset
     assignment: Assignment
-    job: Job
+    config: FederationConfig
 
 
 def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | Model | None = None) -> Prepared:
@@ -112,19 +113,19 @@ def assemble(
         raise SpecError("model", "expected an nn.Module or a fedstrata Model; names go into the spec", model)
     federate_batchnorm(made.module)
     _check_start(made, spec)
-    job = Job(
+    config = FederationConfig(
         seed=spec.seed,
         training=spec.training,
         model=made,
         classes=dataset.classes,
         clients=len(assignment),
         sizes=assignment.sizes if sizes_known else None,
-        spare=Spare(dataset, assignment) if sizes_known else None,
+        server_data=ServerData(dataset, assignment) if sizes_known else None,
         weight_diversity=spec.evaluation.weight_diversity,
     )
-    under("availability", lambda: spec.availability.check(job.clients))
-    spec.method.check(job)
-    return Prepared(spec, dataset, assignment, job)
+    under("availability", lambda: spec.availability.check(config.clients))
+    spec.method.check(config)
+    return Prepared(spec, dataset, assignment, config)
 
 
 def _check_start(model: Model, spec: Experiment) -> None:
@@ -293,11 +294,13 @@ class _Run:
     ) -> None:
         self.prepared, self.spec, self.folder, self.callbacks = prepared, prepared.spec, folder, callbacks
         self.store = StateStore()
-        job = prepared.job
-        world = self.world = World(job, prepared.data, prepared.assignment, self.spec.method.objective_in_use())
+        config = prepared.config
+        context = self.context = ClientContext(
+            config, prepared.data, prepared.assignment, self.spec.method.objective_in_use()
+        )
         self.engine_name = engine if isinstance(engine, str) else type(engine).__name__
-        self.engine = make_engine(engine, world, self.store) if isinstance(engine, str) else engine
-        self.federation = Federation(self.engine, job, self.spec.availability, self.spec.method.name)
+        self.engine = make_engine(engine, context, self.store) if isinstance(engine, str) else engine
+        self.federation = Federation(self.engine, config, self.spec.availability, self.spec.method.name)
         self.logs: dict[str, MetricsLog] = {}
         self.history = History(
             method=self.spec.method.name,
@@ -321,7 +324,7 @@ class _Run:
         state, done = self._begin(resume)
         for round in range(done + 1, self.spec.training.rounds + 1):
             state = self._round(state, round)
-        self._end(self.spec.method.evaluated(self.prepared.job, state))
+        self._end(self.spec.method.evaluated(self.prepared.config, state))
         return self.history
 
     def _begin(self, resume: bool) -> tuple[Any, int]:
@@ -335,10 +338,10 @@ class _Run:
             self._remember(found.round)
             self.federation.resumed = True
             return found.state, found.round
-        job = self.prepared.job
+        config = self.prepared.config
         self._remember(0)
         self.federation.begin(0)
-        state = self.spec.method.init(self.federation, Weights(job.model.params(), job.model.buffers()))
+        state = self.spec.method.init(self.federation, Weights(config.model.params(), config.model.buffers()))
         self._log(EVENTS, *self._events())
         return state, 0
 
@@ -370,7 +373,7 @@ class _Run:
         # Of the rounds so far: who looks for them must not find them before this run is over.
         for name in (SUMMARY, WEIGHTS):
             (self.folder / name).unlink(missing_ok=True)
-        if self.prepared.job.sizes is not None and not (self.folder / "partition.png").exists():
+        if self.prepared.config.sizes is not None and not (self.folder / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.folder / "partition.png")
 
     def _round(self, state: Any, round: int) -> Any:
@@ -380,9 +383,9 @@ class _Run:
         state, metrics = spec.method.run_round(federation, state)
         record: dict[str, Any] = {"round": round, "accuracy": None, "loss": None}
         if spec.evaluation.due(round, spec.training.rounds):
-            record |= self._evaluate(spec.method.evaluated(federation.job, state))
+            record |= self._evaluate(spec.method.evaluated(federation.config, state))
         # What a method reports comes beside the books, never in their place.
-        record |= federation.tally.metrics()
+        record |= federation.accounting.metrics()
         record |= {key: value for key, value in metrics.items() if key not in record}
         record["seconds"] = time.perf_counter() - began
         self.history.append(record)
@@ -403,7 +406,7 @@ class _Run:
         return state
 
     def _evaluate(self, weights: Weights) -> dict[str, Any]:
-        place = self.world.once(placed)
+        place = self.context.once(placed)
         score = evaluate(
             place.model,
             weights,

@@ -14,12 +14,13 @@ from pydantic.fields import FieldInfo
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.config import Registry, Setting, plain
-from fedstrata.data import PARTITIONS, Data
+from fedstrata.data import Data
 from fedstrata.errors import SpecError, nearest
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.nn.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
+from fedstrata.partitions import PARTITIONS
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
 from fedstrata.settings import Evaluation, Training
 
@@ -92,9 +93,9 @@ def markdown() -> str:
     lines: list[str] = []
     for section in SECTIONS:
         lines += [f"## `{section}`", ""]
-        if shared := common(section):
+        if context := common(section):
             which = "All that are four choices" if section == "method" else "All of them"
-            lines += [f"{which} take:", "", *_table(shared)]
+            lines += [f"{which} take:", "", *_table(context)]
         for name, cls in kinds(section):
             lines += ([f"### `{name}`", ""] if name else []) + [_plain(summary(cls)), ""]
             lines += _table(own(section, cls))

@@ -13,12 +13,13 @@ import tomli_w
 from pydantic import NonNegativeInt, field_validator
 
 from fedstrata.config import Setting, build, under
-from fedstrata.data import PARTITIONS, Data, Dirichlet, Partition
+from fedstrata.data import Data
 from fedstrata.errors import SpecError, nearest
 from fedstrata.federation.availability import AVAILABILITIES, Always, Availability
 from fedstrata.methods.base import METHODS, Method
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.nn.zoo import MLP, ModelSpec, parse_model
+from fedstrata.partitions import PARTITIONS, Dirichlet, Partition
 from fedstrata.settings import Evaluation, Training
 
 COMPARE = "compare"

@@ -15,8 +15,8 @@ from fedstrata.rng import rng, torch_seeded
 
 
 def dataset(kind: str = "bytes", side: int = 8, channels: int = 1) -> Dataset:
-    draw = np.random.default_rng(0)
-    x = draw.integers(256, size=(240, side, side, channels)).astype(np.uint8)
+    generator = np.random.default_rng(0)
+    x = generator.integers(256, size=(240, side, side, channels)).astype(np.uint8)
     if kind == "floats":
         x = (x / 100 - 1).astype(np.float32)
     return from_arrays(x[:40], np.arange(40) % 2, x[40:], np.arange(200) % 2)
@@ -43,9 +43,9 @@ def test_pixels_of_tables_and_of_tiny_images_are_refused():
 
 def blended() -> Dataset:
     """Images that are blends of six patterns."""
-    draw = np.random.default_rng(0)
-    patterns = draw.normal(size=(6, 64))
-    x = 255 / (1 + np.exp(-draw.normal(size=(240, 6)) @ patterns))
+    generator = np.random.default_rng(0)
+    patterns = generator.normal(size=(6, 64))
+    x = 255 / (1 + np.exp(-generator.normal(size=(240, 6)) @ patterns))
     x = x.astype(np.uint8).reshape(240, 8, 8)
     return from_arrays(x[:40], np.arange(40) % 2, x[40:], np.arange(200) % 2)
 
@@ -144,5 +144,5 @@ def test_training_a_decoder_lowers_its_loss():
     with torch_seeded(0, "decoder"):
         decoder = UpConvolutional(64, (1, 8, 8))
         before = decoder.loss(v.features, v.images).item()
-        fit(decoder, v.features, v.images, steps=60, draw=rng(0, "batches"))
+        fit(decoder, v.features, v.images, steps=60, generator=rng(0, "batches"))
     assert decoder.loss(v.features, v.images).item() < 0.5 * before

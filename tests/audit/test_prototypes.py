@@ -19,10 +19,10 @@ from fedstrata.audit.prototypes import BASELINE, CLASSES, DRAWS, SIZES, Audit, T
 from fedstrata.audit.replay import replay
 from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
-from fedstrata.data.spare import Spare
 from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.experiment import SPEC, prepare
 from fedstrata.objectives.prototypes import class_means
+from fedstrata.partitions.server_data import ServerData
 from fedstrata.spec import Experiment
 
 STEPS = 50
@@ -64,7 +64,7 @@ def test_the_model_is_the_one_under_which_the_prototypes_were_computed(run, audi
     class Batch:
         x, y = prepared.data.inputs(mine), prepared.data.labels(mine)
 
-    model = prepared.job.model
+    model = prepared.config.model
     with model.loaded(sent.weights.params, sent.weights.buffers) as params:
         table = class_means(model, params, lambda: [Batch], 10)
     torch.testing.assert_close(table["means"], sent.table["means"], atol=1e-5, rtol=1e-5)
@@ -79,9 +79,9 @@ def test_targets_are_the_clients_own_and_strangers_are_not(run, audit):
     for target in targets:
         assert len(target.own) == target.size
         # The other holder of a class may hold one less.
-        assert target.size - 1 <= len(target.strangers) <= target.size
+        assert target.size - 1 <= len(target.unseen) <= target.size
         assert as_rows(target.own) <= held
-        assert not as_rows(target.strangers) & held
+        assert not as_rows(target.unseen) & held
 
 
 def test_the_control_leaks_clearly_and_strangers_show_that_it_is_the_image(audit):
@@ -112,7 +112,7 @@ def test_comparing_by_hand():
     assert finding.nearest.psnr == pytest.approx(20, abs=1e-4)
     assert finding.stranger.psnr == pytest.approx(-20 * math.log10(0.9), abs=1e-4)
     assert finding.average.psnr == 100
-    alone = Target(0, 1, 2, True, torch.ones(3), target.own, target.strangers[:0])
+    alone = Target(0, 1, 2, True, torch.ones(3), target.own, target.unseen[:0])
     assert found("an attack", alone, grey(0.1), 0.5).stranger is None
 
 
@@ -141,9 +141,9 @@ def test_samples_that_nobody_holds(make_run, run):
     assert audit.held_out_images == 1437 - 4 * 150
     # Images of the attacker's own are nobody's strangers: its decoders have seen them.
     prepared = prepare(Experiment.from_toml(spare / SPEC))
-    theirs = Spare(prepared.data, prepared.assignment).indices()
+    theirs = ServerData(prepared.data, prepared.assignment).indices()
     held = as_rows(Pixels.of(prepared.data).images(torch.from_numpy(theirs)))
-    assert not any(as_rows(finding.target.strangers) & held for finding in audit.findings)
+    assert not any(as_rows(finding.target.unseen) & held for finding in audit.findings)
     with pytest.raises(SpecError, match="held_out = 'spare': an attacker needs at least 64 images of its own, and"):
         audit_prototypes(run, clients=1, steps=1, held_out="spare")
 
@@ -232,7 +232,7 @@ def test_a_client_that_keeps_its_statistics_is_attacked_with_them(tmp_path):
         class Batch:
             x, y = prepared.data.inputs(mine), prepared.data.labels(mine)
 
-        model = prepared.job.model
+        model = prepared.config.model
         with model.loaded(sent.weights.params, sent.weights.buffers) as params:
             table = class_means(model, params, lambda batch=Batch: [batch], 10)
         assert sent.difference == 0

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedstrata.clients.reserving import Pool
 from fedstrata.clients.store import StateStore
 from fedstrata.records import encode
+from fedstrata.stratify.client_batch import Pool
 
 
 def state(client: int, floats: int = 1000):

@@ -13,9 +13,9 @@ from fedstrata.objectives.scaffold import Scaffold
 class SlowScaffold(Scaffold):
     """Half a second before the first step."""
 
-    def begin(self, model: Any, context: Any) -> Any:
+    def client_init(self, model: Any, context: Any) -> Any:
         time.sleep(0.5)
-        return super().begin(model, context)
+        return super().client_init(model, context)
 
 
 class Slow(SCAFFOLD):

@@ -22,7 +22,7 @@ from fedstrata.deploy.configuration import CLASSES, ERROR, described, raised, wr
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.provision import provision
-from fedstrata.deploy.settings import LOCAL, Plan, SiteSettings
+from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.deploy.simulator import _sites_before
 from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import DataError, ExtraMissingError, FedstrataError, SpecError
@@ -87,8 +87,8 @@ def test_clients_of_the_partition_are_dealt_to_the_sites_in_order(tmp_path: Path
 
 
 def test_a_plan_survives_json() -> None:
-    plan = Plan("run.toml", "run", 2, ("a", "b"), Agreed([4], 2, [0.5], []), 3.0, False)
-    assert Plan.from_table(json.loads(json.dumps(plan.table()))) == plan
+    plan = JobSpec("run.toml", "run", 2, ("a", "b"), Agreed([4], 2, [0.5], []), 3.0, False)
+    assert JobSpec.from_table(json.loads(json.dumps(plan.table()))) == plan
 
 
 def test_a_sites_own_settings(tmp_path: Path) -> None:
@@ -159,12 +159,12 @@ class _Line:
 
 @needs_nvflare
 def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(tmp_path: Path) -> None:
-    from fedstrata.deploy.job import Server, folder_of
+    from fedstrata.deploy.config import Server, folder_of
 
     old = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
     new = old.replace("rounds = 2", "rounds = 1")
     assert new != old
-    plan, deployed, simulated = Plan("run.toml", "run", 3), SiteSettings(), SiteSettings(simulated=True)
+    plan, deployed, simulated = JobSpec("run.toml", "run", 3), SiteSettings(), SiteSettings(simulated=True)
     for settings in (deployed, simulated):
         folder = folder_of(plan, old, tmp_path / "server", settings)
         Server([])._run(plan, old, folder, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(tmp_pa
 
 @needs_nvflare
 def test_nothing_is_imported_from_where_jobs_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedstrata.deploy.job import _settings
+    from fedstrata.deploy.config import _settings
 
     monkeypatch.chdir(tmp_path)
     before = [str(tmp_path), "", *(entry for entry in sys.path if entry)]
@@ -231,7 +231,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     from fedstrata.deploy import submit
 
     def go(*trouble: Exception, at: str = "", jobs: Sequence[tuple[str, str]] = ()) -> tuple[str, _Session, list[str]]:
-        write_job(tmp_path / "admin" / "job", [Plan("run.toml", "run", 3)], [SPEC])
+        write_job(tmp_path / "admin" / "job", [JobSpec("run.toml", "run", 3)], [SPEC])
         name = json.loads((tmp_path / "admin" / "job" / "meta.json").read_text())["name"]
         listed = [{"job_id": n.format(name), "job_name": n.format(name), "status": status} for n, status in jobs]
         session = _Session(tmp_path, *trouble, at=at, jobs=listed)
@@ -302,12 +302,12 @@ def test_a_job_that_was_submitted_before_is_found_at_work(submitted: Submitted) 
 
 
 def test_the_name_of_a_job_tells_its_spec_and_plan(tmp_path: Path) -> None:
-    def name(plan: Plan, spec: str) -> str:
+    def name(plan: JobSpec, spec: str) -> str:
         write_job(tmp_path, [plan], [spec])
         return str(json.loads((tmp_path / "meta.json").read_text())["name"])
 
-    plan = Plan("run.toml", "run", 2, ("a", "b"))
-    others = [(plan, SPEC + "\n"), (Plan("run.toml", "run", 2, ("a", "c")), SPEC)]
+    plan = JobSpec("run.toml", "run", 2, ("a", "b"))
+    others = [(plan, SPEC + "\n"), (JobSpec("run.toml", "run", 2, ("a", "c")), SPEC)]
     assert name(plan, SPEC) == name(plan, SPEC)
     assert len({name(plan, SPEC), *(name(*other) for other in others)}) == 3
 

@@ -19,9 +19,9 @@ from fedstrata.jsonl import read_jsonl
 
 pytest.importorskip("nvflare")
 
+from fedstrata.deploy.local_deployment import Processes
 from fedstrata.deploy.processes import send_signal
 from fedstrata.deploy.provision import ADMIN, SERVER, provision
-from fedstrata.deploy.trial import Processes
 
 PATIENCE = 8.0
 ROUNDS = 70
@@ -95,10 +95,10 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
     )
     own = {"allow": ["slowly"]}
     table = {"server": {"port": _port(), **own}, "patience": PATIENCE, "site": {"a": own, "b": own, "c": own}}
-    provision(spec, Sites.model_validate(table), tmp_path / "fed", near=tmp_path)
+    provision(spec, Sites.model_validate(table), tmp_path / "fed", base_dir=tmp_path)
     # Somebody with certificates from an authority of their own, for the same federation and the same names.
     table["site"] = {"intruder": {}}
-    provision(spec, Sites.model_validate(table), tmp_path / "other", near=tmp_path)
+    provision(spec, Sites.model_validate(table), tmp_path / "other", base_dir=tmp_path)
     shutil.move(tmp_path / "other" / "intruder", tmp_path / "fed" / "intruder")
     # It trusts the server all the same: so it is the server that must turn it away.
     shutil.copy(tmp_path / "fed" / "a" / "startup" / "rootCA.pem", tmp_path / "fed" / "intruder" / "startup")

@@ -10,7 +10,7 @@ import pytest
 import fedstrata as fs
 from fedstrata.deploy import simulator
 from fedstrata.deploy.configuration import write_job
-from fedstrata.deploy.settings import Plan
+from fedstrata.deploy.settings import JobSpec
 from fedstrata.deploy.simulator import simulate
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 
@@ -112,7 +112,7 @@ def test_arrays_and_modules_of_ones_own_cannot_travel() -> None:
 
 def test_a_job_is_a_few_lines_of_json_and_no_source(tmp_path: Path) -> None:
     spec = fs.Experiment().to_toml()
-    write_job(tmp_path / "job", [Plan("run.toml", "run", 10)], [spec])
+    write_job(tmp_path / "job", [JobSpec("run.toml", "run", 10)], [spec])
     files = {str(path.relative_to(tmp_path / "job")) for path in (tmp_path / "job").rglob("*") if path.is_file()}
     config = "app/config"
     assert files == {

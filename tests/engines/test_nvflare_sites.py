@@ -15,8 +15,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata import records
-from fedstrata.clients.keys import KeyRing
-from fedstrata.deploy.agreed import prepare_server, read_own
+from fedstrata.deploy.data_schema import prepare_server, read_own
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
@@ -39,10 +38,12 @@ from fedstrata.engines.nvflare.wire import (
 from fedstrata.errors import DataError, FedstrataError, SpecError
 from fedstrata.experiment import Prepared, go, prepare
 from fedstrata.federation.availability import Trace
-from fedstrata.federation.messages import SizeReply, SizeReport, Weights
+from fedstrata.federation.messages import Weights
 from fedstrata.jsonl import read_jsonl
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.objectives.base import CrossEntropy, Objective
+from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.stratify.masking.key_store import KeyRing
 
 PATIENCE = 20.0
 
@@ -65,7 +66,7 @@ class Sites:
         self.hosts = {name: self._host(name, data.get(name), keys) for name in sorted(set(homes))}
         spec = prepared.spec.to_toml()
         self.engine = NVFlareEngine(
-            prepared.job, self, homes, self.sums, spec=spec, run="run", patience=PATIENCE, **options
+            prepared.config, self, homes, self.sums, spec=spec, run="run", patience=PATIENCE, **options
         )
 
     def _host(self, name: str, data: Path | None, keys: KeyRing) -> Host:
@@ -163,7 +164,7 @@ def test_the_server_hands_out_the_route_and_not_the_model(sites: Callable[..., S
 
     made.hook = hook
     made.run()
-    assert [hop.cargo is not None for hop in hops] == [True, False, False]
+    assert [hop.weights is not None for hop in hops] == [True, False, False]
     assert [hop.holder for hop in hops] == ["", *("abc"[hop.client] for hop in hops[:-1])]
 
 
@@ -528,7 +529,7 @@ class Broken(FedAvg):
 
 
 class _Broken(CrossEntropy):
-    def begin(self, model: Any, context: Any) -> Any:
+    def client_init(self, model: Any, context: Any) -> Any:
         raise ValueError("labels 3, 5 and 8")
 
 
@@ -572,7 +573,7 @@ def test_sites_with_files_of_their_own_compute_the_same(
 ) -> None:
     spec, agreed, files, test = own
     prepared = prepare_server(spec, agreed, test, 3)
-    assert prepared.job.sizes is None, "the server knows no site's size"
+    assert prepared.config.sizes is None, "the server knows no site's size"
     there = Sites(prepared, list("abc"), tmp_path / "sites", agreed=agreed, data=files).run(tmp_path / "out")
     here = fs.run(spec)
     assert _same(there, here)
@@ -629,7 +630,7 @@ def test_a_run_must_have_a_plain_name(tmp_path: Path) -> None:
 
 def test_dropout_layers_are_refused_before_anybody_is_asked(sites: Callable[..., Sites]) -> None:
     made = sites(_spec())
-    made.prepared.job.model.module.add_module("dropout", nn.Dropout(0.5))
+    made.prepared.config.model.module.add_module("dropout", nn.Dropout(0.5))
     with pytest.raises(SpecError, match="draws random numbers"):
         made.engine.ask({0: SizeReport(1, 0, 1.0)}, together=True)
 

@@ -21,21 +21,21 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata import experiment
-from fedstrata.clients.client import World
-from fedstrata.clients.keys import KeyRing
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.experiment import prepare
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Federation
 from fedstrata.jsonl import read_jsonl
+from fedstrata.stratify.masking.key_store import KeyRing
 
 ray = pytest.importorskip("ray")
 
 from fedstrata.engines import ray as engine_module  # noqa: E402
-from fedstrata.engines.ray import Crew, RayEngine  # noqa: E402
-from fedstrata.engines.rayworker import Luggage  # noqa: E402
+from fedstrata.engines.ray import RayEngine, WorkerPool  # noqa: E402
+from fedstrata.engines.ray_worker import WorkerPayload  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -55,23 +55,25 @@ matrix, raycases = load("matrix"), load("raycases")
 
 
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
+def pool() -> Iterator[WorkerPool]:
     """Two workers for all tests: most of the time of a short run is the start of processes."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     sys.path.insert(0, str(HERE))  # Ray hands it on to its workers.
     try:
         ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
-        with Crew(2) as crew:
-            yield crew
+        with WorkerPool(2) as pool:
+            yield pool
     finally:
         ray.shutdown()
         sys.path.remove(str(HERE))
 
 
 @pytest.fixture
-def run(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``fedstrata.run`` on these workers."""
-    monkeypatch.setattr(experiment, "make_engine", lambda name, world, store, *_: RayEngine(world, store, crew=crew))
+    monkeypatch.setattr(
+        experiment, "make_engine", lambda name, context, store, *_: RayEngine(context, store, pool=pool)
+    )
     return fs.run
 
 
@@ -79,44 +81,51 @@ def rows(history: fs.History) -> list[dict[str, Any]]:
     return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
-def world_of(spec: fs.Experiment, model: nn.Module | None = None) -> World:
+def context_of(spec: fs.Experiment, model: nn.Module | None = None) -> ClientContext:
     found = prepare(spec, model=model)
-    return World(found.job, found.data, found.assignment, spec.method.objective_in_use())
+    return ClientContext(found.config, found.data, found.assignment, spec.method.objective_in_use())
 
 
-def federation(engine: Any, world: World) -> Federation:
-    made = Federation(engine, world.job, fs.Always(), "test")
+def federation(engine: Any, context: ClientContext) -> Federation:
+    made = Federation(engine, context.config, fs.Always(), "test")
     made.begin(1)
     return made
 
 
 @pytest.mark.parametrize("label", matrix.MATRIX)
-def test_equal_bytes_and_equal_books(label: str, crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_bytes_and_equal_books(label: str, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     if label in matrix.MASKED:
         pytest.importorskip("tenseal")
     spec = matrix.MATRIX[label]
     here = fs.run(spec)
-    monkeypatch.setattr(experiment, "make_engine", lambda name, world, store, *_: RayEngine(world, store, crew=crew))
+    monkeypatch.setattr(
+        experiment, "make_engine", lambda name, context, store, *_: RayEngine(context, store, pool=pool)
+    )
     there = fs.run(spec, engine="ray")
     assert matrix.final_bytes(here) == matrix.final_bytes(there)
     assert rows(here) == rows(there)
 
 
-def test_many_clients_in_a_call(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_clients_in_a_call(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     base = matrix.MATRIX["scaffold"].to_spec()
     base["partition"]["clients"], base["training"]["clients_per_round"] = 60, 40
     spec = fs.Experiment.from_table(base)
     here = fs.run(spec)
-    monkeypatch.setattr(experiment, "make_engine", lambda name, world, store, *_: RayEngine(world, store, crew=crew))
+    monkeypatch.setattr(
+        experiment, "make_engine", lambda name, context, store, *_: RayEngine(context, store, pool=pool)
+    )
     assert matrix.final_bytes(here) == matrix.final_bytes(fs.run(spec))
 
 
-def test_failures_are_told_as_in_the_local_engine(crew: Crew) -> None:
-    world = world_of(fs.Experiment(partition=fs.IID(clients=5)))
+def test_failures_are_told_as_in_the_local_engine(pool: WorkerPool) -> None:
+    context = context_of(fs.Experiment(partition=fs.IID(clients=5)))
     told = []
-    for make in (lambda store: make_engine("local", world, store), lambda store: RayEngine(world, store, crew=crew)):
+    for make in (
+        lambda store: make_engine("local", context, store),
+        lambda store: RayEngine(context, store, pool=pool),
+    ):
         store = StateStore()
-        asked = federation(make(store), world)
+        asked = federation(make(store), context)
         for _ in range(2):
             replies = asked.ask(dict.fromkeys(range(5), raycases.Trouble()))
         assert {client: reply.times for client, reply in replies.items()} == {0: 2, 4: 2}
@@ -177,9 +186,9 @@ def test_a_run_goes_on_from_its_checkpoint(run: Any, tmp_path: Path) -> None:
     assert matrix.final_bytes(run(spec, out=tmp_path, resume=True)) == matrix.final_bytes(whole)
 
 
-def test_random_layers_cannot_run_together(crew: Crew) -> None:
-    world = world_of(fs.Experiment(), nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(), nn.Linear(8, 10)))
-    asked = federation(RayEngine(world, StateStore(), crew=crew), world)
+def test_random_layers_cannot_run_together(pool: WorkerPool) -> None:
+    context = context_of(fs.Experiment(), nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(), nn.Linear(8, 10)))
+    asked = federation(RayEngine(context, StateStore(), pool=pool), context)
     with pytest.raises(SpecError, match="draws random numbers"):
         asked.ask(dict.fromkeys(range(2), raycases.Trouble()), together=True)
     # The engine goes on.
@@ -188,46 +197,48 @@ def test_random_layers_cannot_run_together(crew: Crew) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_data_are_read_where_they_lie(crew: Crew) -> None:
-    world = world_of(fs.Experiment())
-    luggage = ray.put(Luggage.of(world, KeyRing()))
-    twice = [ray.get(luggage) for _ in range(2)]
+def test_data_are_read_where_they_lie(pool: WorkerPool) -> None:
+    context = context_of(fs.Experiment())
+    payload = ray.put(WorkerPayload.of(context, KeyRing()))
+    twice = [ray.get(payload) for _ in range(2)]
     first, second = (each.unpack() for each in twice)
     assert first.data.x_train.data_ptr() == second.data.x_train.data_ptr()
-    assert torch.equal(first.data.inputs(slice(0, 9)), world.data.inputs(slice(0, 9)))
+    assert torch.equal(first.data.inputs(slice(0, 9)), context.data.inputs(slice(0, 9)))
     assert len(first.data.y_test) == 0
-    assert first.job.spare is None
+    assert first.config.server_data is None
 
 
 def test_a_world_has_no_more_luggage_than_its_clients_need() -> None:
-    world = world_of(fs.Experiment())
-    size = len(pickle.dumps(Luggage.of(world, KeyRing())))
-    model = sum(tensor.nbytes for tensor in world.job.model.params().values())
-    assert size < world.data.x_train.nbytes + world.data.y_train.nbytes + world.assignment.indices.nbytes + 4 * model
+    context = context_of(fs.Experiment())
+    size = len(pickle.dumps(WorkerPayload.of(context, KeyRing())))
+    model = sum(tensor.nbytes for tensor in context.config.model.params().values())
+    assert (
+        size < context.data.x_train.nbytes + context.data.y_train.nbytes + context.assignment.indices.nbytes + 4 * model
+    )
 
 
-def test_a_session_that_was_there_before_stays(crew: Crew) -> None:
-    world = world_of(matrix.MATRIX["fedavg"])
-    engine = RayEngine(world, StateStore(), workers=1)
-    asked = federation(engine, world)
+def test_a_session_that_was_there_before_stays(pool: WorkerPool) -> None:
+    context = context_of(matrix.MATRIX["fedavg"])
+    engine = RayEngine(context, StateStore(), workers=1)
+    asked = federation(engine, context)
     assert list(asked.ask({0: raycases.Trouble(), 4 - 2: raycases.Trouble()})) == [0]
-    weights = Weights(world.job.model.params(), {})
+    weights = Weights(context.config.model.params(), {})
     assert engine.ride(raycases.Trouble, weights) is None
     assert engine.ask_fused({}) is None
     engine.close()
     assert ray.is_initialized()
 
 
-def test_other_versions_are_refused(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_are_refused(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "VERSIONS", "fedstrata 0")
     with pytest.raises(FedstrataError, match="and this process fedstrata 0; install the same"):
-        RayEngine(world_of(fs.Experiment()), StateStore(), crew=crew)
+        RayEngine(context_of(fs.Experiment()), StateStore(), pool=pool)
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ExtraMissingError, match=r"fedstrata\[ray\]"):
-        make_engine("ray", world_of(fs.Experiment()), StateStore())
+        make_engine("ray", context_of(fs.Experiment()), StateStore())
 
 
 def descendants(pid: int) -> set[int]:

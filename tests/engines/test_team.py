@@ -15,8 +15,9 @@ import fedstrata as fs
 from fedstrata.clients.client import answers
 from fedstrata.engines import local, team
 from fedstrata.engines.local import LocalEngine
-from fedstrata.federation.messages import Reply, Request, SizeReport
+from fedstrata.federation.messages import Reply, Request
 from fedstrata.records import record
+from fedstrata.sampling.messages import SizeReport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
 
@@ -120,7 +121,7 @@ def asked(federation, **fields):
 def federation(tiny, eager):
     """Forty clients, two processes."""
     made = tiny(40)
-    made.engine = LocalEngine(made.engine.world, made.store, workers=2)
+    made.engine = LocalEngine(made.engine.context, made.store, workers=2)
     yield made
     made.engine.close()
     assert multiprocessing.active_children() == []
@@ -170,7 +171,7 @@ def test_questions_that_take_no_gradients_are_answered_here(federation):
 
 def test_little_work_is_done_here(tiny):
     federation = tiny(4)
-    federation.engine = LocalEngine(federation.engine.world, federation.store, workers=3)
+    federation.engine = LocalEngine(federation.engine.context, federation.store, workers=3)
     federation.ask(federation.fits())
     assert federation.engine._team is None
 

@@ -33,7 +33,7 @@ class Broken(Objective):
         loss = super().loss(model, params, batch, context)
         return loss * {"nan": float("nan"), "inf": float("inf")}.get(way or "", 1.0)
 
-    def finish(self, trained: Trained, context: Context) -> tuple[Any, Any]:
+    def client_final(self, trained: Trained, context: Context) -> tuple[Any, Any]:
         way, params = self._way(context), trained.params
         name = next(iter(params))
         if way == "shape":

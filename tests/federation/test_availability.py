@@ -7,7 +7,7 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
-from fedstrata.federation.availability import Group
+from fedstrata.federation.availability import AvailabilityGroup
 
 EVERYBODY = np.arange(400)
 
@@ -17,7 +17,7 @@ def drawn(model, rounds, seed=0):
     return np.array([model.online(EVERYBODY, round, seed) for round in rounds])
 
 
-def near(share, p, count):
+def base_dir(share, p, count):
     """Within five standard errors of a binomial share."""
     return abs(share - p) < 5 * math.sqrt(p * (1 - p) / count)
 
@@ -29,7 +29,7 @@ def test_always():
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0])
 def test_bernoulli_frequencies(p):
     there = drawn(fs.Bernoulli(p=p), range(1, 101))
-    assert near(there.mean(), p, there.size) if p < 1 else there.all()
+    assert base_dir(there.mean(), p, there.size) if p < 1 else there.all()
     # Neither clients nor rounds have a frequency of their own.
     for axis in (0, 1):
         spread = there.mean(axis=axis).std()
@@ -39,7 +39,7 @@ def test_bernoulli_frequencies(p):
 def test_bernoulli_rounds_are_independent():
     there = drawn(fs.Bernoulli(p=0.5), range(1, 101))
     repeats = (there[1:] == there[:-1]).mean()
-    assert near(repeats, 0.5, there[1:].size)
+    assert base_dir(repeats, 0.5, there[1:].size)
     assert (drawn(fs.Bernoulli(p=0.5), [1], seed=1) != there[:1]).any()
 
 
@@ -48,16 +48,22 @@ def test_persistent_draws_hold_for_a_period_and_no_longer():
     there = drawn(model, range(1, 501))
     periods = there.reshape(100, 5, -1)
     assert (periods == periods[:, :1]).all()
-    assert near(periods[:, 0].mean(), 0.3, periods[:, 0].size)
+    assert base_dir(periods[:, 0].mean(), 0.3, periods[:, 0].size)
     changes = (periods[1:, 0] != periods[:-1, 0]).mean()
-    assert near(changes, 2 * 0.3 * 0.7, periods[1:, 0].size)
+    assert base_dir(changes, 2 * 0.3 * 0.7, periods[1:, 0].size)
 
 
 def test_groups_have_frequencies_of_their_own():
-    model = fs.Grouped(groups=[Group(clients=100, p=0.2), Group(clients=50, p=1.0), Group(clients=250, p=0.8)])
+    model = fs.Grouped(
+        groups=[
+            AvailabilityGroup(clients=100, p=0.2),
+            AvailabilityGroup(clients=50, p=1.0),
+            AvailabilityGroup(clients=250, p=0.8),
+        ]
+    )
     there = drawn(model, range(1, 101))
     for part, p in ((slice(0, 100), 0.2), (slice(150, 400), 0.8)):
-        assert near(there[:, part].mean(), p, there[:, part].size)
+        assert base_dir(there[:, part].mean(), p, there[:, part].size)
     assert there[:, 100:150].all()
     assert (model.online(np.array([399, 120]), 7, 0) == there[6, [399, 120]]).all()
     model.check(400)
@@ -135,8 +141,12 @@ def test_a_client_is_there_or_not_for_a_whole_round(tiny):
     first = set(federation.ask(federation.fits()))
     assert first == set(np.flatnonzero(fs.Bernoulli(p=0.5).online(np.arange(40), 1, 0)))
     assert set(federation.ask(federation.fits())) == first
-    tally = federation.tally
-    assert (tally.invited, tally.returned, tally.dropped) == (set(range(40)), first, set(range(40)) - first)
+    accounting = federation.accounting
+    assert (accounting.invited, accounting.returned, accounting.dropped) == (
+        set(range(40)),
+        first,
+        set(range(40)) - first,
+    )
     assert [event["kind"] for event in federation.events] == ["dropped"]  # recorded once
     federation.begin(2)
     assert set(federation.ask(federation.fits())) != first
@@ -156,7 +166,7 @@ def test_announced_availability_is_what_the_server_invites_from(tiny):
     candidates = federation.candidates().tolist()
     assert 0 < len(candidates) < 40
     assert list(federation.ask(federation.fits(*candidates))) == candidates
-    assert federation.tally.dropped == set()
+    assert federation.accounting.dropped == set()
 
 
 def test_late_dropped_failed_and_returned_are_different_counts(tiny, broken):
@@ -164,18 +174,20 @@ def test_late_dropped_failed_and_returned_are_different_counts(tiny, broken):
     federation = tiny(
         sizes=[8 * (k + 1) for k in range(8)],
         availability=fs.Grouped(
-            groups=[Group(clients=2, p=1e-9), Group(clients=6, p=1)], deadline=0.041, seconds_per_sample=0.001
+            groups=[AvailabilityGroup(clients=2, p=1e-9), AvailabilityGroup(clients=6, p=1)],
+            deadline=0.041,
+            seconds_per_sample=0.001,
         ),
         objective=broken(culprits=[2, 3], how="raise 2, nan 3"),
     )
     replies = federation.ask(federation.fits())
     assert list(replies) == [4]
-    tally = federation.tally
-    assert tally.dropped == {0, 1}
-    assert tally.late == {5, 6, 7}
-    assert tally.failed == {2, 3}
-    assert tally.absent() == {0, 1, 2, 3, 5, 6, 7}
-    assert tally.metrics() | {"bytes_up": 0, "bytes_down": 0} == {
+    accounting = federation.accounting
+    assert accounting.dropped == {0, 1}
+    assert accounting.late == {5, 6, 7}
+    assert accounting.failed == {2, 3}
+    assert accounting.absent() == {0, 1, 2, 3, 5, 6, 7}
+    assert accounting.metrics() | {"bytes_up": 0, "bytes_down": 0} == {
         "clients_invited": 8,
         "clients_returned": 1,
         "clients_dropped": 2,
@@ -199,14 +211,14 @@ def test_without_a_deadline_the_slowest_sets_the_time(tiny):
     federation = tiny(sizes=[8, 80, 16], availability=fs.Always(speed_spread=1.0, seconds_per_sample=0.01))
     assert len(federation.ask(federation.fits())) == 3
     slowest = fs.Always(speed_spread=1.0, seconds_per_sample=0.01).seconds(np.arange(3), np.array([8.0, 80, 16]), 0)
-    assert federation.tally.simulated_seconds == pytest.approx(slowest.max())
-    assert tiny(sizes=[8, 80]).tally.simulated_seconds == 0
+    assert federation.accounting.simulated_seconds == pytest.approx(slowest.max())
+    assert tiny(sizes=[8, 80]).accounting.simulated_seconds == 0
 
 
 def test_a_deadline_of_the_method_goes_before_that_of_the_spec(tiny):
     federation = tiny(sizes=[8, 80], availability=fs.Always(deadline=1000.0))
     assert list(federation.ask(federation.fits(), deadline=0.02)) == [0]
-    assert federation.tally.late == {1}
+    assert federation.accounting.late == {1}
 
 
 def test_a_late_client_keeps_the_state_it_had(tiny, broken):
@@ -222,7 +234,7 @@ def test_a_round_in_which_nobody_returns_leaves_the_model_as_it_was():
     settings = {"partition": fs.IID(clients=10), "availability": fs.Bernoulli(p=1e-9)}
     for method in ("fedavg", "scaffold", "fedsts", "fedstas", "stratify"):
         spec = fs.Experiment(method=method, training={"rounds": 2}, **settings)
-        initial = fs.prepare(spec).job.model.params()
+        initial = fs.prepare(spec).config.model.params()
         history = fs.run(spec)
         assert all((history.params[name] == tensor).all() for name, tensor in initial.items()), method
         assert [record["clients_returned"] for record in history] == [0, 0]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data import Dataset, from_arrays
 from fedstrata.engines import make_engine
 from fedstrata.experiment import prepare
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Federation
 from fedstrata.spec import Experiment
 
 
@@ -24,11 +24,13 @@ class Started:
 
     def __init__(self, spec: Experiment, data: Dataset | None, model: nn.Module | None) -> None:
         prepared = prepare(spec, data=data, model=model)
-        self.job, self.method, self.store = prepared.job, spec.method, StateStore()
-        world = World(prepared.job, prepared.data, prepared.assignment, spec.method.objective_in_use())
-        self.federation = Federation(make_engine("local", world, self.store), prepared.job, spec.availability, "test")
+        self.config, self.method, self.store = prepared.config, spec.method, StateStore()
+        context = ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use())
+        self.federation = Federation(
+            make_engine("local", context, self.store), prepared.config, spec.availability, "test"
+        )
         self.federation.begin(0)
-        weights = Weights(prepared.job.model.params(), prepared.job.model.buffers())
+        weights = Weights(prepared.config.model.params(), prepared.config.model.buffers())
         self.state: Any = spec.method.init(self.federation, weights)
         self.round = 0
 
@@ -37,7 +39,7 @@ class Started:
         self.round += 1
         self.federation.begin(self.round)
         self.state, metrics = self.method.run_round(self.federation, self.state)
-        return self.federation.tally.metrics() | metrics
+        return self.federation.accounting.metrics() | metrics
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_the_head_of_fedbabu_never_moves(aggregator, start):
         started.step()
     after = started.state.weights.params
     for name in after:
-        in_head = name in started.job.model.head_names
+        in_head = name in started.config.model.head_names
         assert (after[name].numpy().tobytes() == before[name].numpy().tobytes()) == in_head
 
 
@@ -81,26 +81,26 @@ LEFT_OVER = {
 
 def test_the_servers_samples_are_balanced_and_nobody_elses():
     prepared = prepare(fs.Experiment.from_table(LEFT_OVER))
-    spare, held = prepared.job.spare, set(prepared.assignment.indices.tolist())
-    assert not held & set(spare.indices().tolist())
-    assert len(held) + len(spare.indices()) == prepared.data.train_size
-    x, y = spare.balanced(5, np.random.default_rng(0))
+    server_data, held = prepared.config.server_data, set(prepared.assignment.indices.tolist())
+    assert not held & set(server_data.indices().tolist())
+    assert len(held) + len(server_data.indices()) == prepared.data.train_size
+    x, y = server_data.balanced(5, np.random.default_rng(0))
     assert torch.bincount(y).tolist() == [5] * 10
-    mine = {tuple(row) for row in prepared.data.inputs(spare.indices()).flatten(1).tolist()}
+    mine = {tuple(row) for row in prepared.data.inputs(server_data.indices()).flatten(1).tolist()}
     assert all(tuple(row) in mine for row in x.flatten(1).tolist())
 
 
 def test_the_servers_samples_do_not_travel():
-    job = prepare(fs.Experiment.from_table(LEFT_OVER)).job
-    assert pickle.loads(pickle.dumps(job.spare)) is None
+    config = prepare(fs.Experiment.from_table(LEFT_OVER)).config
+    assert pickle.loads(pickle.dumps(config.server_data)) is None
 
 
 def test_the_head_is_trained_at_the_server_and_the_body_is_not(start):
     started = start(fs.Experiment.from_table(LEFT_OVER))
     weights, method = started.state.weights, started.method
-    after, loss = method.tuned(started.job, weights)
-    x, y = started.job.spare.balanced(5, rng(started.job.seed, "server-samples"))
-    model = started.job.model.clone().module
+    after, loss = method.tuned(started.config, weights)
+    x, y = started.config.server_data.balanced(5, rng(started.config.seed, "server-samples"))
+    model = started.config.model.clone().module
     head = model.get_submodule("head")
     optimizer = torch.optim.SGD(head.parameters(), lr=0.2, momentum=0.5, weight_decay=0.01)
     for _ in range(3):
@@ -196,7 +196,7 @@ def test_moon_keeps_the_model_that_it_trained(start, seven):
         training={"clients_per_round": 1, "local_epochs": 2, "lr": 0.2},
     )
     started = start(spec, seven)
-    before = started.job.model.params()
+    before = started.config.model.params()
     started.step()
     (client,) = started.store
     kept = started.store.get(client)["objective"]
@@ -226,13 +226,13 @@ def test_fedbabus_head_is_tuned_for_evaluation_alone(tmp_path):
     plain = fs.run({**LEFT_OVER, "method": "fedbabu"}, out=tmp_path / "plain")
     table = {**LEFT_OVER, "method": {"name": "fedbabu", "fine_tune": tuning}}
     tuned = fs.run(table, out=tmp_path / "tuned")
-    job = prepare(fs.Experiment.from_table(table)).job
+    config = prepare(fs.Experiment.from_table(table)).config
     kept = [checkpoint.load(tmp_path / name / "checkpoint").state.weights for name in ("plain", "tuned")]
     assert all(torch.equal(w, kept[1].params[name]) for name, w in kept[0].params.items())
-    expected, _ = HeadTuning(**tuning).tuned(job, kept[0])
+    expected, _ = HeadTuning(**tuning).tuned(config, kept[0])
     for name, w in expected.params.items():
         assert torch.equal(tuned.params[name], w)
-        assert torch.equal(plain.params[name], w) == (name not in job.model.head_names)
+        assert torch.equal(plain.params[name], w) == (name not in config.model.head_names)
     assert tuned.best_accuracy > plain.best_accuracy
 
 

@@ -8,8 +8,8 @@ import torch
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
+from fedstrata.inspect.strata import strata_after
 from fedstrata.methods.fedssar import FedSSAR
-from fedstrata.stratification import strata_after
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_a_stronger_proximal_term_keeps_clients_nearer():
         spec = fs.Experiment(
             method=FedSSAR(alpha=alpha), partition=fs.Shards(clients=10), training=fs.Training(rounds=1, local_epochs=5)
         )
-        before = fs.prepare(spec).job.model.params()
+        before = fs.prepare(spec).config.model.params()
         after = fs.run(spec).params
         return sum(float((after[name] - before[name]).square().sum()) for name in before)
 

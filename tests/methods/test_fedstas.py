@@ -191,8 +191,8 @@ def test_a_full_gradient_of_many_centres_is_what_the_client_computes(start, seve
     wanted = wanted.model_copy(update={"partition": fs.Given(indices=((0, 1, 2), (3, 4, 5, 6)))})
     started = start(wanted, seven, module)
     # In evaluation mode: what one client's batch does to BatchNorm is no property of its data, nor is dropout.
-    weights = {name: w.requires_grad_(True) for name, w in started.job.model.params().items()}
-    loss = torch.nn.functional.cross_entropy(started.job.model(weights, seven.x_train[:3]), seven.y_train[:3])
+    weights = {name: w.requires_grad_(True) for name, w in started.config.model.params().items()}
+    loss = torch.nn.functional.cross_entropy(started.config.model(weights, seven.x_train[:3]), seven.y_train[:3])
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(weights.values()))])
     started.step()
     # As many values as coordinates lose nothing.

@@ -38,7 +38,9 @@ class SignVote(fs.Method):
 
     def run_round(self, federation, state):
         sampler = federation.candidates()
-        clients = federation.rng("client-sampling").choice(sampler, size=federation.job.training.invited(len(sampler)))
+        clients = federation.rng("client-sampling").choice(
+            sampler, size=federation.config.training.invited(len(sampler))
+        )
         request = Fit(federation.round, state.weights, {}, keep=1.0, passes=1.0)
         replies = federation.ask({int(client): request for client in clients})
         params = {}
@@ -70,8 +72,8 @@ class Loudest(fs.ClientSampler):
     """The clients with the largest numbers."""
 
     def select(self, federation, state, weights):
-        clients = federation.candidates()[-federation.job.training.invited(federation.job.clients) :]
-        return Selection.plain(clients, federation.job.clients), (state or 0) + 1
+        clients = federation.candidates()[-federation.config.training.invited(federation.config.clients) :]
+        return Selection.plain(clients, federation.config.clients), (state or 0) + 1
 
 
 HERE = Path(__file__)

@@ -54,7 +54,7 @@ def test_prototypes_by_round_with_dropout(start, seven, trace):
     """Labels are 0 1 2 0 1 2 0: class 0 is at both clients, 1 and 2 at one each."""
     clients, there = ((0, 1, 3), (2, 5, 6)), {0: [1], 1: [2]}
     started = start(given(clients, trace(there)), seven, net())
-    model = started.job.model
+    model = started.config.model
 
     def means(weights: dict, of: tuple[int, ...]) -> dict[int, torch.Tensor]:
         features, _ = model.with_features(weights, seven.x_train[list(of)])
@@ -152,7 +152,7 @@ def test_what_an_audit_reads_is_in_the_checkpoint(tmp_path):
 def test_a_client_that_sends_other_shapes_is_refused(start, seven):
     started = start(given(((0, 1, 3), (2, 5, 6))), seven, net())
     weights, objective = started.state.weights, started.method.choices()[2]
-    check = fit_check(weights, objective.expected(weights, started.job))
+    check = fit_check(weights, objective.expected(weights, started.config))
     good = {"means": torch.zeros(3, 4), "samples": torch.zeros(3)}
     check(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": good}))
     for bad in ({**good, "means": torch.zeros(3, 5)}, {**good, "samples": torch.zeros(2)}, {"means": good["means"]}):
@@ -169,7 +169,7 @@ def test_sizes_that_clients_keep_private_are_not_told_by_prototypes():
 
 
 def test_a_model_whose_features_have_no_length_is_refused_before_anything_is_written(tmp_path, seven):
-    class Pooled(nn.Module):
+    class FedSamplingData(nn.Module):
         def __init__(self):
             super().__init__()
             self.body, self.head = nn.Linear(2, 3), nn.Identity()
@@ -178,7 +178,7 @@ def test_a_model_whose_features_have_no_length_is_refused_before_anything_is_wri
             return self.head(self.body(x))
 
     with pytest.raises(SpecError, match=r"^model\.head: the head 'head' has no nn\.Linear"):
-        fs.run(given(((0,), (1,))), data=seven, model=Pooled(), out=tmp_path / "run")
+        fs.run(given(((0,), (1,))), data=seven, model=FedSamplingData(), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -192,7 +192,7 @@ def test_a_client_trains_with_the_prototypes_that_came_and_its_own(start, seven,
         training={"clients_per_round": 2, "local_epochs": 1, "batch_size": 3, "lr": 0.2},
     )
     started = start(spec, seven, net())
-    model = started.job.model
+    model = started.config.model
     started.step()
     w = {name: tensor.clone().requires_grad_() for name, tensor in started.state.weights.params.items()}
     order = np.array(mine)[rng(spec.seed, "batches", 2, 1).permutation(3)]

@@ -21,9 +21,9 @@ from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
 
 @pytest.fixture(scope="module")
 def small() -> fs.Dataset:
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     y = np.arange(48) % 3
-    x = draw.normal(size=(48, 4)) + 2 * np.eye(3, 4)[y]
+    x = generator.normal(size=(48, 4)) + 2 * np.eye(3, 4)[y]
     return fs.from_arrays(x, y, x[:9], y[:9])
 
 

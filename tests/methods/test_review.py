@@ -144,10 +144,10 @@ def test_a_key_that_was_set_by_hand_is_not_blamed_on_the_file(capsys, tmp_path):
 
 
 def test_evaluation_with_batch_statistics_has_no_batch_of_one():
-    from fedstrata.clients.evaluation import evaluate
+    from fedstrata.handlers.evaluation import evaluate
 
     prepared = fs.prepare(fs.Experiment(), model=Norm())
-    model = prepared.job.model
+    model = prepared.config.model
     weights = Weights(model.params(), model.buffers())
     size = len(prepared.data.y_test) - 1
     score = evaluate(model, weights, prepared.data, batch_size=size, batch_statistics=True)
@@ -214,7 +214,7 @@ def test_a_setting_that_still_means_something_is_kept():
 class FinishesWithBuffers(CrossEntropy):
     """What a user may write: the buffers at the end of training."""
 
-    def finish(self, trained, context):
+    def client_final(self, trained, context):
         assert trained.model.current_buffers() == {}
         return {}, {name: w.clone() for name, w in trained.params.items()}
 
@@ -243,8 +243,8 @@ def test_a_head_with_statistics_of_its_own_is_tuned_with_them(start):
         method={"name": "fedavg-ft", "per_class": 4, "steps": 1},
     )
     started = start(spec, None, Headed())
-    weights, loss = spec.method.tuned(started.job, started.state.weights)
-    x, y = started.job.spare.balanced(4, rng(spec.seed, "server-samples"))
+    weights, loss = spec.method.tuned(started.config, started.state.weights)
+    x, y = started.config.server_data.balanced(4, rng(spec.seed, "server-samples"))
     expected = torch.nn.functional.cross_entropy(Headed().eval()(x), y).item()
     assert loss == pytest.approx(expected, rel=1e-5)
     assert not torch.equal(weights.params["head.1.weight"], started.state.weights.params["head.1.weight"])
@@ -315,7 +315,7 @@ def test_weight_decay_and_epochs_tell_how_many_steps_were_taken():
     data = spec.data.load(0)
     dark = torch.nonzero(data.x_train.flatten(1).float().std(dim=0) == 0).flatten()
     prepared = fs.prepare(spec, data=data)
-    first, before = next(iter(prepared.job.model.params().items()))
+    first, before = next(iter(prepared.config.model.params().items()))
     after = fs.run(spec, data=data).params[first]
     steps = torch.log(after[:, dark[0]] / before[:, dark[0]]) / torch.log(torch.tensor(1 - 0.1 * 0.5))
     assert round(steps.median().item()) == -(-data.train_size // spec.training.batch_size)

@@ -56,9 +56,9 @@ class ByHand:
         models, deltas, self.steps = [], [], []
         for k in there:
             own, w, K = np.array(self.clients[k]), self.w.copy(), 0
-            draw = rng(SEED, "batches", number, k)
+            generator = rng(SEED, "batches", number, k)
             for _ in range(EPOCHS):
-                order = draw.permutation(len(own))
+                order = generator.permutation(len(own))
                 for begin in range(0, len(own), BATCH):
                     part = own[order[begin : begin + BATCH]]
                     g = softmax_gradient(w, self.x[part], self.y[part]) + DECAY * w

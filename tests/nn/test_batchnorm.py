@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fedstrata.errors import SpecError
 from fedstrata.nn import (
     FederatedBatchNorm2d,
-    Group,
     GroupBrokenError,
     LocalGroup,
+    ReduceGroup,
     federate_batchnorm,
     federated,
     has_batchnorm,
@@ -26,7 +26,7 @@ from fedstrata.nn import (
 R = TypeVar("R")
 
 
-def in_threads(size: int, work: Callable[[int, Group], R], timeout: float = 20.0) -> list[R]:
+def in_threads(size: int, work: Callable[[int, ReduceGroup], R], timeout: float = 20.0) -> list[R]:
     """``work(k, group)`` on one thread a member; a member that fails breaks the group."""
     group = LocalGroup(size, timeout)
 
@@ -70,7 +70,7 @@ def test_forward_and_backward_are_those_of_the_union_batch(kind, shape, sizes, s
     batches = [[100 + torch.randn(n, *shape, dtype=torch.float64) for n in sizes] for _ in range(2)]
     weights = [torch.randn(n, *shape, dtype=torch.float64) for n in sizes]
 
-    def work(k: int, group: Group) -> tuple[Tensor, Tensor]:
+    def work(k: int, group: ReduceGroup) -> tuple[Tensor, Tensor]:
         with federated(clients[k], group):
             for batch in batches:
                 x = batch[k].clone().requires_grad_()
@@ -102,7 +102,7 @@ def test_float32_statistics_far_from_zero():
     native = nn.BatchNorm2d(3)
     clients = [federate_batchnorm(copy.deepcopy(native)) for _ in range(2)]
 
-    def work(k: int, group: Group) -> Tensor:
+    def work(k: int, group: ReduceGroup) -> Tensor:
         with federated(clients[k], group):
             return clients[k](x[:25] if k == 0 else x[25:]).detach()
 
@@ -142,7 +142,7 @@ def test_fifty_steps_on_three_clients_are_centralised_sgd():
     clients = [federate_batchnorm(small_cnn()) for _ in sizes]
     bounds = [0, 7, 9, 12]
 
-    def work(k: int, group: Group) -> None:
+    def work(k: int, group: ReduceGroup) -> None:
         mine, module = slice(bounds[k], bounds[k + 1]), clients[k]
         parameters = list(module.parameters())
         with federated(module, group):
@@ -179,7 +179,7 @@ def test_without_a_group_and_in_evaluation_it_is_native():
     assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in native.state_dict().items())
     ours.eval(), native.eval()
 
-    def work(k: int, group: Group) -> Tensor:
+    def work(k: int, group: ReduceGroup) -> Tensor:
         with federated(ours, group):
             return ours(x)
 
@@ -225,7 +225,7 @@ def test_the_group_is_gone_after_the_block_and_there_is_one_at_a_time():
 def test_one_value_in_all_is_an_error_for_everybody():
     clients = [federate_batchnorm(nn.BatchNorm1d(2)) for _ in range(2)]
 
-    def work(k: int, group: Group) -> str:
+    def work(k: int, group: ReduceGroup) -> str:
         with federated(clients[k], group), pytest.raises(ValueError, match=r"1 value\(s\) per channel"):
             clients[k](torch.ones(k, 2))
         return "told"
@@ -238,7 +238,7 @@ def test_sums_are_taken_in_member_order():
     values = [2.0**-24, 2.0**-24, 1.0]
     for late in range(3):
 
-        def work(k: int, group: Group, late: int = late) -> Tensor:
+        def work(k: int, group: ReduceGroup, late: int = late) -> Tensor:
             if k == late:
                 time.sleep(0.02)
             return group.all_reduce_sum(torch.tensor([values[k]]))
@@ -248,7 +248,7 @@ def test_sums_are_taken_in_member_order():
 
 
 def test_many_turns_never_mix():
-    def work(k: int, group: Group) -> list[float]:
+    def work(k: int, group: ReduceGroup) -> list[float]:
         totals = []
         for turn in range(200):
             total = group.all_reduce_sum(torch.tensor([float(turn * (k + 1))]))

@@ -7,18 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstrata.errors import SpecError
-from fedstrata.nn import (
-    CNN,
-    CNN64,
-    MLP,
-    MODELS,
-    Custom,
-    ModelSpec,
-    Tabular,
-    has_batchnorm,
-    make_model,
-    parse_model,
-)
+from fedstrata.nn import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, has_batchnorm, make_model, parse_model
 from fedstrata.nn.resnet import ResNet9, ResNet18, ResNet20
 
 

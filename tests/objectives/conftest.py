@@ -33,10 +33,10 @@ def logits() -> Callable[..., Model]:
 
 @pytest.fixture
 def begun() -> Callable[..., Context]:
-    """A client's context after ``begin``."""
+    """A client's context after ``client_init``."""
 
-    def begin(objective: Objective, model: Model, counts: list[float], kept=None, **received: object) -> Context:
+    def client_init(objective: Objective, model: Model, counts: list[float], kept=None, **received: object) -> Context:
         context = Context(model.params(), torch.tensor(counts), dict(received), kept, lr=0.1)
-        return objective.begin(model, context)
+        return objective.client_init(model, context)
 
-    return begin
+    return client_init

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import OBJECTIVES, Batch, Context, Objective
-from fedstrata.objectives.calibrated import Balanced, Margins, Restricted
+from fedstrata.objectives.calibrated import Balanced, LogitMargins, Restricted
 from fedstrata.objectives.rebafl import Rebalanced
 
 Z = (0.3, -1.2, 2.0)
@@ -40,7 +40,7 @@ def test_restricted_softmax(logits, begun):
 
 
 @pytest.mark.parametrize(
-    "objective", [Restricted(alpha=1.0), Margins(tau=0.0, missing="one"), Rebalanced(mu=0, epsilon=1)]
+    "objective", [Restricted(alpha=1.0), LogitMargins(tau=0.0, missing="one"), Rebalanced(mu=0, epsilon=1)]
 )
 @pytest.mark.parametrize("counts", [[6.0, 2.0, 0.0], [5.0, 0.0, 0.0]])
 def test_each_has_plain_cross_entropy_at_the_end_of_its_range(objective, counts, logits, begun):
@@ -55,13 +55,13 @@ def test_margins_with_and_without_the_missing_class(logits, begun):
     model = logits(*Z)
     # 16^(-1/4) = 1/2 and 81^(-1/4) = 1/3.
     shifted = [0.3 - 2 / 2, -1.2 - 2 / 3]
-    excluded = Margins(tau=2.0)
+    excluded = LogitMargins(tau=2.0)
     loss, gradient = loss_and_gradient(excluded, model, begun(excluded, model, [16.0, 81.0, 0.0]), 1)
     p = softmax(shifted)
     assert loss == pytest.approx(-math.log(p[1]), abs=1e-6)
     assert gradient == pytest.approx([p[0], p[1] - 1, 0], abs=1e-6)
     assert gradient[2] == 0
-    one = Margins(tau=2.0, missing="one")
+    one = LogitMargins(tau=2.0, missing="one")
     loss, gradient = loss_and_gradient(one, model, begun(one, model, [16.0, 81.0, 0.0]), 1)
     p = softmax([*shifted, 2.0 - 2.0])
     assert loss == pytest.approx(-math.log(p[1]), abs=1e-6)
@@ -77,7 +77,7 @@ def test_balanced_softmax_with_a_missing_class(logits, begun):
     assert gradient[2] == 0
 
 
-@pytest.mark.parametrize("objective", [Balanced(), Margins(), Rebalanced(epsilon=0, mu=0)])
+@pytest.mark.parametrize("objective", [Balanced(), LogitMargins(), Rebalanced(epsilon=0, mu=0)])
 @pytest.mark.parametrize("z", [Z, (-80.0, 90.0, 3.0), (-1e4, 1e4, 0.0)])
 def test_a_client_of_one_class_learns_exactly_nothing(objective, z, logits, begun):
     model = logits(*z)
@@ -86,7 +86,7 @@ def test_a_client_of_one_class_learns_exactly_nothing(objective, z, logits, begu
     assert gradient == [0, 0, 0]
 
 
-@pytest.mark.parametrize("objective", [Restricted(), Rebalanced(mu=0), Margins(missing="one")])
+@pytest.mark.parametrize("objective", [Restricted(), Rebalanced(mu=0), LogitMargins(missing="one")])
 def test_others_do_learn_from_one_class(objective, logits, begun):
     model = logits(*Z)
     loss, gradient = loss_and_gradient(objective, model, begun(objective, model, [7.0, 0.0, 0.0]), 0)
@@ -108,7 +108,7 @@ def test_nothing_is_ever_nan(name, counts, z, label):
     with torch.no_grad():
         head.weight.copy_(torch.tensor(z)[:, None])
     model = Model(head, head="")
-    context = objective.begin(model, Context(model.params(), torch.tensor(counts).float(), {}, None, 0.1))
+    context = objective.client_init(model, Context(model.params(), torch.tensor(counts).float(), {}, None, 0.1))
     loss, gradient = loss_and_gradient(objective, model, context, label)
     assert math.isfinite(loss)
     assert loss >= 0

@@ -33,17 +33,17 @@ class Net(nn.Module):
 
 
 def test_it_is_the_papers_formula():
-    z, near, far = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, -2.0]])
+    z, base_dir, far = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, -2.0]])
     a, b = math.exp(0.6 / 0.5), math.exp(-0.8 / 0.5)
-    assert contrastive(z, near, far, 0.5).item() == pytest.approx(-math.log(a / (a + b)), abs=1e-6)
+    assert contrastive(z, base_dir, far, 0.5).item() == pytest.approx(-math.log(a / (a + b)), abs=1e-6)
 
 
 def model_and_context(objective: Contrastive, previous: list[list[float]] | None) -> tuple[Model, Context]:
     """The global model is the identity; the client's last one as given."""
     model = Model(Net([[1.0, 0.0], [0.0, 1.0]]))
     kept = None if previous is None else {**model.params(), "body.weight": torch.tensor(previous)}
-    received = objective.survey(model, type("W", (), {"buffers": model.buffers()})(), lambda: [], {})
-    return model, objective.begin(model, Context(model.params(), torch.ones(3), received, kept, 0.1))
+    received = objective.client_prepare(model, type("W", (), {"buffers": model.buffers()})(), lambda: [], {})
+    return model, objective.client_init(model, Context(model.params(), torch.ones(3), received, kept, 0.1))
 
 
 def test_the_global_model_attracts_and_the_last_one_repels():
@@ -77,8 +77,8 @@ def test_the_frozen_models_get_no_gradient_and_keep_their_own_statistics():
     model = Model(Net([[1.0, 0.0], [0.0, 1.0]], norm=True))
     theirs = {"norm.running_mean": torch.tensor([5.0, -5.0]), "norm.running_var": torch.tensor([4.0, 9.0])}
     buffers = {**model.buffers(), **theirs}
-    received = objective.survey(model, type("W", (), {"buffers": buffers})(), lambda: [], {})
-    context = objective.begin(model, Context(model.params(), torch.ones(3), received, None, 0.1))
+    received = objective.client_prepare(model, type("W", (), {"buffers": buffers})(), lambda: [], {})
+    context = objective.client_init(model, Context(model.params(), torch.ones(3), received, None, 0.1))
     with model.loaded(model.params(), buffers, train=True) as params:
         loss = objective.loss(model, params, Batch(X, Y), context)
         assert model.module.training
@@ -90,6 +90,8 @@ def test_the_frozen_models_get_no_gradient_and_keep_their_own_statistics():
         frozen = (X - theirs["norm.running_mean"]) / (theirs["norm.running_var"] + 1e-5).sqrt()
         expected = F.cross_entropy(model.module.head(z), Y) + contrastive(z, frozen, frozen, 0.5).mean()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-        message, kept = objective.finish(Trained({n: p.detach() for n, p in params.items()}, 1, model, list), context)
+        message, kept = objective.client_final(
+            Trained({n: p.detach() for n, p in params.items()}, 1, model, list), context
+        )
         assert message == {}
         assert kept.keys() == {*params, *buffers}

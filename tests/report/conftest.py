@@ -26,16 +26,16 @@ targets = [0.5, 0.8]
 
 def records(rounds: int, seed: int, *, best: float = 0.9, every: int = 1, method: str = "fedavg") -> list[dict]:
     """Accuracy that rises towards ``best``, with some clients missing in every round."""
-    draw = np.random.default_rng([seed, int(best * 1000)])
+    generator = np.random.default_rng([seed, int(best * 1000)])
     made = []
     for round in range(1, rounds + 1):
-        dropped, late, failed = int(draw.integers(0, 4)), int(draw.integers(0, 2)), int(round % 7 == 0)
+        dropped, late, failed = int(generator.integers(0, 4)), int(generator.integers(0, 2)), int(round % 7 == 0)
         record = {"round": round, "clients_invited": 10, "clients_returned": 10 - dropped - late - failed}
         record |= {"clients_dropped": dropped, "clients_late": late, "clients_failed": failed}
         record |= {"samples": 360, "bytes_up": 70_000, "bytes_down": 90_000, "exchanges": 1, "seconds": 0.25}
         record["train_loss"] = float(2.3 * np.exp(-round / 6) + 0.02)
         if round % every == 0 or round == rounds:
-            record["accuracy"] = float(best * (1 - np.exp(-round / 5)) + draw.normal(0, 0.01))
+            record["accuracy"] = float(best * (1 - np.exp(-round / 5)) + generator.normal(0, 0.01))
             record["loss"] = float(2.3 * np.exp(-round / 7) + 0.2)
         if method == "fedstas":
             record |= {"strata_sizes": [4, 3, 3], "neyman_sd": float(1 / round), "keep_probability": 0.1}

@@ -76,8 +76,8 @@ def test_groups_are_as_large_as_their_mass_allows():
 
 def test_draws_come_from_their_distributions():
     made = by_size(np.array([5, 4, 3, 2, 1]), 3)
-    matrix, draw = made.matrix(5), np.random.default_rng(0)
-    drawn = np.array([made.draw(draw) for _ in range(6000)])
+    matrix, generator = made.matrix(5), np.random.default_rng(0)
+    drawn = np.array([made.draw(generator) for _ in range(6000)])
     for i in range(3):
         np.testing.assert_allclose(np.bincount(drawn[:, i], minlength=5) / 6000, matrix[i], atol=0.03)
 
@@ -115,8 +115,8 @@ def test_two_labels_two_groups_after_a_few_rounds(tiny):
 
 def test_too_many_clients_for_ward_are_refused_with_advice(tiny, monkeypatch):
     monkeypatch.setattr(clustered, "LARGEST", 3)
-    job = tiny(4, clients_per_round=2).job
+    config = tiny(4, clients_per_round=2).config
     with pytest.raises(SpecError, match="use 1, or the sampler fedsts") as caught:
-        Clustered().check(job)
+        Clustered().check(config)
     assert caught.value.key == "method.client_sampler.algorithm"
-    Clustered(algorithm=1).check(job)
+    Clustered(algorithm=1).check(config)

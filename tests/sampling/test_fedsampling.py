@@ -8,7 +8,7 @@ import pytest
 import fedstrata as fs
 from fedstrata import records
 from fedstrata.errors import SpecError
-from fedstrata.sampling.fedsampling import Everyone, Pooled
+from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 
 def test_everybody_takes_part(tiny):
@@ -19,27 +19,27 @@ def test_everybody_takes_part(tiny):
 
 def test_the_probability_is_wanted_over_there(tiny):
     federation = tiny(3, sizes=[10, 20, 70])
-    sampler = Pooled(samples=25)
+    sampler = FedSamplingData(samples=25)
     keep, state, metrics = sampler.keep(federation, sampler.init(federation), [0, 1, 2])
     assert keep == 0.25
     assert metrics == {"estimated_samples": 100.0, "requested_samples": 25.0, "keep": 0.25}
     assert records.decode(records.encode(state)).answers.tolist() == [10, 20, 70]
-    assert Pooled(samples=500).keep(federation, state, [0, 1, 2])[0] == 1.0
+    assert FedSamplingData(samples=500).keep(federation, state, [0, 1, 2])[0] == 1.0
 
 
 def test_a_client_answers_once_unless_it_shall_answer_anew(tiny):
     federation = tiny(4)
-    once, anew = Pooled(epsilon=2.0, bound=50), Pooled(epsilon=2.0, bound=50, reuse=False)
+    once, anew = FedSamplingData(epsilon=2.0, bound=50), FedSamplingData(epsilon=2.0, bound=50, reuse=False)
     state, other = once.init(federation), anew.init(federation)
     estimates = []
     for round in range(1, 5):
         federation.begin(round)
         _, state, metrics = once.keep(federation, state, [0, 2] if round == 1 else [0, 1, 2, 3])
         # Round 1: two answers; round 2: those of the two others; then none.
-        assert sorted(federation.tally.invited) == {1: [0, 2], 2: [1, 3]}.get(round, [])
+        assert sorted(federation.accounting.invited) == {1: [0, 2], 2: [1, 3]}.get(round, [])
         federation.begin(round)
         _, other, _ = anew.keep(federation, other, [0, 1, 2, 3])
-        assert len(federation.tally.invited) == 4
+        assert len(federation.accounting.invited) == 4
         estimates.append((metrics["estimated_samples"], tuple(other.answers)))
     assert len({estimate for estimate, _ in estimates[1:]}) == 1
     assert len({answers for _, answers in estimates}) == 4
@@ -48,7 +48,7 @@ def test_a_client_answers_once_unless_it_shall_answer_anew(tiny):
 def test_the_estimate_is_unbiased_under_privacy(tiny):
     """Mean over 400 rounds within four standard errors of the truth, 60 clients of 8 samples."""
     federation = tiny(60)
-    sampler = Pooled(epsilon=3.0, bound=30, reuse=False)
+    sampler = FedSamplingData(epsilon=3.0, bound=30, reuse=False)
     state, found = sampler.init(federation), []
     for round in range(1, 401):
         federation.begin(round)

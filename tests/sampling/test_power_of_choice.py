@@ -8,18 +8,18 @@ import torch
 import torch.nn.functional as F
 
 from fedstrata.errors import SpecError
-from fedstrata.federation.messages import LossReport
+from fedstrata.sampling.messages import LossReport
 from fedstrata.sampling.power_of_choice import PowerOfChoice
 
 
 def losses(federation) -> dict[int, float]:
-    world = federation.engine.world
+    context = federation.engine.context
     result = {}
-    with torch.no_grad(), world.job.model.loaded(federation.weights.params, federation.weights.buffers) as params:
-        for client in range(world.job.clients):
-            where = torch.from_numpy(world.assignment[client].copy())
-            logits = world.job.model(params, world.data.inputs(where))
-            result[client] = float(F.cross_entropy(logits, world.data.y_train[where]))
+    with torch.no_grad(), context.config.model.loaded(federation.weights.params, federation.weights.buffers) as params:
+        for client in range(context.config.clients):
+            where = torch.from_numpy(context.assignment[client].copy())
+            logits = context.config.model(params, context.data.inputs(where))
+            result[client] = float(F.cross_entropy(logits, context.data.y_train[where]))
     return result
 
 
@@ -47,13 +47,13 @@ def test_only_candidates_are_asked_and_large_clients_are_candidates_more_often(t
     for round in range(1, 60):
         federation.begin(round)
         sampler.select(federation, state, federation.weights)
-        assert len(federation.tally.invited) == 2
-        asked[list(federation.tally.invited)] += 1
+        assert len(federation.accounting.invited) == 2
+        asked[list(federation.accounting.invited)] += 1
     assert asked[5] > 40 > asked[:5].max()
 
 
 @pytest.mark.parametrize(("candidates", "words"), [(7, "the partition has 6 clients"), (1, "give at least that")])
 def test_bad_numbers_of_candidates(tiny, candidates, words):
     with pytest.raises(SpecError, match=words) as caught:
-        PowerOfChoice(candidates=candidates).check(tiny(6, clients_per_round=2).job)
+        PowerOfChoice(candidates=candidates).check(tiny(6, clients_per_round=2).config)
     assert caught.value.key == "method.client_sampler.candidates"

@@ -9,9 +9,9 @@ import fedstrata as fs
 from fedstrata import records
 from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.errors import SpecError
-from fedstrata.federation.messages import Compress
 from fedstrata.sampling import stratified
-from fedstrata.sampling.squeeze import restore
+from fedstrata.sampling.messages import Compress
+from fedstrata.sampling.quantization import restore
 from fedstrata.sampling.stratified import Stratified, stratify
 
 
@@ -49,7 +49,7 @@ def test_nobody_is_asked_and_everybody_becomes_known(tiny):
     for round in range(1, 12):
         federation.begin(round)
         selection, state = sampler.select(federation, state, federation.weights)
-        assert federation.tally.invited == set()
+        assert federation.accounting.invited == set()
         unknown.append(selection.metrics.get("strata_unknown", 0))
         sizes = selection.metrics["strata_sizes"]
         assert sum(sizes) == 12
@@ -84,11 +84,11 @@ def test_strangers_are_drawn_alike_and_the_aggregate_stays_unbiased(tiny):
 
 @pytest.mark.parametrize(("clients", "refresh"), [(1000, "all"), (1001, "participants")])
 def test_who_is_asked_by_default(clients, refresh):
-    job = fs.prepare(fs.Experiment(method="fedsts", partition=fs.IID(clients=clients))).job
-    assert Stratified()._refreshes(job) == refresh
-    assert Stratified()._uses_updates(job) == (refresh == "participants")
-    assert Stratified(gradients="updates")._refreshes(job) == "participants"
-    assert not Stratified(gradients="asked")._uses_updates(job)
+    config = fs.prepare(fs.Experiment(method="fedsts", partition=fs.IID(clients=clients))).config
+    assert Stratified()._refreshes(config) == refresh
+    assert Stratified()._uses_updates(config) == (refresh == "participants")
+    assert Stratified(gradients="updates")._refreshes(config) == "participants"
+    assert not Stratified(gradients="asked")._uses_updates(config)
 
 
 def test_there_are_no_updates_of_everybody():

@@ -9,7 +9,7 @@ from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBy
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import Selection
 from fedstrata.sampling.clustered import Distributions, by_group, by_size, counted, group
-from fedstrata.sampling.ssar import shares
+from fedstrata.sampling.fedssar import shares
 from fedstrata.sampling.stratified import draw as draw_strata
 from fedstrata.sampling.stratified import stratify
 from fedstrata.sampling.variance import Moments, moments, scattered

@@ -24,9 +24,9 @@ def test_draws_with_replacement_count_once_each():
 def test_certain_clients_keep_their_share():
     """70 of 100 samples: always drawn, weight 0.7; one of the other three stands for 0.3."""
     sizes = np.array([10, 70, 15, 5])
-    draw = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for _ in range(20):
-        selection = without_replacement(np.arange(4), sizes, 2, draw)
+        selection = without_replacement(np.arange(4), sizes, 2, generator)
         a = dict(
             zip(selection.clients.tolist(), MeanBySize().coefficients(selection, np.arange(2), sizes), strict=True)
         )
@@ -61,10 +61,10 @@ def test_m_different_clients_with_the_right_probabilities(sizes, m, seed):
 
 
 def test_inclusion_probabilities_by_simulation():
-    sizes, draw = np.array([1, 2, 3, 4, 10]), np.random.default_rng(0)
+    sizes, generator = np.array([1, 2, 3, 4, 10]), np.random.default_rng(0)
     count = np.zeros(5)
     for _ in range(4000):
-        count[without_replacement(np.arange(5), sizes, 2, draw).clients] += 1
+        count[without_replacement(np.arange(5), sizes, 2, generator).clients] += 1
     np.testing.assert_allclose(count / 4000, [0.1, 0.2, 0.3, 0.4, 1.0], atol=0.03)
 
 

@@ -17,8 +17,8 @@ from pydantic import field_validator
 
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.config import Registry, Setting, build, under
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import FitReply, Params, Weights
-from fedstrata.federation.seam import Job
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
 
@@ -41,7 +41,7 @@ class Aggregator(Setting):
         table = {"optimizer": value} if isinstance(value, str) else value
         return under("server", lambda: build(ServerOptimizer, table)) if isinstance(table, Mapping) else value
 
-    def check(self, job: Job, sampler: ClientSampler) -> None:
+    def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Raise ``SpecError`` where the aggregation does not fit the sampler."""
 
     @abstractmethod
@@ -170,7 +170,7 @@ class HorvitzThompson(Aggregator):
     On the updates, not on the parameters, since the a_k add up to one in the mean only.
     """
 
-    def check(self, job: Job, sampler: ClientSampler) -> None:
+    def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """The weights hold for draws with replacement."""
         from fedstrata.errors import SpecError
 

@@ -95,7 +95,13 @@ def _decoding(kind: Any, view: View, steps: int, seed: int, client: int) -> Inve
     purpose = f"audit-{kind.__name__}"
     with torch_seeded(seed, purpose, client=client):
         decoder = kind(features.shape[1], tuple(images.shape[1:]))
-        fit(decoder, (features - mean) * scale, images, steps=steps, draw=rng(seed, f"{purpose}-batches", 0, client))
+        fit(
+            decoder,
+            (features - mean) * scale,
+            images,
+            steps=steps,
+            generator=rng(seed, f"{purpose}-batches", 0, client),
+        )
 
     def invert(given: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():

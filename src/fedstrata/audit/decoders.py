@@ -92,7 +92,7 @@ def fit(
     images: Tensor,
     *,
     steps: int,
-    draw: np.random.Generator,
+    generator: np.random.Generator,
     batch_size: int = 64,
     lr: float = 2e-3,
 ) -> None:
@@ -103,14 +103,14 @@ def fit(
         features: Its inputs, (n, d).
         images: What it should draw, (n, C, H, W).
         steps: Mini-batch steps.
-        draw: Chooses the batches.
+        generator: Chooses the batches.
         batch_size: Samples in a batch.
         lr: Learning rate at the beginning.
     """
     optimiser = torch.optim.Adam(decoder.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for _ in range(steps):
-        batch = torch.from_numpy(draw.integers(len(images), size=batch_size))
+        batch = torch.from_numpy(generator.integers(len(images), size=batch_size))
         optimiser.zero_grad()
         torch.autograd.backward(decoder.loss(features[batch], images[batch]))
         optimiser.step()

@@ -23,9 +23,9 @@ from fedstrata.audit.pixels import Pixels
 from fedstrata.audit.replay import Sent, Watch, replay
 from fedstrata.audit.similarity import Likeness, likeness, metrics
 from fedstrata.data.dataset import Split
-from fedstrata.data.spare import Spare
 from fedstrata.errors import SpecError
 from fedstrata.experiment import SPEC, Prepared, prepare
+from fedstrata.partitions.server_data import ServerData
 from fedstrata.process import training_process
 from fedstrata.rng import rng
 from fedstrata.spec import Experiment
@@ -60,7 +60,7 @@ class Target:
         sent: Whether it is a prototype that was sent, and not a control.
         feature: h, (d,).
         own: Those images, (n, C, H, W) in [0, 1].
-        strangers: As many of the same class that the client does not hold, or fewer where there are not as many.
+        unseen: As many of the same class that the client does not hold, or fewer where there are not as many.
     """
 
     client: int
@@ -69,7 +69,7 @@ class Target:
     sent: bool
     feature: Tensor
     own: Tensor
-    strangers: Tensor
+    unseen: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ def audit_prototypes(
                 stacklevel=2,
             )
         for place, one in enumerate(sent):
-            model = prepared.job.model
+            model = prepared.config.model
             with model.loaded(one.weights.params, one.weights.buffers) as params:
                 view = View.of(model, params, pixels, images, labels)
                 targets = _targets(prepared, view, one, theirs, seed)
@@ -201,7 +201,7 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
     """The attacker's images and their labels, in random order, and which of the training samples they are."""
     data = prepared.data
     split: Split = "test" if held_out == "test" else "train"
-    indices = np.arange(len(data.y_test)) if held_out == "test" else Spare(data, prepared.assignment).indices()
+    indices = np.arange(len(data.y_test)) if held_out == "test" else ServerData(data, prepared.assignment).indices()
     if len(indices) < FEWEST:
         problem = f"an attacker needs at least {FEWEST} images of its own, and there are {len(indices)}"
         raise SpecError("held_out", problem + ("; use 'test'" if held_out == "spare" else ""), held_out)
@@ -212,17 +212,17 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
 
 def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:
     """The client's prototypes, and controls from the same images; nobody's stranger is an image of the attacker's."""
-    draw = rng(seed, "audit-targets", client=sent.client)
+    generator = rng(seed, "audit-targets", client=sent.client)
     labels = prepared.data.y_train.numpy()
     mine = np.sort(prepared.assignment[sent.client])
     others = np.ones(len(labels), dtype=bool)
     others[mine] = others[theirs] = False
     known = np.flatnonzero(sent.table["samples"].numpy() > 0)
     found: list[Target] = []
-    for label in np.sort(draw.permutation(known)[:CLASSES]).tolist():
-        own, strangers = mine[labels[mine] == label], np.flatnonzero(others & (labels == label))
+    for label in np.sort(generator.permutation(known)[:CLASSES]).tolist():
+        own, unseen = mine[labels[mine] == label], np.flatnonzero(others & (labels == label))
         groups = [own] + [
-            draw.choice(own, size, replace=False) for size in SIZES if size < len(own) for _ in range(DRAWS)
+            generator.choice(own, size, replace=False) for size in SIZES if size < len(own) for _ in range(DRAWS)
         ]
         for number, group in enumerate(groups):
             is_sent = number == 0
@@ -234,14 +234,14 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
                 if is_sent
                 else features_of(view.model, view.params, view.pixels, images).mean(dim=0)
             )
-            shown = images if len(images) <= COMPARED else images[_some(len(images), draw)]
-            apart = torch.from_numpy(draw.permutation(strangers)[: len(shown)])
+            shown = images if len(images) <= COMPARED else images[_some(len(images), generator)]
+            apart = torch.from_numpy(generator.permutation(unseen)[: len(shown)])
             found.append(Target(sent.client, label, size, is_sent, feature, shown, view.pixels.images(apart)))
     return found
 
 
-def _some(count: int, draw: np.random.Generator) -> NDArray[np.int64]:
-    return np.sort(draw.choice(count, COMPARED, replace=False))
+def _some(count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    return np.sort(generator.choice(count, COMPARED, replace=False))
 
 
 def _attacked(
@@ -265,5 +265,5 @@ def found(attack: str, target: Target, image: Tensor, feature_error: float | Non
     """Compare a reconstruction with everything that it could be like."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
-    stranger = likeness(image, target.strangers)[1] if len(target.strangers) else None
+    stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None
     return Finding(attack, target, image, mean, nearest, stranger, average, feature_error)

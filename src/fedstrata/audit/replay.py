@@ -13,14 +13,14 @@ from typing import Any
 
 from fedstrata import checkpoint, records
 from fedstrata.checkpoint import Checkpoint
-from fedstrata.clients.answers import BUFFERS, OBJECTIVE
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.experiment import Prepared
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.seam import Federation
+from fedstrata.handlers.fit import BUFFERS, OBJECTIVE
 from fedstrata.objectives.prototypes import Table
 from fedstrata.records import Tree
 from fedstrata.rng import rng
@@ -93,9 +93,9 @@ def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Wat
 
 
 def _require_prototypes(prepared: Prepared) -> None:
-    spec, job = prepared.spec, prepared.job
-    weights = Weights(job.model.params(), job.model.buffers())
-    if PROTOTYPES not in spec.method.objective_in_use().expected(weights, job):
+    spec, config = prepared.spec, prepared.config
+    weights = Weights(config.model.params(), config.model.buffers())
+    if PROTOTYPES not in spec.method.objective_in_use().expected(weights, config):
         problem = "sends no prototypes; rebafl and the objective 'rebafl' do, with mu > 0"
         raise SpecError("method", problem, spec.method.name)
 
@@ -117,9 +117,11 @@ def _chosen(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int
 def _play(
     prepared: Prepared, before: Checkpoint | None, until: int, clients: Collection[int], watch: Watch
 ) -> dict[int, tuple[int, Weights, Table]]:
-    spec, job, store = prepared.spec, prepared.job, StateStore()
-    engine = make_engine("local", World(job, prepared.data, prepared.assignment, spec.method.objective_in_use()), store)
-    federation = _Listening(clients, engine, job, spec.availability, spec.method.name)
+    spec, config, store = prepared.spec, prepared.config, StateStore()
+    engine = make_engine(
+        "local", ClientContext(config, prepared.data, prepared.assignment, spec.method.objective_in_use()), store
+    )
+    federation = _Listening(clients, engine, config, spec.availability, spec.method.name)
     begin = before.round if before else 0
     try:
         if before:
@@ -127,7 +129,7 @@ def _play(
             federation.resumed, state = True, before.state
         else:
             federation.begin(0)
-            state = spec.method.init(federation, Weights(job.model.params(), job.model.buffers()))
+            state = spec.method.init(federation, Weights(config.model.params(), config.model.buffers()))
         for round in range(begin + 1, until + 1):
             watch(round - begin - 1, until - begin, f"round {round} again")
             federation.begin(round)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -11,47 +10,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.clients.keys import KeyRing
-from fedstrata.data.dataset import Dataset
-from fedstrata.data.partition import Assignment
+from fedstrata.clients.context import ClientContext
 from fedstrata.errors import FedstrataError
+from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.federation.seam import Failure, Job
-from fedstrata.nn.batchnorm import Group
+from fedstrata.nn.batchnorm import ReduceGroup
 from fedstrata.nn.model import Model
-from fedstrata.objectives.base import Objective
 from fedstrata.records import Tree
 from fedstrata.rng import rng
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class World:
-    """What all clients of one process share: data in memory once, the model, the settings.
-
-    Args:
-        job: What server and clients agreed on.
-        data: The data set; a client sees only its own indices of it.
-        assignment: Which samples belong to whom.
-        objective: What clients minimise.
-        prepared: What was made ready once for all clients of the process, by what made it; see ``once``.
-        keys: The keys that all clients share and the server does not have.
-    """
-
-    job: Job
-    data: Dataset
-    assignment: Assignment
-    objective: Objective
-    prepared: dict[Callable[[World], Any], Any] = field(default_factory=dict, compare=False, repr=False)
-    keys: KeyRing = field(default_factory=KeyRing.of_site, compare=False, repr=False)
-
-    def once(self, make: Callable[[World], T]) -> T:
-        """What ``make`` makes of this world, made when first asked for; nothing of a client's own."""
-        if make not in self.prepared:
-            self.prepared[make] = make(self)
-        made: T = self.prepared[make]
-        return made
 
 
 class Client:
@@ -59,7 +27,7 @@ class Client:
 
     Args:
         number: Its number.
-        world: What it shares with the others of this process.
+        context: What it shares with the others of this process.
         state: What it kept from earlier requests. Handlers replace entries and never change a value in place, so that
             an answer that does not count leaves no trace.
         group: Those that answer the same request at the same time, for ``all_reduce_sum``; None for none.
@@ -69,16 +37,16 @@ class Client:
     def __init__(
         self,
         number: ClientId,
-        world: World,
+        context: ClientContext,
         state: Mapping[str, Tree] | None = None,
-        group: Group | None = None,
+        group: ReduceGroup | None = None,
         model: Model | None = None,
     ) -> None:
-        self.number, self.world, self.group = number, world, group
+        self.number, self.context, self.group = number, context, group
         self._before: Mapping[str, Tree] = state or {}
         self.state: dict[str, Tree] = dict(self._before)
-        self.model = model or world.job.model
-        self.indices: NDArray[np.int64] = world.assignment[number]
+        self.model = model or context.config.model
+        self.indices: NDArray[np.int64] = context.assignment[number]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -91,17 +59,17 @@ class Client:
     @property
     def labels(self) -> NDArray[np.int64]:
         """Its labels, shape (n_k,)."""
-        found: NDArray[np.int64] = self.world.data.y_train.numpy()[self.indices]
+        found: NDArray[np.int64] = self.context.data.y_train.numpy()[self.indices]
         return found
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
         """Inputs and labels of some of its samples, by their place among its own."""
         where = torch.from_numpy(self.indices[chosen])
-        return self.world.data.inputs(where), self.world.data.y_train[where]
+        return self.context.data.inputs(where), self.context.data.y_train[where]
 
     def rng(self, purpose: str, round: int) -> np.random.Generator:
         """A fresh generator of its own."""
-        return rng(self.world.job.seed, purpose, round, self.number)
+        return rng(self.context.config.seed, purpose, round, self.number)
 
 
 R = TypeVar("R", bound=Request)
@@ -110,10 +78,10 @@ FusedHandler = Callable[[Mapping[ClientId, Client], Mapping[ClientId, Any]], Rep
 Carrier = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 
 
-class Carriage(Protocol):
+class RelayHandler(Protocol):
     """What carries a relay of one kind of task through a process in which all its clients live.
 
-    See ``fedstrata.federation.seam.Ride``; an exception in ``hop`` is that client's failure.
+    See ``fedstrata.federation.federation.RelaySession``; an exception in ``hop`` is that client's failure.
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
@@ -126,7 +94,7 @@ class Carriage(Protocol):
         """The model after all parts that count, and their replies."""
 
 
-CarriageMaker = Callable[[World, Weights], Carriage]
+RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]
 
 HANDLERS: dict[type[Request], Handler] = {}
 """What was declared with ``answers``."""
@@ -134,7 +102,7 @@ CARRIERS: dict[type[Request], Carrier] = {}
 """What was declared with ``carries``."""
 _FUSED: dict[type[Request], FusedHandler] = {}
 _REPLIES: dict[type[Request], type[Reply]] = {}
-_CARRIAGES: dict[type[Request], CarriageMaker] = {}
+_CARRIAGES: dict[type[Request], RelayHandlerFactory] = {}
 
 
 def answers(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[[Client, R], Reply]]:
@@ -167,10 +135,10 @@ def carries(kind: type[R]) -> Callable[[Carrier], Carrier]:
     return declare
 
 
-def carries_fused(kind: type[R]) -> Callable[[CarriageMaker], CarriageMaker]:
+def carries_fused(kind: type[R]) -> Callable[[RelayHandlerFactory], RelayHandlerFactory]:
     """Declare how a whole relay is computed in one pass."""
 
-    def declare(maker: CarriageMaker) -> CarriageMaker:
+    def declare(maker: RelayHandlerFactory) -> RelayHandlerFactory:
         _CARRIAGES[kind] = maker
         return maker
 
@@ -213,6 +181,6 @@ def carrier_of(kind: type[Request]) -> Carrier:
     return CARRIERS[kind]
 
 
-def carriage_maker_of(kind: type[Request]) -> CarriageMaker | None:
+def relay_handler_of(kind: type[Request]) -> RelayHandlerFactory | None:
     """What carries a whole relay of a kind of task in one pass, if there is anything."""
     return _CARRIAGES.get(kind)

@@ -20,9 +20,9 @@ from pydantic import PositiveInt
 from fedstrata.config import Setting
 from fedstrata.data.arrays import Normalize, normalisation
 from fedstrata.data.dataset import Dataset, from_arrays
-from fedstrata.data.dealing import stratified
 from fedstrata.data.hub import load_hub
 from fedstrata.errors import DataError, SpecError, nearest
+from fedstrata.partitions.assign import stratified
 from fedstrata.rng import rng
 
 Arrays = dict[str, NDArray[Any]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata import errors
-from fedstrata.deploy.settings import Plan
+from fedstrata.deploy.settings import JobSpec
 from fedstrata.errors import FedstrataError
 
 CLASSES = (
@@ -24,7 +24,7 @@ ERROR = "error.json"
 """Beside a run folder's records: why the run ended early."""
 
 
-def write_job(folder: Path, plans: Sequence[Plan], specs: Sequence[str], *, least: int = 1) -> None:
+def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str], *, least: int = 1) -> None:
     """Write a job as NVFlare reads it: a few lines of JSON that name installed classes, and no source.
 
     Args:
@@ -62,7 +62,7 @@ def write_job(folder: Path, plans: Sequence[Plan], specs: Sequence[str], *, leas
     _write(folder / "meta.json", meta)
 
 
-def _name_of(plans: Sequence[Plan], specs: Sequence[str]) -> str:
+def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
     """A job's name, which tells whether a job at work is this one: another spec or plan, another name."""
     content = json.dumps([[plan.table(), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"

@@ -139,7 +139,7 @@ class Sites(Setting):
         names = list(self.site)
         if self.agreed is not None:
             return tuple(names)
-        clients = prepare(spec).job.clients
+        clients = prepare(spec).config.clients
         if clients < len(names):
             raise SpecError("partition.clients", f"there are {len(names)} sites; at least so many", clients)
         return tuple(names[client * len(names) // clients] for client in range(clients))

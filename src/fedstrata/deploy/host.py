@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata import checkpoint, records
-from fedstrata.clients.client import Client, World, carrier_of
-from fedstrata.clients.keys import KeyRing
+from fedstrata.clients.client import Client, carrier_of
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
-from fedstrata.deploy.agreed import world_of
+from fedstrata.deploy.data_schema import context_of
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
 from fedstrata.engines.nvflare.wire import (
@@ -40,11 +40,12 @@ from fedstrata.engines.nvflare.wire import (
     read,
 )
 from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError, WireError
+from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Request, Weights
-from fedstrata.federation.screening import check_like, defect_of
-from fedstrata.federation.seam import Failure
+from fedstrata.federation.reply_checks import check_like, defect_of
 from fedstrata.process import prepare_process
 from fedstrata.records import Message, Tree
+from fedstrata.stratify.masking.key_store import KeyRing
 
 LOG = logging.getLogger(__name__)
 
@@ -146,19 +147,19 @@ class Host:
             raise FedstrataError(f"site {self.name} has not begun a run")
         return self._run
 
-    def world(self, begin: Begin) -> World:
+    def context(self, begin: Begin) -> ClientContext:
         """What the clients of this site share."""
-        return world_of(begin, self.data, self._keys or KeyRing.of_site())
+        return context_of(begin, self.data, self._keys or KeyRing.of_site())
 
 
 class _Run:
     """One run at one site."""
 
-    def __init__(self, host: Host, folder: Path, world: World, clients: list[ClientId]) -> None:
-        self.host, self.folder, self.world, self.clients = host, folder, world, set(clients)
+    def __init__(self, host: Host, folder: Path, context: ClientContext, clients: list[ClientId]) -> None:
+        self.host, self.folder, self.context, self.clients = host, folder, context, set(clients)
         self.store = StateStore()
-        self.engine = LocalEngine(world, self.store)
-        self.stay = _Stay(0, world, self.store)
+        self.engine = LocalEngine(context, self.store)
+        self.stay = _Stay(0, context, self.store)
         self._exchange = 0
 
     @classmethod
@@ -170,9 +171,9 @@ class _Run:
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
-        world = host.world(begin)
-        prepare_process(world.job.training.threads)
-        run = cls(host, host.folder / begin.run, world, begin.clients)
+        context = host.context(begin)
+        prepare_process(context.config.training.threads)
+        run = cls(host, host.folder / begin.run, context, begin.clients)
         if begin.round == 0:
             shutil.rmtree(run.folder, ignore_errors=True)
             return run, 0, []
@@ -217,22 +218,22 @@ class _Run:
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
         if hop.back:
-            if hop.cargo is None:
+            if hop.weights is None:
                 raise WireError("a hop without a model")
-            outcome = self.engine.hop(hop.client, task, hop.cargo)
+            outcome = self.engine.hop(hop.client, task, hop.weights)
             return Hopped(self._told(outcome), None) if isinstance(outcome, Failure) else Hopped(outcome[1], outcome[0])
         if self.stay.number != hop.journey:
-            self.stay = _Stay(hop.journey, self.world, self.store)
+            self.stay = _Stay(hop.journey, self.context, self.store)
         try:
-            cargo = self._cargo(hop)
+            weights = self._cargo(hop)
         except (FedstrataError, OSError) as error:
             return Unmoved(self.host.told(error))
-        return Hopped(self._told(self.stay.work(hop, task, cargo)), None)
+        return Hopped(self._told(self.stay.work(hop, task, weights)), None)
 
     def _cargo(self, hop: Hop) -> Weights:
         """The travelling model: sent along, left here, or fetched from the site that has it."""
-        if hop.cargo is not None:
-            weights = hop.cargo
+        if hop.weights is not None:
+            weights = hop.weights
         elif hop.holder == self.host.name:
             left = self.stay.model_after(Fetch(hop.journey, hop.base))
             if left is None:
@@ -240,7 +241,7 @@ class _Run:
             return left
         else:
             weights = read(self.host.send(hop.holder, records.encode(Fetch(hop.journey, hop.base))), Weights)
-        model = self.world.job.model
+        model = self.context.config.model
         if defect := defect_of(weights, check_like(Weights(model.params(), model.buffers()))):
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
         return weights
@@ -285,18 +286,18 @@ class _Left:
 class _Stay:
     """A site's part of one journey of a model; clients' states count when it is over."""
 
-    def __init__(self, number: int, world: World, store: StateStore) -> None:
-        self.number, self._world, self._store = number, world, store
+    def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
+        self.number, self._world, self._store = number, context, store
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
         self._new: _Left | None = None
         self._kept: _Left | None = None
 
-    def work(self, hop: Hop, task: Request, cargo: Weights) -> Any:
+    def work(self, hop: Hop, task: Request, weights: Weights) -> Any:
         """One client's part."""
         self._new = None
         client = Client(hop.client, self._world, self._states.get(hop.client) or self._store.get(hop.client))
         try:
-            weights, reply = carrier_of(type(task))(client, task, cargo)
+            weights, reply = carrier_of(type(task))(client, task, weights)
         except Exception as error:
             return failure(error)
         self._new = _Left(hop.hop, weights, hop.client, client.state)

@@ -12,12 +12,11 @@ from typing import Any
 from nvflare.collab import collab
 from nvflare.collab.api.exceptions import RunAborted
 
-from fedstrata.clients.keys import KeyRing
 from fedstrata.config import only_from
-from fedstrata.deploy.agreed import prepare_server
 from fedstrata.deploy.configuration import ERROR, described
+from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.host import Host
-from fedstrata.deploy.settings import Plan, SiteSettings, run_of
+from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import SiteLostError
@@ -25,6 +24,7 @@ from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.experiment import SPEC, go, prepare, refuse_foreign
 from fedstrata.jsonl import write_json
 from fedstrata.spec import Experiment
+from fedstrata.stratify.masking.key_store import KeyRing
 
 RESULT = "fedstrata"
 """The run folder inside the result of a deployed job."""
@@ -37,7 +37,7 @@ class Server:
     """The server's part of a job: runs one experiment after another.
 
     Args:
-        plans: What to run; see ``Plan``. As tables of plain values, because a job's configuration is JSON.
+        plans: What to run; see ``JobSpec``. As tables of plain values, because a job's configuration is JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -59,7 +59,7 @@ class Server:
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
         for table in self.plans:
-            plan = Plan.from_table(table)
+            plan = JobSpec.from_table(table)
             if Path(plan.spec).name != plan.spec:
                 raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
             text = (specs / plan.spec).read_text(encoding="utf-8")
@@ -81,7 +81,7 @@ class Server:
                     without = shutil.ignore_patterns("checkpoint")
                     shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
 
-    def _run(self, plan: Plan, text: str, folder: Path, line: CollabLine, test: Path | None) -> None:
+    def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, test: Path | None) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
         resume = (folder / SPEC).exists()
         refuse_foreign(folder, spec, resume)
@@ -94,7 +94,7 @@ class Server:
             prepared = prepare_server(spec, plan.agreed, test, len(homes))
         self._sums = Sums(plan.patience)
         engine = NVFlareEngine(
-            prepared.job,
+            prepared.config,
             line,
             homes,
             self._sums,
@@ -107,7 +107,7 @@ class Server:
         go(prepared, folder, engine, resume=resume)
 
 
-def folder_of(plan: Plan, spec: str, root: Path, settings: SiteSettings) -> Path:
+def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
     """The run folder: a server of several jobs never answers one with another's result, whatever the job says."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 

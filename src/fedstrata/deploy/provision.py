@@ -12,10 +12,10 @@ from typing import Any
 
 import tomli_w
 
-from fedstrata.deploy.agreed import prepare_server
 from fedstrata.deploy.configuration import CLASSES, write_job
+from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
-from fedstrata.deploy.settings import LOCAL, Plan, SiteSettings, run_of
+from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.spec import Experiment
@@ -44,14 +44,14 @@ _RIGHTS = {
 }
 
 
-def provision(spec: Experiment, sites: Sites, out: Path, *, near: Path | None = None) -> None:
+def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | None = None) -> None:
     """Write ``out/server``, ``out/admin`` (with the job) and one folder a site, each with a README.
 
     Args:
         spec: What to run.
         sites: Where.
         out: A folder that does not exist yet, or is empty.
-        near: For a trial on this machine: data files are looked for from here, and NVFlare's own records stay in
+        base_dir: For a trial on this machine: data files are looked for from here, and NVFlare's own records stay in
             ``out``.
 
     Raises:
@@ -66,21 +66,21 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, near: Path | None = 
     homes = sites.homes(spec)
     agreed = None if sites.agreed is None else sites.agreed.message()
     if agreed is not None and sites.server.data is not None:
-        test = (near or Path()) / Path(sites.server.data).expanduser()
-        if near is not None or test.exists():  # it may be on the server's machine only
+        test = (base_dir or Path()) / Path(sites.server.data).expanduser()
+        if base_dir is not None or test.exists():  # it may be on the server's machine only
             prepare_server(spec, agreed, test, len(homes))
     out.mkdir(parents=True, exist_ok=True)
     _certify(sites, out)
     run = run_of(spec.to_toml())
-    plan = Plan("run.toml", run, len(homes), homes, agreed, sites.patience, sites.relay == "direct")
+    plan = JobSpec("run.toml", run, len(homes), homes, agreed, sites.patience, sites.relay == "direct")
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
-    storage = (out / SERVER / "records").absolute() if near else Path("/var/tmp/nvflare") / sites.federation
-    server = SiteSettings(data=_path(sites.server.data, near), patience=sites.patience, allow=sites.server.allow)
+    storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
+    server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server, storage)
     for name, site in sites.site.items():
         own = SiteSettings(
-            data=_path(site.data, near),
-            keys=_path(site.keys, near),
+            data=_path(site.data, base_dir),
+            keys=_path(site.keys, base_dir),
             patience=sites.patience,
             secure=True,
             allow=site.allow,
@@ -140,11 +140,11 @@ def _write_settings(folder: Path, settings: SiteSettings, storage: Path) -> None
     (local / "authorization.json").write_text(json.dumps(_RIGHTS, indent=2) + "\n", encoding="utf-8")
 
 
-def _path(given: str | None, near: Path | None) -> Path | None:
+def _path(given: str | None, base_dir: Path | None) -> Path | None:
     if given is None:
         return None
     path = Path(given).expanduser()
-    return (near / path).absolute() if near is not None else path
+    return (base_dir / path).absolute() if base_dir is not None else path
 
 
 def _write_readmes(sites: Sites, out: Path, run: str) -> None:

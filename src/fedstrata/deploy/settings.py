@@ -33,7 +33,7 @@ def run_of(spec: str) -> str:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobSpec:
     """One experiment for the server of a job.
 
     Args:
@@ -60,7 +60,7 @@ class Plan:
         return dataclasses.asdict(self) | {"sites": list(self.sites)}
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> Plan:
+    def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
         """From ``table()``."""
         agreed = table.get("agreed")
         return cls(**{**table, "sites": tuple(table["sites"]), "agreed": Agreed(**agreed) if agreed else None})

@@ -20,7 +20,7 @@ import tomli_w
 from fedstrata import checkpoint
 from fedstrata.deploy.configuration import CLASSES, ERROR, raised, write_job
 from fedstrata.deploy.processes import end
-from fedstrata.deploy.settings import LOCAL, PATIENCE, Plan, SiteSettings
+from fedstrata.deploy.settings import LOCAL, PATIENCE, JobSpec, SiteSettings
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.experiment import METRICS, SPEC, WEIGHTS, prepare, refuse_elsewhere
 from fedstrata.history import History
@@ -72,7 +72,7 @@ def simulate(
         FedstrataError: A run ended early.
     """
     require_nvflare()
-    most = max(prepare(spec).job.clients for spec, _ in runs)
+    most = max(prepare(spec).config.clients for spec, _ in runs)
     if resume:
         sites = _sites_before([folder for _, folder in runs if folder is not None], sites)
     count = min(most, max(3, os.cpu_count() or 1)) if sites is None else sites
@@ -82,7 +82,7 @@ def simulate(
         root = Path(place)
         folders = [(root / f"run-{n}" if folder is None else folder).absolute() for n, (_, folder) in enumerate(runs)]
         plans = [
-            Plan(f"run-{n}.toml", str(folders[n]), prepare(spec).job.clients, patience=patience, direct=direct)
+            JobSpec(f"run-{n}.toml", str(folders[n]), prepare(spec).config.clients, patience=patience, direct=direct)
             for n, (spec, _) in enumerate(runs)
         ]
         for folder in folders:

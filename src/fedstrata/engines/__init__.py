@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedstrata.clients.client import World
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.errors import SpecError, nearest
-from fedstrata.federation.seam import Engine
+from fedstrata.federation.engine import Engine
 
 ENGINES = {
     "local": "this process",
@@ -15,7 +15,7 @@ ENGINES = {
 """What there is, and where clients live there."""
 
 
-def make_engine(name: str, world: World, store: StateStore) -> Engine:
+def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
     """The engine called ``name``.
 
     Raises:
@@ -25,9 +25,9 @@ def make_engine(name: str, world: World, store: StateStore) -> Engine:
         from fedstrata.engines.local import LocalEngine
         from fedstrata.engines.team import cores
 
-        return LocalEngine(world, store, world.job.training.workers or cores())
+        return LocalEngine(context, store, context.config.training.workers or cores())
     if name == "ray":
         from fedstrata.engines.ray import RayEngine
 
-        return RayEngine(world, store)
+        return RayEngine(context, store)
     raise SpecError("engine", f"no such engine; there are: {', '.join(ENGINES)}{nearest(name, ENGINES)}", name)

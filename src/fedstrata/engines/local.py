@@ -9,26 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedstrata.clients import answers, masking, reserving, stepping, tandem, visiting  # noqa: F401  how clients answer
-from fedstrata.clients.client import (
-    Carriage,
-    Client,
-    World,
-    carriage_maker_of,
-    carrier_of,
-    fused_handler_of,
-    handler_of,
-)
+from fedstrata.clients.client import Client, RelayHandler, carrier_of, fused_handler_of, handler_of, relay_handler_of
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.clients.vectorised import side_by_side
 from fedstrata.engines.team import Answer, State, Team, can_fork
 from fedstrata.errors import SpecError
-from fedstrata.federation.engine import Note
+from fedstrata.federation.engine import Failure, Note
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.federation.seam import Failure
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.nn.model import Model
 from fedstrata.records import Tree
+from fedstrata.stratify import client_batch, client_single  # noqa: F401  how clients answer
+from fedstrata.training.vectorised import side_by_side
 
 TEAM_PAYS, ASKING_PAYS = 0.2, 0.01
 """Seconds of work beyond which worker processes are started, and beyond which those that there are get some of it."""
@@ -41,7 +33,7 @@ class LocalEngine:
     replies are sorted, so that the result is the same bits whoever computed them.
 
     Args:
-        world: Data, assignment, model and settings that they share.
+        context: Data, assignment, model and settings that they share.
         store: Their states.
         workers: Processes that may work at once, this one among them.
 
@@ -49,13 +41,13 @@ class LocalEngine:
         SpecError: There is no such device as the settings name.
     """
 
-    def __init__(self, world: World, store: StateStore, workers: int = 1) -> None:
-        self.world, self.store = world, store
-        self._side_by_side = side_by_side(world)
+    def __init__(self, context: ClientContext, store: StateStore, workers: int = 1) -> None:
+        self.context, self.store = context, store
+        self._side_by_side = side_by_side(context)
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
         # A fork of a process whose operations use several threads could hang.
-        self._helpers = workers - 1 if world.job.training.threads == 1 and can_fork() else 0
+        self._helpers = workers - 1 if context.config.training.threads == 1 and can_fork() else 0
         self._team: Team | None = None
         self._pace: dict[type[Request], float] = {}
         """Seconds for a unit of work, as measured here."""
@@ -110,7 +102,7 @@ class LocalEngine:
             return failure(error)
 
     def _size(self, number: ClientId) -> int:
-        sizes = self.world.job.sizes
+        sizes = self.context.config.sizes
         return 1 if sizes is None else int(sizes[number])
 
     def _ask_team(
@@ -135,7 +127,7 @@ class LocalEngine:
 
     def _answer(self, number: ClientId, request: Request, state: State) -> Answer:
         """What a worker process does for a client."""
-        client = Client(number, self.world, state)
+        client = Client(number, self.context, state)
         reply = handler_of(type(request))(client, request)
         return Answer(reply, client.state if client.changed() else None)
 
@@ -152,18 +144,18 @@ class LocalEngine:
             # Whose fault it is shows when the clients are asked one by one.
             return None
 
-    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+    def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """One client works on the travelling model."""
         self._pending = {}
         try:
-            return carrier_of(type(task))(self._client(client), task, cargo)
+            return carrier_of(type(task))(self._client(client), task, weights)
         except Exception as error:
             return failure(error)
 
-    def ride(self, kind: type[Request], cargo: Weights) -> LocalRide | None:
+    def ride(self, kind: type[Request], weights: Weights) -> LocalRelaySession | None:
         """A relay in one pass where there is something that carries it."""
-        maker = carriage_maker_of(kind) if self.world.job.training.execution == "fused" else None
-        return None if maker is None else LocalRide(self, maker(self.world, cargo))
+        maker = relay_handler_of(kind) if self.context.config.training.execution == "fused" else None
+        return None if maker is None else LocalRelaySession(self, maker(self.context, weights))
 
     def notes(self) -> Iterable[Note]:
         """Whom training side by side left to the loop, and why."""
@@ -184,18 +176,18 @@ class LocalEngine:
         self.store.close()
 
     def _client(self, number: ClientId) -> Client:
-        client = self._pending[number] = Client(number, self.world, self.store.get(number))
+        client = self._pending[number] = Client(number, self.context, self.store.get(number))
         return client
 
     def _ask_group(
         self, requests: Mapping[ClientId, Request], group: LocalGroup | None
     ) -> Mapping[ClientId, Reply | Failure]:
         """All clients at once, so that they can add up tensors in the middle of a pass."""
-        refuse_random(self.world.job.model)
+        refuse_random(self.context.config.model)
         self._pending = {}
         numbers = sorted(requests)
         while len(self._models) < len(numbers):
-            self._models.append(self.world.job.model.clone())
+            self._models.append(self.context.config.model.clone())
         # No timeout: results must not depend on the clock, and who fails here tells the others.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
         for place, number in enumerate(numbers):
@@ -215,15 +207,15 @@ class LocalEngine:
             return dict(zip(numbers, pool.map(answer, numbers), strict=True))
 
 
-class LocalRide:
-    """A relay through this process; see ``fedstrata.federation.seam.Ride``.
+class LocalRelaySession:
+    """A relay through this process; see ``fedstrata.federation.federation.RelaySession``.
 
     Args:
         engine: Where its clients live.
         carriage: What carries it.
     """
 
-    def __init__(self, engine: LocalEngine, carriage: Carriage) -> None:
+    def __init__(self, engine: LocalEngine, carriage: RelayHandler) -> None:
         self._engine, self._carriage = engine, carriage
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
         self._last: Client | None = None
@@ -234,7 +226,7 @@ class LocalRide:
         # States go back to the store at the end: it measures what it is given, and a client comes by many times.
         if client not in self._states:
             self._states[client] = self._engine.store.get(client)
-        self._last = Client(client, self._engine.world, self._states[client])
+        self._last = Client(client, self._engine.context, self._states[client])
         try:
             return self._carriage.hop(self._last, task)
         except Exception as error:

@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from fedstrata import records
-from fedstrata.clients.client import World
-from fedstrata.clients.keys import KeyRing
+from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.engines.rayworker import VERSIONS, EncodedAnswer, Luggage, Payload, Worker
+from fedstrata.engines.ray_worker import VERSIONS, EncodedAnswer, Payload, Worker, WorkerPayload
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError, WireError
+from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.federation.seam import Failure
+from fedstrata.stratify.masking.key_store import KeyRing
 
 ADDRESS = "RAY_ADDRESS"
 """Names the cluster to join; without it, and outside a session of Ray's, a local one is started."""
@@ -58,7 +58,7 @@ class RayEngine:
     """Clients wherever a worker is free; only their states stay.
 
     Args:
-        world: Data, assignment, model and settings that they share.
+        context: Data, assignment, model and settings that they share.
         store: Their states.
         address: The cluster to join; that of ``RAY_ADDRESS`` unless given, else a new one on this machine.
         workers: How many; ``training.workers`` or one a processor of the cluster unless given, and never more than
@@ -73,14 +73,14 @@ class RayEngine:
 
     def __init__(
         self,
-        world: World,
+        context: ClientContext,
         store: StateStore,
         *,
         address: str | None = None,
         workers: int | None = None,
-        crew: Crew | None = None,
+        pool: WorkerPool | None = None,
     ) -> None:
-        self.world, self.store = world, store
+        self.context, self.store = context, store
         self._states: dict[ClientId, bytes] = {}
         self._exchange = 0
         self._pace: dict[type[Request], float] = {}
@@ -89,15 +89,15 @@ class RayEngine:
         with ExitStack() as closing:
             closing.callback(store.close)
             folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="fedstrata-keys-"))
-            if crew is None:
-                workers = workers or world.job.training.workers
+            if pool is None:
+                workers = workers or context.config.training.workers
                 closing.callback(_join(self._ray, address or os.environ.get(ADDRESS), workers))
                 count = workers or int(self._ray.cluster_resources().get("CPU", 1))
-                crew = closing.enter_context(Crew(min(count, world.job.clients)))
+                pool = closing.enter_context(WorkerPool(min(count, context.config.clients)))
             # In memory, keys would be those of one worker.
-            keys = world.keys if world.keys.folder else KeyRing(Path(folder), create=True)
-            crew.enter(self._ray.put(Luggage.of(world, keys)))
-            self._crew, self._closing = crew, closing.pop_all()
+            keys = context.keys if context.keys.folder else KeyRing(Path(folder), create=True)
+            pool.enter(self._ray.put(WorkerPayload.of(context, keys)))
+            self._pool, self._closing = pool, closing.pop_all()
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """The clients' answers, whoever computes them; ``together``, in one worker, with a thread each.
@@ -108,13 +108,13 @@ class RayEngine:
         self._states = {}
         self._exchange += 1
         outcomes: dict[ClientId, Reply | Failure] = {}
-        for errand, result in self._crew.run(self._errands(requests, together)):
+        for call, result in self._pool.run(self._calls(requests, together)):
             if isinstance(result, Failure):
-                outcomes |= dict.fromkeys(errand.clients, result)
+                outcomes |= dict.fromkeys(call.clients, result)
                 continue
             answers, seconds = result
-            self._pace[type(requests[errand.clients[0]])] = seconds / errand.work
-            for client, answer in zip(errand.clients, answers, strict=True):
+            self._pace[type(requests[call.clients[0]])] = seconds / call.work
+            for client, answer in zip(call.clients, answers, strict=True):
                 outcomes[client] = self._read(client, answer)
         return outcomes
 
@@ -122,29 +122,29 @@ class RayEngine:
         """None: there is no pass over clients of several processes."""
         return None
 
-    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+    def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """One client works on the travelling model, which stays at its worker for the next one."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
-        host: Crewman | None = None
+        host: WorkerHandle | None = None
 
-        def send(worker: Crewman) -> Any:
+        def send(worker: WorkerHandle) -> Any:
             nonlocal host
             host = worker
-            model = None if worker.cargo is cargo else records.encode(cargo)
+            model = None if worker.weights is weights else records.encode(weights)
             return worker.actor.hop.remote(client, sent, state, model)
 
-        ((_, answer),) = self._crew.run(iter([Errand([client], 1.0, send)]))
+        ((_, answer),) = self._pool.run(iter([Call([client], 1.0, send)]))
         if isinstance(answer, Failure):
             return answer
         reply = self._read(client, answer)
         if isinstance(reply, Failure):
             return reply
         assert host is not None
-        host.cargo = moved = records.decode(answer.moved)
+        host.weights = moved = records.decode(answer.moved)
         return moved, reply
 
-    def ride(self, kind: type[Request], cargo: Weights) -> None:
+    def ride(self, kind: type[Request], weights: Weights) -> None:
         """None: every hop is a call of its own."""
 
     def settle(self, accepted: Iterable[ClientId]) -> None:
@@ -158,23 +158,23 @@ class RayEngine:
         """Stop the workers, and the cluster if it was started for them; remove states that went to disk."""
         self._closing.close()
 
-    def _errands(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Errand]:
+    def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
         """Calls, those of the longest work first; short ones are for several clients."""
-        sizes = self.world.assignment.sizes
+        sizes = self.context.assignment.sizes
         work = {c: 1.0 + request.work(int(sizes[c])) for c, request in requests.items()}
         # Many clients are often sent the very same request: it is encoded, and put into the store, once.
         places = {id(request): place for place, request in enumerate(requests.values())}
         payloads: dict[int, Any] = {}
         exchange = self._exchange
 
-        def errand(clients: list[ClientId]) -> Errand:
+        def call(clients: list[ClientId]) -> Call:
             which = [places[id(requests[client])] for client in clients]
             for client, place in zip(clients, which, strict=True):
                 if place not in payloads:
                     payloads[place] = self._payload(requests[client])
             calls = [(client, place, self._state(client)) for client, place in zip(clients, which, strict=True)]
             sent = [payloads[place] for place in dict.fromkeys(which)]
-            return Errand(
+            return Call(
                 clients,
                 sum(work[client] for client in clients),
                 lambda worker: worker.actor.ask.remote(exchange, calls, together, *sent),
@@ -182,14 +182,14 @@ class RayEngine:
 
         left = deque(sorted(requests, key=lambda client: (-work[client], client)))
         if together:
-            yield errand(sorted(left))
+            yield call(sorted(left))
             return
         while left:
             # As in guided self-scheduling: ever fewer in a call, so that all workers end at about one time.
-            count = min(MOST_AT_ONCE, len(left) // (4 * len(self._crew)))
+            count = min(MOST_AT_ONCE, len(left) // (4 * len(self._pool)))
             seconds = self._pace.get(type(requests[left[0]]), math.inf) * work[left[0]]
-            short = min(math.ceil(CALL_PAYS / max(seconds, 1e-9)), -(-len(left) // len(self._crew)))
-            yield errand([left.popleft() for _ in range(max(1, count, short))])
+            short = min(math.ceil(CALL_PAYS / max(seconds, 1e-9)), -(-len(left) // len(self._pool)))
+            yield call([left.popleft() for _ in range(max(1, count, short))])
 
     def _payload(self, request: Request) -> Any:
         data: Payload = records.encode(request)
@@ -216,7 +216,7 @@ class RayEngine:
 
 
 @dataclass(frozen=True)
-class Errand:
+class Call:
     """One call of a worker.
 
     Args:
@@ -227,11 +227,11 @@ class Errand:
 
     clients: list[ClientId]
     work: float
-    send: Callable[[Crewman], Any]
+    send: Callable[[WorkerHandle], Any]
 
 
 @dataclass(eq=False)
-class Crewman:
+class WorkerHandle:
     """A worker as the engine sees it.
 
     Args:
@@ -239,22 +239,22 @@ class Crewman:
         hello: Ray's reference to its greeting, until it has come and the worker is ready.
         name: Who it is.
         running: What it was called for, by Ray's reference, in order.
-        cargo: The travelling model that it had last.
+        weights: The travelling model that it had last.
     """
 
     actor: Any
     hello: Any = None
     name: str = ""
-    running: dict[Any, Errand] = field(default_factory=dict)
-    cargo: Weights | None = None
+    running: dict[Any, Call] = field(default_factory=dict)
+    weights: Weights | None = None
 
     @property
     def load(self) -> tuple[float, int]:
         """The work that it has, and in how many calls."""
-        return sum(errand.work for errand in self.running.values()), len(self.running)
+        return sum(call.work for call in self.running.values()), len(self.running)
 
 
-class Crew:
+class WorkerPool:
     """Workers, each of which is replaced when it dies.
 
     Args:
@@ -264,12 +264,12 @@ class Crew:
     def __init__(self, count: int) -> None:
         self._ray = _import_ray()
         self._class = self._ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
-        self._luggage: Any = None
+        self._payload_ref: Any = None
         # Ray itself hands on the script's and the current folder alone.
         self._paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100  keeps links, as Python does
-        self._all = [Crewman(self._class.remote(self._paths)) for _ in range(count)]
+        self._all = [WorkerHandle(self._class.remote(self._paths)) for _ in range(count)]
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -278,7 +278,7 @@ class Crew:
     def __len__(self) -> int:
         return len(self._all)
 
-    def enter(self, luggage: Any) -> None:
+    def enter(self, worker_payload: Any) -> None:
         """Take all workers into a world, to which Ray's reference is given, and wait until one of them is there.
 
         The others join in when they can: processes start at their own pace, and a cluster may have no room yet.
@@ -286,22 +286,22 @@ class Crew:
         Raises:
             FedstrataError: One cannot start, or none did in time.
         """
-        self._luggage = luggage
+        self._payload_ref = worker_payload
         for worker in self._all:
-            worker.hello, worker.cargo = worker.actor.enter.remote(luggage), None
+            worker.hello, worker.weights = worker.actor.enter.remote(worker_payload), None
         while all(worker.hello is not None for worker in self._all):
             self._wait()
 
-    def run(self, errands: Iterator[Errand]) -> Iterator[tuple[Errand, Any]]:
+    def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
         """Have errands run, each as soon as a worker has room for it.
 
         Yields:
             Each errand with what came of it, as they are done; a ``Failure`` where its worker died over it.
         """
-        again: deque[Errand] = deque()
+        again: deque[Call] = deque()
         try:
             while True:
-                self._hand_out(errands, again)
+                self._hand_out(calls, again)
                 if not again and not any(worker.running for worker in self._all):
                     return
                 worker, ref = self._wait()
@@ -311,7 +311,7 @@ class Crew:
                     yield worker.running[ref], self._get(ref)
                     del worker.running[ref]
                 except self._ray.exceptions.RayError as error:
-                    yield from self._bury(worker, error, again)
+                    yield from self._replace_worker(worker, error, again)
         finally:
             for worker in self._all:
                 worker.running.clear()
@@ -322,19 +322,19 @@ class Crew:
             self._ray.kill(worker.actor)
         self._all = []
 
-    def _hand_out(self, errands: Iterator[Errand], again: deque[Errand]) -> None:
+    def _hand_out(self, calls: Iterator[Call], again: deque[Call]) -> None:
         ready = [worker for worker in self._all if worker.hello is None]
         while ready:
             # Who has least to do comes first; the next errand waits with nobody who has more than others.
             worker = min(ready, key=lambda worker: worker.load)
             if len(worker.running) >= AHEAD:
                 return
-            errand = again.popleft() if again else next(errands, None)
-            if errand is None:
+            call = again.popleft() if again else next(calls, None)
+            if call is None:
                 return
-            worker.running[errand.send(worker)] = errand
+            worker.running[call.send(worker)] = call
 
-    def _wait(self) -> tuple[Crewman, Any]:
+    def _wait(self) -> tuple[WorkerHandle, Any]:
         """A worker, and one of its calls that is over; None when it has just come up."""
         waiting = {ref: worker for worker in self._all for ref in worker.running}
         waiting |= {worker.hello: worker for worker in self._all if worker.hello is not None}
@@ -366,14 +366,14 @@ class Crew:
         except self._ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
 
-    def _bury(self, dead: Crewman, error: Exception, again: deque[Errand]) -> Iterator[tuple[Errand, Any]]:
+    def _replace_worker(self, dead: WorkerHandle, error: Exception, again: deque[Call]) -> Iterator[tuple[Call, Any]]:
         """Replace a worker: it died over the first of its calls that is not done; the next one runs elsewhere."""
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
-        for ref, errand in list(dead.running.items()):
+        for ref, call in list(dead.running.items()):
             try:
-                yield errand, self._get(ref, timeout=0)
+                yield call, self._get(ref, timeout=0)
             except self._ray.exceptions.RayError:
-                yield errand, died
+                yield call, died
                 break
             finally:
                 del dead.running[ref]
@@ -381,7 +381,7 @@ class Crew:
         dead.running = {}
         self._ray.kill(dead.actor)
         actor = self._class.remote(self._paths)
-        self._all[self._all.index(dead)] = Crewman(actor, actor.enter.remote(self._luggage))
+        self._all[self._all.index(dead)] = WorkerHandle(actor, actor.enter.remote(self._payload_ref))
 
 
 def _last_line(error: Exception) -> str:

@@ -109,7 +109,7 @@ class Persistent(Availability):
         return uniforms(seed, "online", (round - 1) // self.period, clients) < self.p
 
 
-class Group(Setting):
+class AvailabilityGroup(Setting):
     """A run of consecutive clients with their own probability.
 
     Args:
@@ -129,7 +129,7 @@ class Grouped(Availability):
             number of clients.
     """
 
-    groups: list[Group] = Field(min_length=1)
+    groups: list[AvailabilityGroup] = Field(min_length=1)
 
     def check(self, clients: int) -> None:
         """The groups must cover the clients exactly."""

@@ -9,14 +9,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.data.spare import Spare
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.nn.model import Model
+from fedstrata.partitions.server_data import ServerData
 from fedstrata.settings import Training
 
 
 @dataclass(frozen=True)
-class Job:
+class FederationConfig:
     """What server and clients agree on before the first round.
 
     Args:
@@ -27,7 +27,7 @@ class Job:
         clients: N.
         sizes: n_k of every client, shape (N,), where a simulation knows them; a method never uses them to train, only
             to warn and to simulate time.
-        spare: Training samples that no client holds, for a method whose server has data of its own; None where there
+        server_data: Training samples that no client holds, for a method whose server has data of its own; None where there
             cannot be any.
         weight_diversity: Whether a method that combines models records how far they are from each other.
     """
@@ -38,7 +38,7 @@ class Job:
     classes: int
     clients: int
     sizes: NDArray[np.int64] | None = None
-    spare: Spare | None = field(default=None, repr=False, compare=False)
+    server_data: ServerData | None = field(default=None, repr=False, compare=False)
     weight_diversity: bool = False
 
 
@@ -57,7 +57,7 @@ class Failure:
     bystander: bool = False
 
 
-class Ride(Protocol):
+class RelaySession(Protocol):
     """A relay whose model the server does not see on the way; what it cannot use turns out at the end."""
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
@@ -79,10 +79,10 @@ class Engine(Protocol):
     def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
         """The sum of all replies computed in one pass, or None where the engine has no such pass."""
 
-    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+    def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """Let one client work on the travelling model."""
 
-    def ride(self, kind: type[Request], cargo: Weights) -> Ride | None:
+    def ride(self, kind: type[Request], weights: Weights) -> RelaySession | None:
         """A relay of tasks of one kind whose model stays with the clients, or None: ``hop`` by ``hop`` then."""
 
     def settle(self, accepted: Iterable[ClientId]) -> None:

@@ -13,19 +13,14 @@ from pydantic import field_validator, model_validator
 from fedstrata.aggregation.base import AGGREGATORS, Aggregator, MeanBySize
 from fedstrata.config import Registry, Setting, under
 from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Extra, Fit, FitReply, Params, Weights
-from fedstrata.federation.seam import Check, Federation, Job, check_like, require_like
+from fedstrata.federation.reply_checks import Check, check_like, require_like
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import OBJECTIVES, CrossEntropy, Objective
 from fedstrata.records import Tree, record
-from fedstrata.sampling.base import (
-    CLIENT_SAMPLERS,
-    DATA_SAMPLERS,
-    AllData,
-    ClientSampler,
-    DataSampler,
-    Uniform,
-)
+from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS, AllData, ClientSampler, DataSampler, Uniform
 
 
 class Method(Setting):
@@ -42,7 +37,7 @@ class Method(Setting):
         """What clients minimise when they train locally."""
         return CrossEntropy()
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
 
     @abstractmethod
@@ -53,7 +48,7 @@ class Method(Setting):
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
         """One round: the new state and what the method adds to the round's metrics."""
 
-    def evaluated(self, job: Job, state: Any) -> Weights:
+    def evaluated(self, config: FederationConfig, state: Any) -> Weights:
         """The model that is evaluated, and that a run leaves behind: ``state.weights`` unless a method prepares it."""
         weights: Weights = state.weights
         return weights
@@ -158,17 +153,17 @@ class Recipe(Method):
         """What clients minimise."""
         return self.choices()[2]
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Each choice against the federation, and against the others."""
         sampler, data, objective, aggregator = self.choices()
-        sampler.check(job)
-        data.check(job)
-        objective.check(job)
-        aggregator.check(job, sampler)
+        sampler.check(config)
+        data.check(config)
+        objective.check(config)
+        aggregator.check(config, sampler)
         if data.private:
-            self._check_private(job)
+            self._check_private(config)
 
-    def _check_private(self, job: Job) -> None:
+    def _check_private(self, config: FederationConfig) -> None:
         """Nothing may tell the sizes that clients keep private."""
         sampler, _, objective, aggregator = self.choices()
         if sampler.tells_sizes:
@@ -176,13 +171,15 @@ class Recipe(Method):
         if aggregator.needs_counts:
             accepted = "'mean', 'stratum' or 'horvitz-thompson'"
             raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
-        if objective.tells_counts(job):
+        if objective.tells_counts(config):
             problem = "tells sizes that clients keep private; use another"
-            if not objective.tells_counts(replace(job, training=job.training.model_copy(update={"local_steps": 1}))):
+            if not objective.tells_counts(
+                replace(config, training=config.training.model_copy(update={"local_steps": 1}))
+            ):
                 problem += ", or training.local_steps, the same for all"
             raise SpecError("method.objective", problem, objective.name)
-        decays = job.training.weight_decay > 0
-        if job.training.local_steps is None and (decays or has_batchnorm(job.model.module)):
+        decays = config.training.weight_decay > 0
+        if config.training.local_steps is None and (decays or has_batchnorm(config.model.module)):
             why = "weight decay" if decays else "BatchNorm's running statistics"
             problem = (
                 f"with epochs {why} would tell how many steps a client took, and with them its size, which it keeps "
@@ -196,29 +193,29 @@ class Recipe(Method):
             weights=weights,
             clients=sampler.init(federation),
             data=data.init(federation),
-            objective=objective.init(weights, federation.job),
+            objective=objective.init(weights, federation.config),
             aggregator=None,
         )
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Select, sample, train, combine."""
         sampler, data, objective, aggregator = self.choices()
-        job, weights = federation.job, state.weights
+        config, weights = federation.config, state.weights
         selection, clients_state = sampler.select(federation, state.clients, weights)
         invited = selection.clients.tolist()
         keep, data_state, data_metrics = data.keep(federation, state.data, invited)
 
         message, counts = objective.message(state.objective), not data.private
-        request = Fit(federation.round, weights, message, keep, **effort(job), counts=counts)
-        expected = objective.expected(weights, job)
+        request = Fit(federation.round, weights, message, keep, **effort(config), counts=counts)
+        expected = objective.expected(weights, config)
         replies = federation.ask(dict.fromkeys(invited, request), check=fit_check(weights, expected))
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         # A server optimiser with weight decay would move even what no client trains.
-        frozen = {n: w for n, w in weights.params.items() if not objective.trains(n, job.model)}
+        frozen = {n: w for n, w in weights.params.items() if not objective.trains(n, config.model)}
         combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
         answers = list(replies.values())
-        objective_state, after = objective.absorb(state.objective, weights, combined, answers, job.clients)
+        objective_state, after = objective.server_update(state.objective, weights, combined, answers, config.clients)
         state = RecipeState(
             weights=after,
             clients=sampler.observe(clients_state, replies),
@@ -231,13 +228,13 @@ class Recipe(Method):
             **selection.metrics,
             **data_metrics,
             **objective.metrics(answers),
-            **diversity_of(answers, job),
+            **diversity_of(answers, config),
         }
 
 
-def effort(job: Job) -> dict[str, Any]:
+def effort(config: FederationConfig) -> dict[str, Any]:
     """What a request says about the work that local training takes, for simulated time."""
-    training = job.training
+    training = config.training
     return {
         "passes": float(training.epochs),
         "steps": training.local_steps or 0,
@@ -260,9 +257,9 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     return {"clients_trained": len(answers), "samples": seen, "train_loss": loss}
 
 
-def diversity_of(answers: Sequence[FitReply], job: Job) -> dict[str, Any]:
+def diversity_of(answers: Sequence[FitReply], config: FederationConfig) -> dict[str, Any]:
     """``weight_diversity`` of the models that came back, where it was asked for."""
-    return weight_diversity([reply.weights.params for reply in answers]) if job.weight_diversity else {}
+    return weight_diversity([reply.weights.params for reply in answers]) if config.weight_diversity else {}
 
 
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
@@ -309,7 +306,7 @@ METHODS: Registry[Method] = Registry(
         "fedssar": "fedstrata.methods.fedssar:FedSSAR",
         "clustered": "fedstrata.methods.clustered:ClusteredSampling",
         "power-of-choice": "fedstrata.methods.power_of_choice:PowerOfChoice",
-        "stratify": "fedstrata.methods.stratify:Stratify",
+        "stratify": "fedstrata.stratify.method:Stratify",
         "sfl": "fedstrata.methods.sfl:SFL",
         "fedtan": "fedstrata.methods.fedtan:FedTAN",
         "rebafl": "fedstrata.methods.rebafl:ReBaFL",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from fedstrata.federation.seam import Federation, Job
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
 
@@ -18,15 +19,15 @@ class FedAvgFT(Recipe, HeadTuning):
 
     paper: ClassVar[str] = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """There must be samples for the server."""
-        super().check(job)
-        self.require_samples(job, "method")
+        super().check(config)
+        self.require_samples(config, "method")
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """A recipe's round, then the head."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics
-        weights, loss = self.tuned(federation.job, state.weights)
+        weights, loss = self.tuned(federation.config, state.weights)
         return replace(state, weights=weights), {**metrics, "server_loss": loss}

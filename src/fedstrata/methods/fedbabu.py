@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Job
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
 from fedstrata.objectives.base import Objective
@@ -31,12 +31,12 @@ class FedBABU(Recipe):
         """Cross-entropy that trains the body."""
         return BodyOnly()
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """There must be samples for the server, where it has any use for them."""
-        super().check(job)
+        super().check(config)
         if self.fine_tune:
-            self.fine_tune.require_samples(job, "method.fine_tune")
+            self.fine_tune.require_samples(config, "method.fine_tune")
 
-    def evaluated(self, job: Job, state: RecipeState) -> Weights:
+    def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
         """The body as it is, the head fine-tuned."""
-        return self.fine_tune.tuned(job, state.weights)[0] if self.fine_tune else state.weights
+        return self.fine_tune.tuned(config, state.weights)[0] if self.fine_tune else state.weights

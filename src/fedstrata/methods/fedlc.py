@@ -8,7 +8,7 @@ from pydantic import NonNegativeFloat
 
 from fedstrata.methods.base import Recipe
 from fedstrata.objectives.base import Objective
-from fedstrata.objectives.calibrated import Margins
+from fedstrata.objectives.calibrated import LogitMargins
 
 
 class FedLC(Recipe):
@@ -27,4 +27,4 @@ class FedLC(Recipe):
 
     def default_objective(self) -> Objective:
         """Calibrated logits."""
-        return Margins(tau=self.tau, missing=self.missing)
+        return LogitMargins(tau=self.tau, missing=self.missing)

@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedstrata.methods.base import Recipe
 from fedstrata.sampling.base import ClientSampler, DataSampler
-from fedstrata.sampling.fedsampling import Everyone, Pooled
+from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 
 class FedSampling(Recipe):
@@ -34,4 +34,4 @@ class FedSampling(Recipe):
 
     def default_data_sampler(self) -> DataSampler:
         """A sample of the data of all clients together."""
-        return Pooled(samples=self.samples, epsilon=self.epsilon, bound=self.bound, reuse=self.reuse)
+        return FedSamplingData(samples=self.samples, epsilon=self.epsilon, bound=self.bound, reuse=self.reuse)

@@ -10,7 +10,7 @@ from fedstrata.methods.base import Recipe
 from fedstrata.objectives.base import Objective
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.sampling.base import ClientSampler
-from fedstrata.sampling.ssar import Similar
+from fedstrata.sampling.fedssar import FedSSARSampler
 
 
 class FedSSAR(Recipe):
@@ -36,7 +36,7 @@ class FedSSAR(Recipe):
 
     def default_client_sampler(self) -> ClientSampler:
         """Clusters of similar clients."""
-        return Similar(
+        return FedSSARSampler(
             min_samples=self.min_samples,
             xi=self.xi,
             features=self.features,

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, StratumMean
 from fedstrata.methods.base import Recipe
 from fedstrata.sampling.base import ClientSampler, DataSampler
-from fedstrata.sampling.privacy import Requested
+from fedstrata.sampling.ldp import FedSTaSData
 from fedstrata.sampling.stratified import Stratified
 
 
@@ -70,4 +70,4 @@ class FedSTaS(FedSTS):
 
     def default_data_sampler(self) -> DataSampler:
         """A requested number of samples, privately where ε is given."""
-        return Requested(fraction=self.fraction, samples=self.samples, epsilon=self.epsilon, bound=self.bound)
+        return FedSTaSData(fraction=self.fraction, samples=self.samples, epsilon=self.epsilon, bound=self.bound)

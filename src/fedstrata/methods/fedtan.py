@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from fedstrata.errors import SpecError
-from fedstrata.federation.messages import FitTogether
-from fedstrata.federation.seam import Federation, Job
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, fit_check, training_metrics
 from fedstrata.nn.batchnorm import has_batchnorm
 
@@ -24,14 +25,14 @@ class FedTAN(Recipe):
 
     paper: ClassVar[str] = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Only for models with BatchNorm whose statistics travel."""
-        super().check(job)
-        if not has_batchnorm(job.model.module):
+        super().check(config)
+        if not has_batchnorm(config.model.module):
             raise SpecError(
                 "method.name", "FedTAN is about BatchNorm and the model has none; fedavg is the same", "fedtan"
             )
-        if job.training.batch_norm == "local":
+        if config.training.batch_norm == "local":
             raise SpecError("training.batch_norm", "FedTAN's statistics are the federation's; use average", "local")
         for key in ("data_sampler", "objective"):
             if getattr(self, key) is not None:
@@ -42,7 +43,7 @@ class FedTAN(Recipe):
         sampler, _, _, aggregator = self.choices()
         weights = state.weights
         selection, clients = sampler.select(federation, state.clients, weights)
-        request = FitTogether(federation.round, weights, **effort(federation.job))
+        request = FitTogether(federation.round, weights, **effort(federation.config))
         replies = federation.ask(
             dict.fromkeys(selection.clients.tolist(), request), check=fit_check(weights, {}), together=True
         )
@@ -55,4 +56,4 @@ class FedTAN(Recipe):
             aggregator=memory,
         )
         answers = list(replies.values())
-        return state, {**training_metrics(answers), **selection.metrics, **diversity_of(answers, federation.job)}
+        return state, {**training_metrics(answers), **selection.metrics, **diversity_of(answers, federation.config)}

@@ -10,8 +10,8 @@ from torch import Tensor
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.config import Setting
 from fedstrata.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Job
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.rng import rng
 
@@ -36,49 +36,51 @@ class HeadTuning(Setting):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     weight_decay: NonNegativeFloat = 0.0
 
-    def require_samples(self, job: Job, section: str) -> None:
+    def require_samples(self, config: FederationConfig, section: str) -> None:
         """There must be samples for the server, and features like those that are evaluated.
 
         Args:
-            job: The federation's.
+            config: The federation's.
             section: Where these settings stand in a spec.
 
         Raises:
             SpecError: There are not.
         """
         key = f"{section}.per_class"
-        if job.spare is None:
+        if config.server_data is None:
             problem = "the server trains on samples that no client holds, and has none where sites hold their own data"
             raise SpecError(key, problem, self.per_class)
-        fewest = int(job.spare.counts().min())
+        fewest = int(config.server_data.counts().min())
         if fewest < self.per_class:
             problem = (
                 f"the partition leaves the server {fewest} samples of some class that no client holds: take fewer, or "
                 "a partition that does not give out everything, such as classes with a size"
             )
             raise SpecError(key, problem, self.per_class)
-        if job.training.batch_norm == "local" and has_batchnorm(job.model.module):
+        if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
             problem = "the server trains the head on features, and clients keep the statistics of theirs; use average"
             raise SpecError("training.batch_norm", problem, "local")
 
-    def tuned(self, job: Job, weights: Weights) -> tuple[Weights, float]:
+    def tuned(self, config: FederationConfig, weights: Weights) -> tuple[Weights, float]:
         """The model with its head trained on the server's samples, and the loss before the last step."""
-        assert job.spare is not None
-        x, y = job.spare.balanced(self.per_class, rng(job.seed, "server-samples"))
+        assert config.server_data is not None
+        x, y = config.server_data.balanced(self.per_class, rng(config.seed, "server-samples"))
         # Loaded to the end: a head may have buffers of its own.
-        with job.model.loaded(weights.params, weights.buffers) as params:
+        with config.model.loaded(weights.params, weights.buffers) as params:
             with torch.no_grad():
-                features, _ = job.model.with_features(params, x)
-            stepper, loss = self._head_trained(job, weights, features, y)
+                features, _ = config.model.with_features(params, x)
+            stepper, loss = self._head_trained(config, weights, features, y)
         return Weights({**weights.params, **stepper.params()}, weights.buffers), loss
 
-    def _head_trained(self, job: Job, weights: Weights, features: Tensor, y: Tensor) -> tuple[Stepper, float]:
-        head = {name: weights.params[name] for name in job.model.head_names}
+    def _head_trained(
+        self, config: FederationConfig, weights: Weights, features: Tensor, y: Tensor
+    ) -> tuple[Stepper, float]:
+        head = {name: weights.params[name] for name in config.model.head_names}
         settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         stepper, loss = Stepper(settings, head, None), torch.zeros(())
         for _ in range(self.steps):
             leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
-            loss = F.cross_entropy(job.model.head(leaves, features), y)
+            loss = F.cross_entropy(config.model.head(leaves, features), y)
             gradient = torch.autograd.grad(loss, list(leaves.values()))
             stepper.step(dict(zip(leaves, gradient, strict=True)))
         return stepper, float(loss.detach())

@@ -8,9 +8,11 @@ from pydantic import field_validator
 
 from fedstrata.config import under
 from fedstrata.errors import ReplyRefusedError, SpecError
-from fedstrata.federation.costs import communication
-from fedstrata.federation.messages import Visit, VisitReply, Weights
-from fedstrata.federation.seam import Federation, Job
+from fedstrata.federation.accounting import communication
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.handlers.sequential import Visit, VisitReply
 from fedstrata.methods.base import Method, effort
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import CLIENT_SAMPLERS, ClientSampler, Uniform
@@ -42,9 +44,9 @@ class SFL(Method):
     def _client_sampler(cls, value: object) -> object:
         return value if value is None else under("client_sampler", lambda: CLIENT_SAMPLERS.parse(value))
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """The sampler against the federation."""
-        if job.training.batch_norm == "local":
+        if config.training.batch_norm == "local":
             raise SpecError(
                 "training.batch_norm", "one travelling model has one set of statistics; use average", "local"
             )
@@ -54,7 +56,7 @@ class SFL(Method):
                 "learns from the models that participants send back, and in a relay the server sees one; use another"
             )
             raise SpecError("method.client_sampler", problem, sampler.name)
-        sampler.check(job)
+        sampler.check(config)
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
         """The sampler's own beginning."""
@@ -62,16 +64,16 @@ class SFL(Method):
 
     def run_round(self, federation: Federation, state: SFLState) -> tuple[SFLState, dict[str, Any]]:
         """One journey."""
-        job, sampler = federation.job, self._sampler()
+        config, sampler = federation.config, self._sampler()
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
-        request = Visit(federation.round, **effort(job))
+        request = Visit(federation.round, **effort(config))
         relayed = federation.relay([(client, request) for client in order], state.weights, check=_check)
         replies: list[VisitReply] = list(relayed.replies.values())
         seen = sum(reply.seen for reply in replies)
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
-        metrics |= communication(relayed.weights, federation.tally.hops, job.clients, federation.round)
+        metrics |= communication(relayed.weights, federation.accounting.hops, config.clients, federation.round)
         return SFLState(relayed.weights, sampler.observe(clients, {})), metrics
 
     def _sampler(self) -> ClientSampler:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.nn.batchnorm import Group
+from fedstrata.nn.batchnorm import ReduceGroup
 
 
 @contextmanager
-def averaged(module: nn.Module, group: Group, weight: float) -> Iterator[None]:
+def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise with averaged statistics in the block, and keep them as running ones.
 
     All members run the same module on batches of their own, one forward and one backward pass each.
@@ -41,7 +41,7 @@ def averaged(module: nn.Module, group: Group, weight: float) -> Iterator[None]:
             del layer.forward
 
 
-def _forward(layer: _BatchNorm, group: Group, weight: float, x: Tensor) -> Tensor:
+def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) -> Tensor:
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     axes = [axis for axis in range(x.dim()) if axis != 1]
     with torch.no_grad():
@@ -85,7 +85,7 @@ class _AverageNorm(torch.autograd.Function):
         own_mean: Tensor,
         share: float,
         eps: float,
-        group: Group,
+        group: ReduceGroup,
     ) -> Tensor:
         """Normalise ``x`` with given statistics."""
         shape = [1, -1] + [1] * (x.dim() - 2)

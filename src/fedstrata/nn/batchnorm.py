@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstrata.errors import FedstrataError, SpecError
 
 
-class Group(Protocol):
+class ReduceGroup(Protocol):
     """One client's connection to the clients that hold the other parts of its batch."""
 
     @property
@@ -40,7 +40,7 @@ class GroupBrokenError(FedstrataError):
 
 
 class _FederatedBatchNorm(_BatchNorm):
-    _group: Group | None = None
+    _group: ReduceGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised batch, of the shape of ``x``."""
@@ -85,7 +85,7 @@ def _by_channel(vector: Tensor, x: Tensor) -> Tensor:
     return vector.reshape([1, -1] + [1] * (x.dim() - 2))
 
 
-def _union_statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, int]:
+def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, int]:
     """Mean (C,) and biased variance (C,) in float64, and count, of the union batch.
 
     Var = Σx²/m − μ² cancels badly in float32. Here each client finds its own mean and the squares about it in
@@ -125,7 +125,7 @@ class _UnionNorm(torch.autograd.Function):
         var: Tensor,
         count: int,
         eps: float,
-        group: Group,
+        group: ReduceGroup,
     ) -> Tensor:
         """Normalise ``x`` with given statistics."""
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
@@ -193,7 +193,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def federated(module: nn.Module, group: Group) -> Iterator[None]:
+def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the block.
 
     All members run the same module on batches of their own, one forward pass each and then one backward pass
@@ -250,7 +250,7 @@ class LocalGroup:
         self._total = torch.empty(0)
         self._broken: str | None = None
 
-    def member(self, number: int) -> Group:
+    def member(self, number: int) -> ReduceGroup:
         """The group as member ``number`` (from 0) sees it; one thread each."""
         if not 0 <= number < self.size:
             raise ValueError(f"member {number}: this group has members 0 to {self.size - 1}")
@@ -315,11 +315,11 @@ class LocalGroup:
 
 
 class _Member:
-    """A ``Group`` that knows its number."""
+    """A ``ReduceGroup`` that knows its number."""
 
     def __init__(self, group: LocalGroup, number: int) -> None:
         self._group, self._number, self.size = group, number, group.size
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """See ``Group.all_reduce_sum``."""
+        """See ``ReduceGroup.all_reduce_sum``."""
         return self._group.add({self._number: tensor})

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedstrata.config import Registry, Setting, build, load_object, plain
 from fedstrata.errors import SpecError
-from fedstrata.nn.layout import lay_out
+from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.rng import torch_seeded
 

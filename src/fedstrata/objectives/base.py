@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedstrata.config import Registry, Setting
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
 from fedstrata.records import Tree
 
@@ -60,10 +60,10 @@ class Context:
     Args:
         start: The global parameters w_t that it started at.
         counts: n_k(c), how many samples of each class it trains on, shape (C,), float32.
-        received: What the objective's server side sent, with what ``survey`` added to it.
-        kept: The client's own state of this objective, as ``finish`` left it; None the first time.
+        received: What the objective's server side sent, with what ``client_prepare`` added to it.
+        kept: The client's own state of this objective, as ``client_final`` left it; None the first time.
         lr: η of this round.
-        derived: What ``begin`` prepared, so that no step computes it again.
+        derived: What ``client_init`` prepared, so that no step computes it again.
     """
 
     start: Params
@@ -100,14 +100,14 @@ class Objective(Setting):
 
     # At the server.
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` for a model or training settings under which the objective would be wrong."""
 
-    def tells_counts(self, job: Job) -> bool:
+    def tells_counts(self, config: FederationConfig) -> bool:
         """Whether clients' messages tell how many samples they hold, which a private data sampler forbids."""
         return False
 
-    def init(self, weights: Weights, job: Job) -> Tree:
+    def init(self, weights: Weights, config: FederationConfig) -> Tree:
         """The server's state before the first round."""
         return None
 
@@ -115,11 +115,11 @@ class Objective(Setting):
         """What goes out with the global model."""
         return {}
 
-    def expected(self, weights: Weights, job: Job) -> Extra:
+    def expected(self, weights: Weights, config: FederationConfig) -> Extra:
         """Tensors of the names, shapes and dtypes that a client's message must have."""
         return {}
 
-    def absorb(
+    def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
         """Take in the replies' messages.
@@ -142,7 +142,7 @@ class Objective(Setting):
 
     # At a client.
 
-    def survey(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
+    def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Before training: what was received, with what the client's data under the received model add to it.
 
         Args:
@@ -153,7 +153,7 @@ class Objective(Setting):
         """
         return received
 
-    def begin(self, model: Model, context: Context) -> Context:
+    def client_init(self, model: Model, context: Context) -> Context:
         """Prepare what is constant during this client's training."""
         return context
 
@@ -172,7 +172,7 @@ class Objective(Setting):
         """Whether the parameter ``name`` is trained by clients."""
         return True
 
-    def finish(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+    def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """After training: what to send to the server, and the client's new state."""
         return {}, context.kept
 
@@ -203,7 +203,7 @@ OBJECTIVES: Registry[Objective] = Registry(
         "feddyn": "fedstrata.objectives.feddyn:Dynamic",
         "moon": "fedstrata.objectives.moon:Contrastive",
         "fedrs": "fedstrata.objectives.calibrated:Restricted",
-        "fedlc": "fedstrata.objectives.calibrated:Margins",
+        "fedlc": "fedstrata.objectives.calibrated:LogitMargins",
         "bsm": "fedstrata.objectives.calibrated:Balanced",
         "rebafl": "fedstrata.objectives.rebafl:Rebalanced",
         "fedbabu": "fedstrata.objectives.fedbabu:BodyOnly",

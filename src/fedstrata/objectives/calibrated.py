@@ -65,7 +65,7 @@ class Calibrated(PerSample):
             counts: n_k(c), shape (C,), float32.
         """
 
-    def begin(self, model: Model, context: Context) -> Context:
+    def client_init(self, model: Model, context: Context) -> Context:
         """They are the same at every step."""
         scale, shift = self.calibration(context.counts)
         return context.deriving(scale=scale, shift=shift)
@@ -76,7 +76,7 @@ class Calibrated(PerSample):
 
 
 def calibrate(logits: Tensor, context: Context) -> Tensor:
-    """The logits with the scale and the shift that ``begin`` derived."""
+    """The logits with the scale and the shift that ``client_init`` derived."""
     scale, shift = context.derived["scale"], context.derived["shift"]
     logits = logits if scale is None else logits * scale
     return logits if shift is None else logits + shift
@@ -98,7 +98,7 @@ class Restricted(Calibrated):
         return torch.where(counts > 0, 1.0, self.alpha), None
 
 
-class Margins(Calibrated):
+class LogitMargins(Calibrated):
     """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
 
     The margin of a class without a sample is infinite as the formula stands. ``excluded`` takes it so: the class has no

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstrata.errors import SpecError
-from fedstrata.federation.seam import Job
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy
 
@@ -14,10 +14,12 @@ class BodyOnly(CrossEntropy):
     The head still travels, and its bytes count, although nobody changes it.
     """
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """There must be something before the head."""
-        if job.model.head_names.issuperset(job.model.params()):
-            raise SpecError("model", "is nothing but a head; FedBABU trains what stands before it", job.model.head_name)
+        if config.model.head_names.issuperset(config.model.params()):
+            raise SpecError(
+                "model", "is nothing but a head; FedBABU trains what stands before it", config.model.head_name
+            )
 
     def trains(self, name: str, model: Model) -> bool:
         """Everything but the head."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from pydantic import PositiveFloat
 
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Context, CrossEntropy, Trained
 from fedstrata.records import Tree
@@ -26,11 +26,11 @@ class Dynamic(CrossEntropy):
 
     alpha: PositiveFloat = 0.01
 
-    def init(self, weights: Weights, job: Job) -> Tree:
+    def init(self, weights: Weights, config: FederationConfig) -> Tree:
         """The server's h = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
-    def absorb(
+    def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
         """Update h, and shift the model by it."""
@@ -43,7 +43,7 @@ class Dynamic(CrossEntropy):
         shifted = {name: w - h[name] / self.alpha for name, w in after.params.items()}
         return h, Weights(shifted, after.buffers)
 
-    def begin(self, model: Model, context: Context) -> Context:
+    def client_init(self, model: Model, context: Context) -> Context:
         """The client's λ_k, 0 the first time."""
         mine = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
         return context.deriving(mine=mine)
@@ -53,7 +53,7 @@ class Dynamic(CrossEntropy):
         mine: Params = context.derived["mine"]
         return {name: self.alpha * (w.detach() - context.start[name]) - mine[name] for name, w in params.items()}
 
-    def finish(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+    def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """λ_k stays with the client; the server learns what it needs from w_k."""
         mine: Params = context.derived["mine"]
         return {}, {n: mine[n] - self.alpha * (w - context.start[n]) for n, w in trained.params.items()}

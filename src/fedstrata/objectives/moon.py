@@ -51,11 +51,11 @@ class Contrastive(PerSample):
     mu: NonNegativeFloat = 1.0
     temperature: PositiveFloat = 0.5
 
-    def survey(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
+    def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """The received buffers, which training changes."""
         return {**received, "buffers": weights.buffers}
 
-    def begin(self, model: Model, context: Context) -> Context:
+    def client_init(self, model: Model, context: Context) -> Context:
         """The two models to compare with."""
         theirs = {**context.start, **context.received["buffers"]}
         # A state that went through a checkpoint has lost its memory format, on which sums in convolutions depend.
@@ -72,6 +72,6 @@ class Contrastive(PerSample):
         second = contrastive(features, positive, negative, self.temperature)
         return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
 
-    def finish(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+    def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """The client's model is the negative of its next time."""
         return {}, {**trained.params, **trained.model.current_buffers()}

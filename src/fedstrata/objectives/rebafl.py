@@ -23,8 +23,8 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedstrata.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.calibrated import idle_clients, log_prior
@@ -57,34 +57,34 @@ class Rebalanced(PerSample):
     relaxed: bool = True
     keep_prototypes: bool = True
 
-    def tells_counts(self, job: Job) -> bool:
+    def tells_counts(self, config: FederationConfig) -> bool:
         """Prototypes come with n_k(c)."""
         return self.mu > 0
 
     # At the server.
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """The augmentation needs features of a known length, and a head that a second pass does not change."""
         if not self.mu:
             return
-        feature_size(job.model)
-        if there := [name for name, _ in job.model.module.get_submodule(job.model.head_name).named_buffers()]:
+        feature_size(config.model)
+        if there := [name for name, _ in config.model.module.get_submodule(config.model.head_name).named_buffers()]:
             problem = f"the head has buffers ({', '.join(there)}), which augmented samples would change; mu = 0 goes"
-            raise SpecError("model.head", problem, job.model.head_name)
+            raise SpecError("model.head", problem, config.model.head_name)
 
-    def init(self, weights: Weights, job: Job) -> Tree:
+    def init(self, weights: Weights, config: FederationConfig) -> Tree:
         """No prototype is known."""
-        return no_prototypes(job.classes, feature_size(job.model)) if self.mu else None
+        return no_prototypes(config.classes, feature_size(config.model)) if self.mu else None
 
     def message(self, state: Tree) -> Extra:
         """The federation's prototypes."""
         return {"prototypes": state} if self.mu else {}
 
-    def expected(self, weights: Weights, job: Job) -> Extra:
+    def expected(self, weights: Weights, config: FederationConfig) -> Extra:
         """A table for all classes."""
-        return {"prototypes": self.init(weights, job)} if self.mu else {}
+        return {"prototypes": self.init(weights, config)} if self.mu else {}
 
-    def absorb(
+    def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
         """Eq. 23."""
@@ -96,7 +96,7 @@ class Rebalanced(PerSample):
 
     # At a client.
 
-    def survey(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
+    def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """The client's own prototypes under the received model, for Eq. 18."""
         if not self.mu:
             return received
@@ -104,7 +104,7 @@ class Rebalanced(PerSample):
             classes = len(received["prototypes"]["samples"])
             return {**received, "own": class_means(model, params, batches, classes)}
 
-    def begin(self, model: Model, context: Context) -> Context:
+    def client_init(self, model: Model, context: Context) -> Context:
         """The client's prior, its prototypes P and the cycle of classes that they cover."""
         if self.relaxed:
             context = context.deriving(log_prior=log_prior(context.counts, self.epsilon))
@@ -140,7 +140,7 @@ class Rebalanced(PerSample):
         targets: Tensor = context.derived["cycle"][place % context.derived["known"]]
         return P[targets] + self.transfer * (features - P[labels]), targets
 
-    def finish(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+    def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Class means of features under the trained model (Eq. 21)."""
         if not self.mu:
             return {}, None

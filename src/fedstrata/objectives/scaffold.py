@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from fedstrata.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.federation.seam import Job
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Context, Objective, Trained
 from fedstrata.records import Tree
@@ -21,19 +21,19 @@ class Scaffold(Objective):
     clipping are refused instead of being silently wrong.
     """
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Only plain SGD steps."""
-        training = job.training
+        training = config.training
         if training.momentum > 0:
             raise SpecError("training.momentum", "SCAFFOLD's control variates need plain SGD; use 0", training.momentum)
         if training.clip is not None:
             raise SpecError("training.clip", "SCAFFOLD's control variates need unclipped gradients", training.clip)
 
-    def tells_counts(self, job: Job) -> bool:
+    def tells_counts(self, config: FederationConfig) -> bool:
         """The model and Δc_k together give K, which tells the samples where it is not the same for all."""
-        return job.training.local_steps is None
+        return config.training.local_steps is None
 
-    def init(self, weights: Weights, job: Job) -> Tree:
+    def init(self, weights: Weights, config: FederationConfig) -> Tree:
         """The server's c = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
@@ -41,11 +41,11 @@ class Scaffold(Objective):
         """The server's c."""
         return {"c": state}
 
-    def expected(self, weights: Weights, job: Job) -> Extra:
+    def expected(self, weights: Weights, config: FederationConfig) -> Extra:
         """Δc, shaped like the parameters."""
         return {"delta_c": weights.params}
 
-    def absorb(
+    def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
         """Sets c ← c + (1/N) Σ_{k∈S} Δc_k."""
@@ -55,7 +55,7 @@ class Scaffold(Objective):
                 c[name] = c[name] + delta / clients
         return c, after
 
-    def begin(self, model: Model, context: Context) -> Context:
+    def client_init(self, model: Model, context: Context) -> Context:
         """The correction c − c_k is the same at every step."""
         c = context.received["c"]
         mine = context.kept or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
@@ -66,7 +66,7 @@ class Scaffold(Objective):
         correction: Params = context.derived["correction"]
         return correction
 
-    def finish(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
+    def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Δc_k = c_k⁺ − c_k, and c_k⁺ stays with the client."""
         mine: Params = context.derived["mine"]
         if trained.steps == 0:

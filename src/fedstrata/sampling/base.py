@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from fedstrata.config import Registry, Setting
 from fedstrata.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.seam import Federation, Job
 from fedstrata.records import Tree
 
 
@@ -72,12 +73,12 @@ class Strata:
 class ClientSampler(Setting):
     """Who takes part. State, where there is any, is a tree and goes through the methods explicitly."""
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
-        m = job.training.invited(job.clients)
-        if m > job.clients:
+        m = config.training.invited(config.clients)
+        if m > config.clients:
             raise SpecError(
-                "training.clients_per_round", f"the partition has {job.clients} clients; give at most that", m
+                "training.clients_per_round", f"the partition has {config.clients} clients; give at most that", m
             )
 
     @property
@@ -108,11 +109,11 @@ class ClientSampler(Setting):
         """Learn from the round's replies."""
         return state
 
-    def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
+    def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
         """The strata of a state, for looking at; None where there are none.
 
         Args:
-            job: The federation.
+            config: The federation.
             state: The sampler's, after the round.
             round: Which.
         """
@@ -125,7 +126,7 @@ class Uniform(ClientSampler):
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """A uniform draw among those who may be invited."""
         candidates = federation.candidates()
-        m = min(federation.job.training.invited(federation.job.clients), len(candidates))
+        m = min(federation.config.training.invited(federation.config.clients), len(candidates))
         chosen = federation.rng("client-sampling").choice(candidates, size=m, replace=False)
         return Selection.plain(chosen.astype(np.int64), len(candidates)), state
 
@@ -133,7 +134,7 @@ class Uniform(ClientSampler):
 class DataSampler(Setting):
     """Which of their samples the clients use."""
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
 
     def init(self, federation: Federation) -> Tree:
@@ -174,7 +175,7 @@ CLIENT_SAMPLERS: Registry[ClientSampler] = Registry(
         "weighted": "fedstrata.sampling.weighted:Weighted",
         "all": "fedstrata.sampling.fedsampling:Everyone",
         "fedsts": "fedstrata.sampling.stratified:Stratified",
-        "fedssar": "fedstrata.sampling.ssar:Similar",
+        "fedssar": "fedstrata.sampling.fedssar:FedSSARSampler",
         "clustered": "fedstrata.sampling.clustered:Clustered",
         "power-of-choice": "fedstrata.sampling.power_of_choice:PowerOfChoice",
     },
@@ -185,7 +186,7 @@ DATA_SAMPLERS: Registry[DataSampler] = Registry(
     DataSampler,  # type: ignore[type-abstract]
     {
         "all": "fedstrata.sampling.base:AllData",
-        "fedstas": "fedstrata.sampling.privacy:Requested",
-        "fedsampling": "fedstrata.sampling.fedsampling:Pooled",
+        "fedstas": "fedstrata.sampling.ldp:FedSTaSData",
+        "fedsampling": "fedstrata.sampling.fedsampling:FedSamplingData",
     },
 )

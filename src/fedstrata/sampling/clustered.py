@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedstrata.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.seam import Federation, Job
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.sizes import Sizes, ask_sizes
+from fedstrata.sampling.client_sizes import Sizes, ask_sizes
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 
 LARGEST = 5000
@@ -85,12 +86,12 @@ class Clustered(ClientSampler):
     algorithm: Literal[1, 2] = 2
     coordinates: int = Field(default=2048, ge=0)
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Algorithm 2 is for thousands of clients at most."""
-        super().check(job)
-        if self.algorithm == 2 and job.clients > LARGEST:
+        super().check(config)
+        if self.algorithm == 2 and config.clients > LARGEST:
             problem = (
-                f"clusters {job.clients} clients by all their distances, which is made for {LARGEST} at most; "
+                f"clusters {config.clients} clients by all their distances, which is made for {LARGEST} at most; "
                 "use 1, or the sampler fedsts with refresh = 'participants'"
             )
             raise SpecError("method.client_sampler.algorithm", problem, self.algorithm)
@@ -107,15 +108,15 @@ class Clustered(ClientSampler):
 
     def init(self, federation: Federation) -> Tree:
         """The sizes; no updates yet."""
-        return ClusteredState(ask_sizes(federation), nobody(), federation.job.seed)
+        return ClusteredState(ask_sizes(federation), nobody(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Arrange those who may be invited, draw one from each distribution."""
-        job = federation.job
+        config = federation.config
         clients, sizes = state.sizes.among(federation.candidates())
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        m = job.training.invited(job.clients)
+        m = config.training.invited(config.clients)
         metrics: dict[str, Any] = {}
         if self.algorithm == 1:
             made = by_size(sizes, m)
@@ -134,13 +135,13 @@ class Clustered(ClientSampler):
             return state
         return replace(state, sketches=learn(state.sketches, replies, self.coordinates, state.seed, updates=True))
 
-    def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
+    def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
         """The groups of Algorithm 2."""
         if self.algorithm == 1 or len(state.sizes.known) == 0 or len(state.sketches.known) == 0:
             return None
         clients, sizes = state.sizes.known, state.sizes.samples
         updates = _updates(state.sketches, clients, state.sketches.points.shape[1])
-        return Strata(clients, updates, group(updates, sizes, job.training.invited(job.clients)))
+        return Strata(clients, updates, group(updates, sizes, config.training.invited(config.clients)))
 
 
 def counted(clients: NDArray[np.int64], sizes: NDArray[np.int64], drawn: NDArray[np.int64]) -> Selection:

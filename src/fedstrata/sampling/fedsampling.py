@@ -9,17 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Federation, Job
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
-from fedstrata.sampling.privacy import Requested, ask_sizes, estimated_total
+from fedstrata.sampling.ldp import FedSTaSData, ask_sizes, estimated_total
 
 
 class Everyone(ClientSampler):
     """All clients that may be invited, every round; ``training.clients_per_round`` is not looked at."""
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Nothing can be wrong."""
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
@@ -41,14 +42,14 @@ class AnswersState:
     answers: NDArray[np.int64]
 
 
-class Pooled(DataSampler):
+class FedSamplingData(DataSampler):
     """Each sample of the participants is kept with probability K/ñ, whoever holds it.
 
     Args:
         samples: K, samples wanted in a round over all participants.
         epsilon: ε of local differential privacy for the answers about the clients' sizes; none by default. It protects
             those answers alone: the aggregation weighs by the samples that participants kept, which tells their sizes.
-        bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.privacy``.
+        bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.ldp``.
         reuse: Ask each client once and keep its answer, so that ε is spent once. Otherwise everybody answers anew
             every round: the estimates' errors average out, and the privacy of T rounds is only T ε.
     """
@@ -58,9 +59,9 @@ class Pooled(DataSampler):
     bound: int = Field(default=100, gt=1)
     reuse: bool = True
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """Warn where M clips."""
-        Requested(epsilon=self.epsilon, bound=self.bound).check(job)
+        FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def init(self, federation: Federation) -> Tree:
         """No answers yet."""

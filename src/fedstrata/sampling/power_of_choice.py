@@ -6,11 +6,13 @@ import numpy as np
 from pydantic import PositiveInt
 
 from fedstrata.errors import ReplyRefusedError, SpecError
-from fedstrata.federation.messages import LossReply, LossReport, Weights
-from fedstrata.federation.seam import Federation, Job
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
-from fedstrata.sampling.sizes import ask_sizes
+from fedstrata.sampling.client_sizes import ask_sizes
+from fedstrata.sampling.messages import LossReply, LossReport
 
 
 class PowerOfChoice(ClientSampler):
@@ -24,12 +26,12 @@ class PowerOfChoice(ClientSampler):
 
     candidates: PositiveInt | None = None
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """M ≤ d ≤ N."""
-        super().check(job)
-        m, key = job.training.invited(job.clients), "method.client_sampler.candidates"
-        if self.candidates is not None and self.candidates > job.clients:
-            raise SpecError(key, f"the partition has {job.clients} clients; give at most that", self.candidates)
+        super().check(config)
+        m, key = config.training.invited(config.clients), "method.client_sampler.candidates"
+        if self.candidates is not None and self.candidates > config.clients:
+            raise SpecError(key, f"the partition has {config.clients} clients; give at most that", self.candidates)
         if self.candidates is not None and self.candidates < m:
             raise SpecError(key, f"a round invites {m} of the candidates; give at least that", self.candidates)
 
@@ -44,9 +46,9 @@ class PowerOfChoice(ClientSampler):
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Draw the candidates, ask them for their loss, take the m largest; equal losses in random order."""
-        job = federation.job
+        config = federation.config
         clients, sizes = state.among(federation.candidates())
-        m = min(job.training.invited(job.clients), len(clients))
+        m = min(config.training.invited(config.clients), len(clients))
         d = min(self.candidates or 2 * m, len(clients))
         if d == 0:
             return Selection.plain(clients, 0), state

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.errors import ReplyRefusedError
-from fedstrata.federation.messages import FitReply, Params, SketchReply
-from fedstrata.federation.seam import Check
+from fedstrata.federation.messages import FitReply, Params
+from fedstrata.federation.reply_checks import Check
 from fedstrata.records import record
-from fedstrata.sampling.squeeze import bucketed, project, signs
+from fedstrata.sampling.messages import SketchReply
+from fedstrata.sampling.quantization import bucketed, project, signs
 
 TOGETHER = 1 << 18
 """Parameters that are sketched at once: what stays in a cache."""

@@ -13,16 +13,19 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from fedstrata.errors import ReplyRefusedError, SpecError
-from fedstrata.federation.messages import Compress, CompressReply, FitReply, Weights
-from fedstrata.federation.seam import Check, Federation, Job
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.reply_checks import Check
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.moving import Clusters
-from fedstrata.sampling.rows import Rows
+from fedstrata.sampling.incremental_kmeans import Clusters
+from fedstrata.sampling.messages import Compress, CompressReply
+from fedstrata.sampling.quantization import restore
+from fedstrata.sampling.row_store import RowStore
 from fedstrata.sampling.sketches import sketch, sketches
-from fedstrata.sampling.squeeze import restore
 
 LARGE = 1000
 """Clients above which participants alone are renewed, unless ``refresh`` says otherwise."""
@@ -46,7 +49,7 @@ class StratifiedState:
     """
 
     known: NDArray[np.int64]
-    rows: Rows
+    rows: RowStore
     participants: NDArray[np.int64]
     sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     lr: float = 1.0
@@ -96,19 +99,19 @@ class Stratified(ClientSampler):
     gradients: Literal["asked", "updates"] | None = None
     replacement: bool = False
 
-    def check(self, job: Job) -> None:
+    def check(self, config: FederationConfig) -> None:
         """No more strata than clients; fewer draws than strata are allowed, and said."""
-        super().check(job)
-        if self._refreshes(job) == "all" and self.gradients == "updates":
+        super().check(config)
+        if self._refreshes(config) == "all" and self.gradients == "updates":
             problem = "there are updates of participants alone: set refresh = 'participants', or use 'asked'"
             raise SpecError("method.gradients", problem, self.gradients)
-        if self.strata > job.clients:
-            raise SpecError("method.strata", f"more strata than clients; give at most {job.clients}", self.strata)
-        d = sum(tensor.numel() for tensor in job.model.params().values())
+        if self.strata > config.clients:
+            raise SpecError("method.strata", f"more strata than clients; give at most {config.clients}", self.strata)
+        d = sum(tensor.numel() for tensor in config.model.params().values())
         d = min(d, self.coordinates or d)
         if self.centres > d:
             raise SpecError("method.centres", f"the gradient has {d} coordinates; give at most that", self.centres)
-        m = job.training.invited(job.clients)
+        m = config.training.invited(config.clients)
         if m < self.strata:
             warnings.warn(
                 f"{m} clients a round are fewer than {self.strata} strata: some strata are left out of every round, "
@@ -124,19 +127,19 @@ class Stratified(ClientSampler):
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
         nobody = np.empty(0, dtype=np.int64)
-        return StratifiedState(nobody, Rows.of(np.empty((0, 0), dtype=np.float32)), nobody)
+        return StratifiedState(nobody, RowStore.of(np.empty((0, 0), dtype=np.float32)), nobody)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Refresh Z, stratify, allocate, draw."""
-        job, candidates = federation.job, federation.candidates()
+        config, candidates = federation.config, federation.candidates()
         state, candidates = self._refresh(federation, state, weights, candidates)
-        met = np.zeros(job.clients, dtype=bool)
+        met = np.zeros(config.clients, dtype=bool)
         met[state.known] = True
-        strangers = np.empty(0, dtype=np.int64)
-        if self._uses_updates(job):
-            strangers = candidates[~met[candidates]]
+        unseen = np.empty(0, dtype=np.int64)
+        if self._uses_updates(config):
+            unseen = candidates[~met[candidates]]
         known = candidates[met[candidates]]
-        clients = np.concatenate([known, strangers])
+        clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
         # Strangers are a stratum of their own; the few that are known at first have their share of the strata.
@@ -148,11 +151,11 @@ class Stratified(ClientSampler):
         if len(known):
             state, strata, deviations, overall = self._strata(federation, state, there, min(count, len(known)))
         sizes = np.bincount(strata, minlength=len(deviations))
-        if len(strangers):
-            strata = np.concatenate([strata, np.full(len(strangers), len(sizes))])
-            sizes, deviations = np.append(sizes, len(strangers)), np.append(deviations, overall)
-            norms = np.concatenate([norms, np.zeros(len(strangers))])
-        m = min(job.training.invited(job.clients), len(clients))
+        if len(unseen):
+            strata = np.concatenate([strata, np.full(len(unseen), len(sizes))])
+            sizes, deviations = np.append(sizes, len(unseen)), np.append(deviations, overall)
+            norms = np.concatenate([norms, np.zeros(len(unseen))])
+        m = min(config.training.invited(config.clients), len(clients))
         allocation = neyman(m, sizes, deviations)
         order = np.argsort(clients)
         selection = draw(
@@ -169,8 +172,8 @@ class Stratified(ClientSampler):
             "strata_allocation": allocation.tolist(),
             "strata_deviation": [round(float(s), 8) for s in deviations],
         }
-        if len(strangers):
-            metrics["strata_unknown"] = len(strangers)
+        if len(unseen):
+            metrics["strata_unknown"] = len(unseen)
         return Selection(**{**selection.__dict__, "metrics": metrics}), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
@@ -182,7 +185,7 @@ class Stratified(ClientSampler):
             state = state.learned(np.fromiter(replies, dtype=np.int64), points)
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
-    def stratification(self, job: Job, state: Tree, round: int) -> Strata | None:
+    def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
         """k-means of what is known."""
         if len(state.known) == 0:
             return None
@@ -190,18 +193,18 @@ class Stratified(ClientSampler):
         if state.clusters is not None:
             found = np.unique(state.clusters.converged(state.rows).labels, return_inverse=True)[1]
         else:
-            found = stratify(points, min(self.strata, len(points)), job.seed, round)
+            found = stratify(points, min(self.strata, len(points)), config.seed, round)
         return Strata(state.known, points, found)
 
     def _strata(
         self, federation: Federation, state: StratifiedState, there: NDArray[np.int64], count: int
     ) -> tuple[StratifiedState, NDArray[np.int64], NDArray[np.float64], float]:
         """The strata of those known clients that are ``there``, S_h, and S of all of them together."""
-        seed, round, rows, clusters = federation.job.seed, federation.round, state.rows, state.clusters
-        if len(rows) > FITTED and self._refreshes(federation.job) != "all":
+        seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
+        if len(rows) > FITTED and self._refreshes(federation.config) != "all":
             # Few changed: the last round's centres go on moving, until half the clients have changed once.
-            worn = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
-            if clusters is None or worn or len(clusters.sizes) != count:
+            stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
+            if clusters is None or stale or len(clusters.sizes) != count:
                 clusters = Clusters.of(rows, stratify(state.points, count, seed, round))
             clusters = clusters.converged(rows)
             deviations, overall = clusters.spread(rows.norms)
@@ -217,18 +220,18 @@ class Stratified(ClientSampler):
         self, federation: Federation, state: StratifiedState, weights: Weights, candidates: NDArray[np.int64]
     ) -> tuple[StratifiedState, NDArray[np.int64]]:
         """What is known now, and who of the candidates may be drawn."""
-        refresh = self._refreshes(federation.job)
-        if self._uses_updates(federation.job):
-            job = federation.job
-            sent = sketch(weights.params, self.coordinates, job.seed)
-            return replace(state, sent=sent, lr=job.training.lr_at(federation.round), seed=job.seed), candidates
+        refresh = self._refreshes(federation.config)
+        if self._uses_updates(federation.config):
+            config = federation.config
+            sent = sketch(weights.params, self.coordinates, config.seed)
+            return replace(state, sent=sent, lr=config.training.lr_at(federation.round), seed=config.seed), candidates
         asked = candidates
         if refresh == "participants":
             # Those of the last round renew theirs. Nobody can be drawn before being known: as many strangers as a
             # round has places introduce themselves, until all have.
-            strangers = np.setdiff1d(candidates, state.known)
-            m = min(federation.job.training.invited(federation.job.clients), len(strangers))
-            introduced = federation.rng("introduce").choice(strangers, size=m, replace=False)
+            unseen = np.setdiff1d(candidates, state.known)
+            m = min(federation.config.training.invited(federation.config.clients), len(unseen))
+            introduced = federation.rng("introduce").choice(unseen, size=m, replace=False)
             asked = np.union1d(np.intersect1d(state.participants, candidates), introduced)
         request = Compress(federation.round, weights, self.centres, self.coordinates)
         d = sum(tensor.numel() for tensor in weights.params.values())
@@ -241,11 +244,11 @@ class Stratified(ClientSampler):
         # Who was just asked and did not answer is not there: inviting it would waste a place.
         return state.learned(fresh, restored), fresh if refresh == "all" else candidates
 
-    def _refreshes(self, job: Job) -> str:
-        return self.refresh or ("all" if job.clients <= LARGE and self.gradients != "updates" else "participants")
+    def _refreshes(self, config: FederationConfig) -> str:
+        return self.refresh or ("all" if config.clients <= LARGE and self.gradients != "updates" else "participants")
 
-    def _uses_updates(self, job: Job) -> bool:
-        return self._refreshes(job) == "participants" and self.gradients != "asked"
+    def _uses_updates(self, config: FederationConfig) -> bool:
+        return self._refreshes(config) == "participants" and self.gradients != "asked"
 
 
 def _point(reply: CompressReply) -> NDArray[np.float32]:
@@ -320,7 +323,7 @@ def draw(
     allocation: NDArray[np.int64],
     norms: NDArray[np.float64],
     replacement: bool,
-    draw: np.random.Generator,
+    generator: np.random.Generator,
 ) -> Selection:
     """Draw m_h clients of every stratum, p_k ∝ ‖Z_k‖ within it (uniform where all norms are zero).
 
@@ -331,7 +334,7 @@ def draw(
         allocation: m_h, shape (H,).
         norms: ‖Z_k‖, shape (N,).
         replacement: Whether a client may be drawn more than once.
-        draw: Randomness.
+        generator: Randomness.
     """
     probability = np.zeros(len(clients))
     times = np.zeros(len(clients), dtype=np.int64)
@@ -343,15 +346,15 @@ def draw(
         if allocation[h] == 0:
             continue
         if replacement:
-            times[members] = draw.multinomial(allocation[h], p)
+            times[members] = generator.multinomial(allocation[h], p)
             continue
         # Without replacement at most as many as have a chance at all can be drawn by weight; the rest is uniform.
         weighted = min(int(allocation[h]), int((p > 0).sum()))
-        chosen = draw.choice(members, size=weighted, replace=False, p=p)
+        chosen = generator.choice(members, size=weighted, replace=False, p=p)
         times[chosen] = 1
         if weighted < allocation[h]:
             others = members[times[members] == 0]
-            times[draw.choice(others, size=int(allocation[h]) - weighted, replace=False)] = 1
+            times[generator.choice(others, size=int(allocation[h]) - weighted, replace=False)] = 1
     drawn = times > 0
     return Selection(
         clients=clients[drawn],

@@ -7,11 +7,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.seam import Federation
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
-from fedstrata.sampling.sizes import ask_sizes
+from fedstrata.sampling.client_sizes import ask_sizes
 
 
 class Weighted(ClientSampler):
@@ -41,11 +41,11 @@ class Weighted(ClientSampler):
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Draw."""
-        clients, job = federation.candidates(), federation.job
+        clients, config = federation.candidates(), federation.config
         sizes = np.ones(len(clients), dtype=np.int64)
         if self.by == "size":
             clients, sizes = state.among(clients)
-        m = job.training.invited(job.clients)
+        m = config.training.invited(config.clients)
         generator = federation.rng("client-sampling")
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
@@ -58,7 +58,12 @@ class Weighted(ClientSampler):
 
 
 def with_replacement(
-    clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, draw: np.random.Generator, *, by_size: bool = True
+    clients: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    m: int,
+    generator: np.random.Generator,
+    *,
+    by_size: bool = True,
 ) -> Selection:
     """M independent draws, each in proportion to ``sizes``.
 
@@ -66,11 +71,11 @@ def with_replacement(
         clients: Ascending, shape (N,).
         sizes: n_k, shape (N,), not all zero.
         m: Draws.
-        draw: Randomness.
+        generator: Randomness.
         by_size: Whether ``sizes`` count samples; otherwise the draws say nothing of how much a client holds.
     """
     p = sizes / sizes.sum()
-    times = draw.multinomial(m, p)
+    times = generator.multinomial(m, p)
     drawn = times > 0
     return Selection(
         clients=clients[drawn],
@@ -83,7 +88,7 @@ def with_replacement(
 
 
 def without_replacement(
-    clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, draw: np.random.Generator
+    clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, generator: np.random.Generator
 ) -> Selection:
     """M different clients, each with the probability min(1, c n_k), where c makes these add up to m.
 
@@ -93,7 +98,7 @@ def without_replacement(
         clients: Ascending, shape (N,).
         sizes: n_k, shape (N,), positive.
         m: Clients to draw; all of them where there are fewer.
-        draw: Randomness.
+        generator: Randomness.
     """
     m = min(m, len(clients))
     certain = certainties(sizes, m)
@@ -102,9 +107,9 @@ def without_replacement(
     chosen = certain.copy()
     if places:
         # Whole numbers: client k covers m n_k of a line, a pointer falls on every Σn of it.
-        order = draw.permutation(others)
+        order = generator.permutation(others)
         ends = np.cumsum(sizes[order] * places)
-        pointers = draw.integers(total) + total * np.arange(places)
+        pointers = generator.integers(total) + total * np.arange(places)
         chosen[order[np.searchsorted(ends, pointers, side="right")]] = True
     stratum = np.zeros(len(clients), dtype=np.int64)
     stratum[certain] = np.arange(1, certain.sum() + 1)

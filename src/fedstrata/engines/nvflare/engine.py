@@ -34,10 +34,9 @@ from fedstrata.engines.nvflare.wire import (
     read,
 )
 from fedstrata.errors import FedstrataError, WireError
-from fedstrata.federation.engine import Note
+from fedstrata.federation.engine import Failure, FederationConfig, Note
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.federation.screening import check_like, defect_of
-from fedstrata.federation.seam import Failure, Job
+from fedstrata.federation.reply_checks import check_like, defect_of
 from fedstrata.records import Message
 
 BEGIN_SECONDS = 300.0
@@ -66,7 +65,7 @@ class NVFlareEngine:
     """Clients at sites, which keep their data and their states.
 
     Args:
-        job: What was agreed; ``sizes`` may be unknown.
+        config: What was agreed; ``sizes`` may be unknown.
         line: How sites are reached.
         homes: The site of every client.
         sums: Where sites bring their parts of a group's sums.
@@ -79,7 +78,7 @@ class NVFlareEngine:
 
     def __init__(
         self,
-        job: Job,
+        config: FederationConfig,
         line: Line,
         homes: Sequence[str],
         sums: Sums,
@@ -90,7 +89,7 @@ class NVFlareEngine:
         patience: float = math.inf,
         direct: bool = True,
     ) -> None:
-        self.job, self.line, self.homes, self.sums = job, line, list(homes), sums
+        self.config, self.line, self.homes, self.sums = config, line, list(homes), sums
         self.patience, self.direct = patience, direct
         self._run, self._spec, self._agreed = run, spec, agreed
         self._sites = sorted(set(homes))
@@ -114,7 +113,7 @@ class NVFlareEngine:
             FedstrataError: No site can begin.
         """
         common = self._run, self._spec, self._agreed
-        bodies = {site: Begin(*common, self._clients_of(site), self.job.clients, round) for site in self._sites}
+        bodies = {site: Begin(*common, self._clients_of(site), self.config.clients, round) for site in self._sites}
         outcomes = self._all(bodies, Begun)
         for site, outcome in outcomes.items():
             clients = self._clients_of(site)
@@ -162,7 +161,7 @@ class NVFlareEngine:
             bodies[site] = Ask(self._exchange, clients, different, which, group, mine)
         if not together:
             return self._outcomes(self._all(bodies, Answers), requests)
-        refuse_random(self.job.model)
+        refuse_random(self.config.model)
         if gone := [site for site in bodies if site in self._absent]:
             # A sum lacks a part from the start: nobody needs to compute.
             lost = {client: Failure(self._absent[site]) for site in gone for client in self._asked[site]}
@@ -178,28 +177,28 @@ class NVFlareEngine:
         """None: no site sees another's data."""
         return None
 
-    def hop(self, client: ClientId, task: Request, cargo: Weights) -> tuple[Weights, Reply] | Failure:
+    def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """One hop with the model sent there and back."""
         self._exchange += 1
         self._journeys += 1
         self._asked = {self.homes[client]: [client]}
-        body = Hop(self._exchange, self._journeys, 0, client, task, "", 0, cargo, True)
+        body = Hop(self._exchange, self._journeys, 0, client, task, "", 0, weights, True)
         outcome = self.send(self.homes[client], body, Hopped)
         if isinstance(outcome, FedstrataError):
             return Failure(str(outcome))
         reply = reply_of(outcome.reply, task)
         if isinstance(reply, Failure):
             return reply
-        if outcome.cargo is None:
+        if outcome.weights is None:
             return Failure("it sent no model back")
-        return outcome.cargo, reply
+        return outcome.weights, reply
 
-    def ride(self, kind: type[Request], cargo: Weights) -> Journey | None:
+    def ride(self, kind: type[Request], weights: Weights) -> SiteRelay | None:
         """A relay from site to site, or None where the model goes through the server."""
         if not self.direct:
             return None
         self._journeys += 1
-        return Journey(self, self._journeys, cargo)
+        return SiteRelay(self, self._journeys, weights)
 
     def settle(self, accepted: Iterable[ClientId]) -> None:
         """Sites learn with the next message what counts."""
@@ -296,8 +295,8 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
     )
 
 
-class Journey:
-    """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.Ride``.
+class SiteRelay:
+    """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
     The server sends the tasks and says where the model is. A site keeps the last model that it made until the journey
     is over, so that the loss of a site costs no more than the hops since the model was last elsewhere.
@@ -305,12 +304,12 @@ class Journey:
     Args:
         engine: How sites are reached.
         number: The journey's.
-        cargo: The model that sets out.
+        weights: The model that sets out.
     """
 
-    def __init__(self, engine: NVFlareEngine, number: int, cargo: Weights) -> None:
-        self._engine, self._number, self._cargo = engine, number, cargo
-        self._check = check_like(cargo)
+    def __init__(self, engine: NVFlareEngine, number: int, weights: Weights) -> None:
+        self._engine, self._number, self._cargo = engine, number, weights
+        self._check = check_like(weights)
         self._trail: list[int] = []
         """The hops after which the model can be had, in order: the last of each site."""
         self._outcomes: list[Reply | Failure] = []
@@ -326,10 +325,10 @@ class Journey:
         while True:
             base = self._trail[-1] if self._trail else -1
             holder = self._home(base) if base >= 0 else ""
-            cargo = self._cargo if base < 0 else None
+            weights = self._cargo if base < 0 else None
             number = len(self._outcomes)
             exchange = self._engine.next_exchange()
-            body = Hop(exchange, self._number, number, client, task, holder, base, cargo, False)
+            body = Hop(exchange, self._number, number, client, task, holder, base, weights, False)
             outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, Unmoved) and base >= 0:
                 # Perhaps those two sites may not talk, or it came damaged: through the server then.

@@ -163,7 +163,7 @@ class Hop(Message):
         task: At what.
         holder: The site where the model is; empty where it comes along.
         base: The hop that left it there.
-        cargo: The model, where it comes along.
+        weights: The model, where it comes along.
         back: Whether the model goes back to the server with the reply, and is forgotten here.
     """
 
@@ -174,7 +174,7 @@ class Hop(Message):
     task: Any
     holder: str
     base: int
-    cargo: Weights | None
+    weights: Weights | None
     back: bool
 
 
@@ -184,11 +184,11 @@ class Hopped(Message):
 
     Args:
         reply: The reply, or ``Failed``.
-        cargo: The model, where it was asked for.
+        weights: The model, where it was asked for.
     """
 
     reply: Any
-    cargo: Weights | None
+    weights: Weights | None
 
 
 @record

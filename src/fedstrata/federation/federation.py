@@ -1,0 +1,383 @@
+"""The seam: how a method on the server speaks to clients, wherever they live.
+
+``ask`` puts typed questions, ``relay`` sends the model from client to client, and inside a client ``all_reduce_sum``
+adds tensors over everybody who answers the same question. An ``Engine`` knows where clients live. ``Federation`` is
+what a method sees: it decides who can be reached, counts the bytes, refuses what cannot be used, and records why
+somebody is absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata import records
+from fedstrata.errors import ClientsFailedError, QuorumError
+from fedstrata.federation.accounting import Accounting, Relayed, Summed
+from fedstrata.federation.availability import Availability
+from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.reply_checks import Check, check_like, defect_of
+from fedstrata.rng import SERVER, rng
+
+
+class Federation:
+    """Clients 0 … N−1 as a method sees them.
+
+    Args:
+        engine: Where they live.
+        config: What was agreed.
+        availability: Who is there, and how fast.
+        method: The method's name, for messages.
+    """
+
+    def __init__(self, engine: Engine, config: FederationConfig, availability: Availability, method: str = "") -> None:
+        self.engine, self.config, self.availability, self.method = engine, config, availability, method
+        self.round = 0
+        self.accounting = Accounting()
+        self.events: list[dict[str, Any]] = []
+        self._online: dict[ClientId, bool] = {}
+        self._answered: set[type[Request]] = set()
+        self.resumed = False
+        """Whether earlier rounds ran in another process: what clients answered then is not known any more."""
+
+    def begin(self, round: int) -> None:
+        """Start the books of a round; in round 0, when clients enrol, everybody is there."""
+        self.round, self.accounting, self.events, self._online = round, Accounting(), [], {}
+
+    def rng(self, purpose: str, client: int = SERVER) -> np.random.Generator:
+        """A fresh generator for this round."""
+        return rng(self.config.seed, purpose, self.round, client)
+
+    def candidates(self) -> NDArray[np.int64]:
+        """The clients that may be invited, ascending: all, or those online where availability is announced."""
+        everybody = np.arange(self.config.clients)
+        if not self.availability.announced or self.round == 0:
+            return everybody
+        return everybody[self.availability.online(everybody, self.round, self.config.seed)]
+
+    def note(self, kind: str, clients: Iterable[ClientId] = (), reason: str = "") -> None:
+        """Record an event of this round."""
+        event: dict[str, Any] = {"round": self.round, "kind": kind}
+        if listed := [int(client) for client in clients]:
+            event["clients"] = listed
+        if reason:
+            event["reason"] = reason
+        self.events.append(event)
+
+    def ask(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        check: Check | None = None,
+        deadline: float | None = None,
+        quorum: int = 0,
+        together: bool = False,
+        work: Mapping[ClientId, float] | None = None,
+    ) -> dict[ClientId, Any]:
+        """Put a question to each client and collect the answers that can be used.
+
+        Args:
+            requests: A request for each client.
+            check: Refuses replies that are well-formed and still wrong; every tensor is checked to be finite anyway.
+            deadline: Simulated seconds; the availability's unless given.
+            quorum: Fewest answers that will do.
+            together: Let the clients run at the same time as one group for ``all_reduce_sum``. The sum is void when
+                one of them fails, so that nobody's answer counts then.
+            work: Sample-gradients that each request takes, where the request cannot tell.
+
+        Returns:
+            The replies, sorted by client. Who dropped out, failed, was late or was refused is absent; ``events`` says
+            why.
+
+        Raises:
+            QuorumError: Fewer than ``quorum`` answered.
+            ClientsFailedError: All clients raised an exception and none ever answered such a request.
+        """
+        reached = self._reach(requests, deadline, work)
+        outcomes = self.engine.ask(reached, together=together) if reached else {}
+        return self._collect(reached, outcomes, check, quorum)
+
+    def ask_sum(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        check: Check | None = None,
+        deadline: float | None = None,
+        together: bool = False,
+        work: Mapping[ClientId, float] | None = None,
+    ) -> Summed | None:
+        """Like ``ask``, where only the sum of the replies matters.
+
+        An engine may then compute all parts in one pass. The books are the same: every client's request and reply
+        count with their full size.
+
+        Returns:
+            The sum over those who answered; None when nobody did.
+        """
+        reached = self._reach(requests, deadline, work)
+        if not reached:
+            return None
+        if self.config.training.execution == "fused":
+            total = self.engine.ask_fused(reached)
+            if total is not None and defect_of(total, check) is None:
+                self.engine.settle(reached)
+                self._count_up(reached, records.size(total) * len(reached))
+                self._answered.add(type(next(iter(reached.values()))))
+                return Summed(total, list(reached))
+            # Something in the sum cannot be used: ask one by one to learn whose part it is.
+        replies = self._collect(reached, self.engine.ask(reached, together=together), check)
+        if not replies:
+            return None
+        clients = list(replies)
+        summed = replies[clients[0]]
+        for client in clients[1:]:
+            summed = records.add(summed, replies[client])
+        return Summed(summed, clients)
+
+    def relay(
+        self,
+        tasks: Iterable[tuple[ClientId, Request]],
+        weights: Weights,
+        *,
+        check: Check | None = None,
+        heard: Callable[[int, Any], None] | None = None,
+    ) -> Relayed:
+        """Send the model from client to client; each works on it and passes it on.
+
+        A hop that fails, or whose client is not there, is skipped: the next client gets the last good model.
+
+        Args:
+            tasks: Clients and their tasks, all of one kind. Each is taken only when the hop before it is over, so that
+                a generator may decide what comes next by what it ``heard``.
+            weights: The model that sets out.
+            check: Refuses replies that are well-formed and still wrong.
+            heard: Called after each hop with its position and its reply, None where there is none. An engine that
+                computes the relay in one pass may learn of a failure only at the end, and then calls once more with
+                None.
+        """
+        heard = heard or (lambda position, reply: None)
+        replies: dict[int, Any] = {}
+        failures: list[tuple[ClientId, Failure]] = []
+        size = records.size(weights)
+        ride: RelaySession | None = None
+        passengers: list[tuple[int, ClientId]] = []
+        kind: type[Request] | None = None
+        reached: set[ClientId] = set()
+        for position, (client, task) in enumerate(tasks):
+            if not self._present(client, task):
+                heard(position, None)
+                continue
+            reached.add(client)
+            if kind is None:
+                kind = type(task)
+                ride = self.engine.ride(kind, weights)
+            self.accounting.hops += 1
+            self.accounting.bytes_down += records.size(task) + size
+            if ride is not None:
+                reply = self._join(ride, client, task, check)
+            else:
+                weights, reply = self._hop(client, task, weights, check)
+            if isinstance(reply, Failure):
+                self._fail(client, reply)
+                failures.append((client, reply))
+                reply = None
+            elif reply is not None and ride is not None:
+                passengers.append((position, client))
+            elif reply is not None:
+                replies[position] = reply
+                self._count_up([client], records.size(reply))
+            heard(position, reply)
+        if ride is not None:
+            weights, outcomes = ride.arrive()
+            for (position, client), outcome in zip(passengers, outcomes, strict=True):
+                if isinstance(outcome, Failure):
+                    self._fail(client, outcome)
+                    failures.append((client, outcome))
+                    heard(position, None)
+                else:
+                    replies[position] = outcome
+                    self._count_up([client], records.size(outcome))
+        if kind is not None:
+            self._refuse_total_failure(kind, reached, failures)
+        return Relayed(weights, replies)
+
+    def _refuse_total_failure(
+        self, kind: type[Request], reached: set[ClientId], failures: list[tuple[ClientId, Failure]]
+    ) -> None:
+        """Raise where each client of a relay raised an exception and nobody ever got such tasks done."""
+        raised = {client for client, failure in failures if failure.error is not None}
+        if raised < reached:
+            # A task that asks for nothing may succeed and prove nothing, so that replies alone do not count.
+            self._answered.add(kind)
+        elif self._hopeless(reached, len(raised), {kind}):
+            client, failure = failures[0]
+            raise ClientsFailedError(
+                f"all {len(reached)} clients failed in round {self.round} of {self.method}; "
+                f"client {client}: {failure.reason}"
+            ) from failure.error
+
+    def _hop(
+        self, client: ClientId, task: Request, weights: Weights, check: Check | None
+    ) -> tuple[Weights, Reply | Failure | None]:
+        """The model after one hop and its reply; the model as it was, and why or None, where it does not count."""
+        outcome = self.engine.hop(client, task, weights)
+        if isinstance(outcome, Failure):
+            return weights, outcome
+        moved, reply = outcome
+        defect = defect_of(moved, check_like(weights)) or defect_of(reply, check)
+        self.engine.settle([] if defect else [client])
+        if defect:
+            self._refuse(client, defect)
+            return weights, None
+        return moved, reply
+
+    def _join(self, ride: RelaySession, client: ClientId, task: Request, check: Check | None) -> Reply | Failure | None:
+        """What one part of a ride replies; why or None where it does not count."""
+        outcome = ride.hop(client, task)
+        if isinstance(outcome, Failure):
+            ride.keep(False)
+            return outcome
+        defect = defect_of(outcome, check)
+        ride.keep(defect is None)
+        if defect:
+            self._refuse(client, defect)
+            return None
+        return outcome
+
+    def _present(self, client: ClientId, task: Request) -> bool:
+        """Whether a hop reaches its client; cheap for one that was reached before in this round."""
+        simulates_time = self.availability.deadline is not None or self.availability.speed_spread > 0
+        if not simulates_time and client in self.accounting.invited and self._online.get(client, False):
+            return True
+        return bool(self._reach({client: task}, None, None, count=False))
+
+    def _reach(
+        self,
+        requests: Mapping[ClientId, Request],
+        deadline: float | None,
+        work: Mapping[ClientId, float] | None,
+        count: bool = True,
+    ) -> dict[ClientId, Request]:
+        """Those of the requests that reach their client and will be answered in time."""
+        clients = sorted(requests)
+        if not clients:
+            return {}
+        if clients[0] < 0 or clients[-1] >= self.config.clients:
+            raise ValueError(f"clients {clients[0]} … {clients[-1]} asked; there are 0 … {self.config.clients - 1}")
+        self.accounting.invited.update(clients)
+        clients = self._online_of(clients)
+        if count:
+            sizes: dict[int, int] = {}
+            for client in clients:
+                request = requests[client]
+                # Many clients are often sent the very same request: measured once.
+                size = sizes.get(id(request))
+                if size is None:
+                    size = sizes[id(request)] = records.size(request)
+                self.accounting.bytes_down += size
+            self.accounting.exchanges += 1
+        clients = self._in_time(clients, requests, deadline, work)
+        return {client: requests[client] for client in clients}
+
+    def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
+        """Those of some clients who are there; each is drawn once a round."""
+        if self.round == 0:
+            return clients
+        online = self._online
+        if new := [client for client in clients if client not in online]:
+            drawn = self.availability.online(np.array(new, dtype=np.int64), self.round, self.config.seed)
+            online.update(zip(new, drawn.tolist(), strict=True))
+        self._miss("dropped", [client for client in clients if not online[client]], self.accounting.dropped)
+        return [client for client in clients if online[client]]
+
+    def _in_time(
+        self,
+        clients: list[ClientId],
+        requests: Mapping[ClientId, Request],
+        deadline: float | None,
+        work: Mapping[ClientId, float] | None,
+    ) -> list[ClientId]:
+        deadline = self.availability.deadline if deadline is None else deadline
+        simulates_time = deadline is not None or self.availability.speed_spread > 0
+        if self.config.sizes is None or not simulates_time or self.round == 0 or not clients:
+            return clients
+        done = [
+            work[client] if work is not None else requests[client].work(int(self.config.sizes[client]))
+            for client in clients
+        ]
+        asked = np.array(clients, dtype=np.int64)
+        seconds = self.availability.seconds(asked, np.array(done, dtype=np.float64), self.config.seed)
+        late = seconds > (math.inf if deadline is None else deadline)
+        self.accounting.simulated_seconds += float(seconds.max()) if not late.any() or deadline is None else deadline
+        # A client that is too late is not simulated: its work would be thrown away, and its state stays as it was.
+        self._miss("late", asked[late].tolist(), self.accounting.late)
+        in_time: list[ClientId] = asked[~late].tolist()
+        return in_time
+
+    def _miss(self, kind: str, clients: list[ClientId], seen: set[ClientId]) -> None:
+        fresh = [client for client in clients if client not in seen]
+        if fresh:
+            seen.update(fresh)
+            self.note(kind, fresh)
+
+    def _collect(
+        self,
+        asked: Mapping[ClientId, Request],
+        outcomes: Mapping[ClientId, Reply | Failure],
+        check: Check | None,
+        quorum: int = 0,
+    ) -> dict[ClientId, Any]:
+        good: dict[ClientId, Any] = {}
+        failures: dict[ClientId, Failure] = {}
+        for client in sorted(outcomes):
+            outcome = outcomes[client]
+            if isinstance(outcome, Failure):
+                failures[client] = outcome
+            elif defect := defect_of(outcome, check):
+                self._refuse(client, defect)
+            else:
+                good[client] = outcome
+        kinds = {type(request) for request in asked.values()}
+        raised = [failure for failure in failures.values() if failure.error is not None]
+        if self._hopeless(set(asked), len(raised), kinds):
+            client, failure = next(iter(failures.items()))
+            raise ClientsFailedError(
+                f"all {len(asked)} clients failed in round {self.round} of {self.method}; "
+                f"client {client}: {failure.reason}"
+            ) from failure.error
+        nobodys = all(failure.bystander for failure in failures.values())
+        for client, failure in failures.items():
+            # Who only waited for somebody that failed has not; but a group may also break without anybody's doing.
+            if nobodys or not failure.bystander:
+                self._fail(client, failure)
+        if len(good) < quorum:
+            self.engine.settle([])
+            answered = f"{len(good)} of {len(asked)} clients answered"
+            raise QuorumError(f"round {self.round} of {self.method}: {answered}, {quorum} are needed")
+        self.engine.settle(good)
+        if good:
+            self._answered |= kinds
+        self._count_up(good, sum(records.size(reply) for reply in good.values()))
+        return good
+
+    def _hopeless(self, asked: set[ClientId], raised: int, kinds: set[type[Request]]) -> bool:
+        """Whether the program is at fault: several clients were asked, all raised, and nobody ever answered."""
+        several = len(asked) >= min(2, self.config.clients)
+        return not self.resumed and several and raised == len(asked) and not kinds & self._answered
+
+    def _count_up(self, clients: Iterable[ClientId], size: int) -> None:
+        self.accounting.returned.update(clients)
+        self.accounting.bytes_up += size
+
+    def _fail(self, client: ClientId, failure: Failure) -> None:
+        self.accounting.failed.add(client)
+        self.note("failed", [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")
+
+    def _refuse(self, client: ClientId, defect: str) -> None:
+        self.accounting.failed.add(client)
+        self.note("refused", [client], f"client {client} in round {self.round} of {self.method}: {defect}")

@@ -1,0 +1,1 @@
+"""How a client answers what it is asked."""

@@ -1,0 +1,83 @@
+"""The client's part of FedTAN: a first step in tandem with the others, then steps with the statistics it gave."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedstrata.clients.client import Client, answers
+from fedstrata.federation.messages import FitReply, Request, Weights, sample_gradients
+from fedstrata.nn.averagednorm import averaged
+from fedstrata.objectives.base import Context
+from fedstrata.records import record
+from fedstrata.rng import torch_seeded
+from fedstrata.training.local import LocalData, _Step
+
+
+@record
+class FitTogether(Request):
+    """Train locally as in ``Fit``, the first step in tandem with the round's other clients (FedTAN); ``FitReply``.
+
+    Args:
+        round: The round, counted from 1.
+        weights: The global model.
+        passes: How often the data are gone through, for simulated time only.
+        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
+        batch_size: Of these steps.
+    """
+
+    round: int
+    weights: Weights
+    passes: float
+    steps: int = 0
+    batch_size: int = 0
+
+    def work(self, samples: int) -> float:
+        """Samples seen."""
+        return sample_gradients(samples, self.passes, self.steps, self.batch_size)
+
+
+@answers(FitTogether)
+def fit_together(client: Client, request: FitTogether) -> FitReply:
+    """Local training whose first step normalises over the group and whose later steps keep those statistics."""
+    shared, model, group = client.context, client.model, client.group
+    training = shared.config.training
+    data = LocalData(client, np.arange(len(client)))
+    lr = training.lr_at(request.round)
+    context = Context(request.weights.params, torch.zeros(shared.config.classes), {}, None, lr)
+    step = _Step(training, lr)
+    losses: list[Tensor] = []
+    seen = 0
+    with (
+        torch_seeded(shared.config.seed, "layers", request.round, client.number),
+        model.loaded(request.weights.params, request.weights.buffers, train=True) as params,
+    ):
+        names, leaves = list(params), list(params.values())
+        if len(data) == 0 and group is not None:
+            # Somebody without a sample adds nothing, but the others wait for what it adds.
+            with averaged(model.module, group, 0.0):
+                torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
+        for batch in data.shuffled(training, client.rng("batches", request.round)):
+            first = not losses
+            tandem = averaged(model.module, group, len(client)) if first and group is not None else nullcontext()
+            with tandem:
+                loss = shared.objective.loss(model, params, batch, context)
+                gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            step(leaves, list(gradient), None, names)
+            losses.append(loss.detach())
+            seen += len(batch.y)
+            _freeze(model.module)
+        after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())
+    mean = float(torch.stack(losses).mean()) if losses else 0.0
+    return FitReply(after, len(client), len(losses), seen, mean, {})
+
+
+def _freeze(module: nn.Module) -> None:
+    """From here on BatchNorm normalises with its running statistics."""
+    for layer in module.modules():
+        if isinstance(layer, _BatchNorm):
+            layer.train(False)

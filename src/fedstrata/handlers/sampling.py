@@ -1,0 +1,76 @@
+"""How a client answers what samplers ask."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fedstrata.clients.client import Client, answers
+from fedstrata.handlers.fit import starting_point
+from fedstrata.objectives.base import CrossEntropy
+from fedstrata.sampling.ldp import randomised_size
+from fedstrata.sampling.messages import (
+    Compress,
+    CompressReply,
+    LossReply,
+    LossReport,
+    SizeReply,
+    SizeReport,
+    Sketch,
+    SketchReply,
+)
+from fedstrata.sampling.quantization import pack, project, quantize
+from fedstrata.sampling.sketches import sketch
+from fedstrata.training.local import LocalData, train
+
+
+@answers(SizeReport)
+def report_size(client: Client, request: SizeReport) -> SizeReply:
+    """The number of samples, under local differential privacy where a bound is given."""
+    if request.bound == 0:
+        return SizeReply(len(client))
+    # In a simulation a spec has one result. At a real site the server, who knows the seed, could take the noise off.
+    simulated = client.context.config.sizes is not None
+    generator = client.rng("size-privacy", request.round) if simulated else np.random.default_rng()
+    return SizeReply(randomised_size(len(client), request.bound, request.alpha, generator))
+
+
+@answers(Compress)
+def compress(client: Client, request: Compress) -> CompressReply:
+    """The gradient of the mean cross-entropy over all samples at the global model, projected and squeezed."""
+    weights = starting_point(client, request)
+    flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
+    data = LocalData(client, np.arange(len(client)))
+    # Evaluation mode: one batch's BatchNorm statistics would otherwise leak into the comparison of gradients.
+    with client.model.loaded(weights.params, weights.buffers, train=False) as params:
+        leaves = list(params.values())
+        for batch in data.in_order():
+            loss = F.cross_entropy(client.model(params, batch.x), batch.y) * (len(batch.y) / len(data))
+            gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            flat += torch.cat([g.reshape(-1) for g in gradient])
+    config = client.context.config
+    projected = project(flat, request.coordinates, config.seed)
+    centres, codes = quantize(projected.numpy(), request.centres)
+    return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), projected.numel())
+
+
+@answers(Sketch)
+def send_sketch(client: Client, request: Sketch) -> SketchReply:
+    """Train as in any round, and keep nothing of it but the sketch."""
+    data = LocalData(client, np.arange(len(client)))
+    outcome = train(client, request.weights, data, round=request.round, message={}, objective=CrossEntropy())
+    values = sketch(outcome.weights.params, request.coordinates, client.context.config.seed)
+    return SketchReply(torch.from_numpy(values))
+
+
+@answers(LossReport)
+@torch.no_grad()
+def report_loss(client: Client, request: LossReport) -> LossReply:
+    """Mean cross-entropy over all samples at the global model; 0 without samples."""
+    data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
+    total = 0.0
+    with client.model.loaded(weights.params, weights.buffers, train=False) as params:
+        for batch in data.in_order():
+            total += float(F.cross_entropy(client.model(params, batch.x), batch.y, reduction="sum"))
+    return LossReply(total / max(len(data), 1))

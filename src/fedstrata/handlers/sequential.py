@@ -1,0 +1,54 @@
+"""The client's part of sequential federated learning: the model comes by, trains on all the data and goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fedstrata.clients.client import Client, carries
+from fedstrata.federation.messages import Reply, Request, Weights, sample_gradients
+from fedstrata.records import record
+from fedstrata.training.local import LocalData, train
+
+
+@record
+class Visit(Request):
+    """Train the travelling model on all your data, as in ``Fit`` (sequential federated learning).
+
+    Args:
+        round: The round, counted from 1.
+        passes: How often the data are gone through, for simulated time only.
+        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
+        batch_size: Of these steps.
+    """
+
+    round: int
+    passes: float
+    steps: int = 0
+    batch_size: int = 0
+
+    def work(self, samples: int) -> float:
+        """Samples seen."""
+        return sample_gradients(samples, self.passes, self.steps, self.batch_size)
+
+
+@record
+class VisitReply(Reply):
+    """What local training saw.
+
+    Args:
+        samples: n_k.
+        seen: Sample-gradients computed.
+        loss: Mean training loss over the steps.
+    """
+
+    samples: int
+    seen: int
+    loss: float
+
+
+@carries(Visit)
+def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
+    """Local training that starts at the travelling model."""
+    data = LocalData(client, np.arange(len(client)))
+    outcome = train(client, weights, data, round=request.round, message={})
+    return outcome.weights, VisitReply(len(client), outcome.seen, outcome.loss)

@@ -1,0 +1,126 @@
+"""Which clients a run's sampler takes for alike, beside the labels that they really hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata import checkpoint
+from fedstrata.clients.context import ClientContext
+from fedstrata.clients.store import StateStore
+from fedstrata.engines import make_engine
+from fedstrata.errors import CheckpointError, SpecError
+from fedstrata.experiment import SPEC, Prepared, prepare
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.partitions import label_table
+from fedstrata.spec import Experiment
+
+
+@dataclass(frozen=True)
+class View:
+    """The strata of a run after a round.
+
+    Args:
+        round: Which.
+        clients: The clients that the sampler knows, ascending, shape (n,).
+        points: What it compares them by, shape (n, d).
+        strata: The stratum of each, in 0 … H − 1, shape (n,).
+        labels: Samples of each label at each of them, shape (n, C): the truth, which no server sees.
+    """
+
+    round: int
+    clients: NDArray[np.int64]
+    points: NDArray[np.float32]
+    strata: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+    def purity(self) -> float:
+        """The share of all samples that bear their stratum's most frequent label, in [0, 1]."""
+        largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]
+        return float(sum(largest)) / max(int(self.labels.sum()), 1)
+
+
+def strata_after(prepared: Prepared, rounds: int = 1) -> View:
+    """Run some rounds in memory and look at the strata.
+
+    Args:
+        prepared: The experiment.
+        rounds: How many rounds.
+
+    Raises:
+        SpecError: The method's client sampler has no strata.
+    """
+    spec, config = prepared.spec, prepared.config
+    _sampler(spec)
+    store = StateStore()
+    context = ClientContext(config, prepared.data, prepared.assignment, spec.method.objective_in_use())
+    engine = make_engine("local", context, store)
+    federation = Federation(engine, config, spec.availability, spec.method.name)
+    try:
+        federation.begin(0)
+        state = spec.method.init(federation, Weights(config.model.params(), config.model.buffers()))
+        for round in range(1, rounds + 1):
+            federation.begin(round)
+            state, _ = spec.method.run_round(federation, state)
+    finally:
+        engine.close()
+    return strata_of(prepared, state, rounds)
+
+
+def strata_of_folder(folder: Path) -> tuple[Prepared, View]:
+    """The strata at the last checkpoint of a run.
+
+    Raises:
+        SpecError: It is no run, or its client sampler has no strata.
+        CheckpointError: It has no checkpoint.
+    """
+    if not (folder / SPEC).is_file():
+        raise SpecError("strata", "no run folder: it has no spec.toml", str(folder))
+    prepared = prepare(Experiment.from_toml(folder / SPEC))
+    _sampler(prepared.spec)
+    found = checkpoint.load(folder / "checkpoint")
+    if found is None:
+        raise CheckpointError(f"{folder} has no checkpoint; set evaluation.checkpoint_every, or give the spec instead")
+    return prepared, strata_of(prepared, found.state, found.round)
+
+
+def strata_of(prepared: Prepared, state: Any, round: int) -> View:
+    """The strata of a method's state.
+
+    Raises:
+        SpecError: The method's client sampler has none.
+    """
+    sampler = _sampler(prepared.spec)
+    found = sampler.stratification(prepared.config, state.clients, round) if isinstance(state, RecipeState) else None
+    if found is None:
+        raise _no_strata(prepared.spec)
+    data = prepared.data
+    table = label_table(prepared.assignment, data.y_train.cpu().numpy(), data.classes)
+    return View(round, found.clients, found.points, found.strata, table[found.clients])
+
+
+def draw(prepared: Prepared, view: View, path: Path | str) -> None:
+    """Write the picture of a view; see ``fedstrata.report.strata``."""
+    from fedstrata.report.strata import draw_strata
+
+    spec = prepared.spec
+    title = f"{spec.method.name} on {prepared.data.name}, {prepared.config.clients} clients, after round {view.round}"
+    draw_strata(view.points, view.strata, view.labels, path, title=title, class_names=prepared.data.class_names)
+
+
+def _sampler(spec: Experiment) -> Any:
+    if not isinstance(spec.method, Recipe):
+        raise _no_strata(spec)
+    return spec.method.choices()[0]
+
+
+def _no_strata(spec: Experiment) -> SpecError:
+    return SpecError(
+        "method", "has no strata to show; the client samplers fedsts, fedssar and clustered (2) have", spec.method.name
+    )

@@ -1,1 +1,0 @@
-"""Labels as the server sees them: the stratified schedule and who holds what."""

@@ -1,0 +1,25 @@
+"""How a data set is divided among clients."""
+
+from fedstrata.partitions.base import PARTITIONS, UNUSED, Assignment, Partition
+from fedstrata.partitions.label_skew import Classes, ClassGroup, Domains, Groups
+from fedstrata.partitions.picture import draw_partition, label_table, render_table
+from fedstrata.partitions.schemes import IID, Dirichlet, Given, PowerLaw, Shards
+
+__all__ = [
+    "IID",
+    "PARTITIONS",
+    "UNUSED",
+    "Assignment",
+    "ClassGroup",
+    "Classes",
+    "Dirichlet",
+    "Domains",
+    "Given",
+    "Groups",
+    "Partition",
+    "PowerLaw",
+    "Shards",
+    "draw_partition",
+    "label_table",
+    "render_table",
+]

@@ -1,0 +1,190 @@
+"""Which client holds which training samples: the result, the base class of all schemes and their registry."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import NonNegativeInt, PositiveInt
+
+from fedstrata.config import Registry, Setting
+from fedstrata.data.dataset import Dataset
+from fedstrata.errors import SpecError
+from fedstrata.rng import rng
+
+Ints = NDArray[np.int64]
+
+UNUSED = -1
+"""The owner of a sample that no client holds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """The samples of N clients, one array for all of them (compressed sparse rows).
+
+    Client k holds ``indices[offsets[k]:offsets[k + 1]]``, so a million clients cost two arrays and no Python
+    objects.
+
+    Args:
+        indices: Sample numbers, client after client, int64.
+        offsets: Where each client begins, (N + 1,) int64.
+
+    >>> two = Assignment.from_owners(np.array([1, 0, UNUSED, 1]), clients=2)
+    >>> len(two), two[1].tolist(), two.sizes.tolist()
+    (2, [0, 3], [1, 2])
+    """
+
+    indices: Ints
+    offsets: Ints
+
+    @classmethod
+    def from_owners(cls, owner: Ints, clients: int) -> Assignment:
+        """From the owner of every sample, (samples,); ``UNUSED`` where there is none."""
+        order = np.argsort(owner, kind="stable").astype(np.int64)
+        sizes = np.bincount(owner[owner >= 0], minlength=clients)
+        return cls(order[len(owner) - int(sizes.sum()) :], np.concatenate(([0], np.cumsum(sizes))))
+
+    @classmethod
+    def from_lists(cls, lists: Sequence[Ints]) -> Assignment:
+        """From one index array a client."""
+        sizes = [len(part) for part in lists]
+        indices = np.concatenate([np.asarray(part, dtype=np.int64) for part in lists])
+        return cls(indices, np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, client: int) -> Ints:
+        if not 0 <= client < len(self):
+            raise IndexError(f"client {client} of {len(self)}")
+        return self.indices[self.offsets[client] : self.offsets[client + 1]]
+
+    @property
+    def sizes(self) -> Ints:
+        """Number of samples of each client, (N,)."""
+        return np.diff(self.offsets)
+
+    @property
+    def owners(self) -> Ints:
+        """The client of each entry of ``indices``."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), self.sizes)
+
+    def counts(self, labels: Ints, classes: int) -> Ints:
+        """Samples of each class at each client.
+
+        Args:
+            labels: The label of every training sample, (samples,).
+            classes: Number of classes C.
+
+        Returns:
+            (N, C) int64.
+        """
+        cells = self.owners * classes + labels[self.indices]
+        return np.bincount(cells, minlength=len(self) * classes).reshape(len(self), classes).astype(np.int64)
+
+
+class Partition(Setting):
+    """How the training set is divided among the clients.
+
+    A scheme of your own derives from this and writes ``assign``; ``split`` checks what it returns.
+
+    Args:
+        clients: Number of clients N.
+        min_size: The fewest samples that a client may hold; 0 allows empty clients.
+    """
+
+    clients: PositiveInt = 100
+    min_size: NonNegativeInt = 1
+
+    @property
+    def covers(self) -> bool:
+        """Whether every sample must have an owner."""
+        return True
+
+    @abstractmethod
+    def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints | Sequence[Ints]:
+        """Divide the samples; a pure function of its arguments and settings.
+
+        Args:
+            labels: Label of every training sample, (samples,).
+            domains: Domain of every training sample, where the data set has domains.
+            rng: The only source of chance.
+
+        Returns:
+            The owner of every sample, (samples,), or one index array a client.
+        """
+
+    def split(self, dataset: Dataset, seed: int) -> Assignment:
+        """The clients' samples; nothing is lost, nothing is held twice.
+
+        Args:
+            dataset: What to divide; only its training samples are.
+            seed: The experiment's seed.
+
+        Raises:
+            SpecError: The data set is too small, or a client would hold fewer than ``min_size`` samples.
+        """
+        samples, needed = dataset.train_size, self.clients * self.min_size
+        if needed > samples:
+            most = f"{samples // self.min_size} for min_size = {self.min_size}"
+            raise SpecError(
+                "partition.clients",
+                f"{dataset.name} has {samples} training samples; at most {most}",
+                self.clients,
+            )
+        domains = None if dataset.domain_train is None else dataset.domain_train.cpu().numpy()
+        result = self.assign(dataset.y_train.cpu().numpy(), domains, rng(seed, "partition"))
+        assignment = self._checked(result, samples)
+        smallest = int(np.argmin(assignment.sizes))
+        if assignment.sizes[smallest] < self.min_size:
+            problem = f"client {smallest} gets {assignment.sizes[smallest]} samples; lower it or take fewer clients"
+            raise SpecError("partition.min_size", problem, self.min_size)
+        return assignment
+
+    def _checked(self, result: Ints | Sequence[Ints], samples: int) -> Assignment:
+        """``result`` as an assignment, if it is one; a scheme that loses samples falsifies what follows."""
+        who = type(self).__name__
+        if isinstance(result, np.ndarray) and result.ndim == 1 and result.dtype.kind in "iu":
+            if len(result) != samples:
+                raise SpecError("partition.name", f"{who} returned {len(result)} owners for {samples} samples")
+            if samples and not (result.min() >= UNUSED and result.max() < self.clients):
+                problem = f"{who} returned owners {result.min()}…{result.max()}; accepted: 0…{self.clients - 1}"
+                raise SpecError("partition.name", problem)
+            assignment = Assignment.from_owners(result, self.clients)
+        else:
+            assignment = Assignment.from_lists(list(result))
+            if len(assignment) != self.clients:
+                problem = f"{who} returned lists for {len(assignment)} clients, not {self.clients}"
+                raise SpecError("partition.name", problem)
+        indices = assignment.indices
+        if len(indices) and not (indices.min() >= 0 and indices.max() < samples):
+            problem = f"{who} names samples {indices.min()}…{indices.max()}; accepted: 0…{samples - 1}"
+            raise SpecError("partition.name", problem)
+        held = np.bincount(indices, minlength=samples)
+        if held.max(initial=0) > 1:
+            raise SpecError("partition.name", f"{who} gives sample {int(held.argmax())} to {held.max()} clients")
+        if self.covers and held.min(initial=1) == 0:
+            raise SpecError("partition.name", f"{who} leaves out {int((held == 0).sum())} of {samples} samples")
+        return assignment
+
+
+_SCHEMES, _HOLDING = "fedstrata.partitions.schemes", "fedstrata.partitions.label_skew"
+
+PARTITIONS = Registry(
+    "partition",
+    Partition,  # type: ignore[type-abstract]  # the base of all, itself never made
+    {
+        "iid": f"{_SCHEMES}:IID",
+        "dirichlet": f"{_SCHEMES}:Dirichlet",
+        "classes": f"{_HOLDING}:Classes",
+        "shards": f"{_SCHEMES}:Shards",
+        "groups": f"{_HOLDING}:Groups",
+        "domain": f"{_HOLDING}:Domains",
+        "power_law": f"{_SCHEMES}:PowerLaw",
+        "given": f"{_SCHEMES}:Given",
+    },
+)
+"""What ``[partition] name`` may say."""

@@ -1,0 +1,180 @@
+"""Partition schemes in which each client holds so many classes or domains, split equally among holders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from pydantic import Field, PositiveInt, model_validator
+
+from fedstrata.config import Setting
+from fedstrata.errors import SpecError
+from fedstrata.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, numbered, top_up
+from fedstrata.partitions.base import Ints, Partition
+from fedstrata.partitions.schemes import Alpha, Generator
+
+
+class Classes(Partition):
+    """Every client holds k classes; each class is split equally among its holders (#C = k).
+
+    The label skew of Stratify, section V, and of many others.
+    Which classes is random, but every class has as many holders as any other (±1), and at least one.
+
+    Args:
+        per_client: Number of classes k of each client.
+        size: When given, each client holds exactly this many samples, equally many (±1) of each of its
+            classes, and samples beyond that are not used at all (ReBaFL, section 5.1: k = 2 and 1,000
+            samples).
+    """
+
+    name: ClassVar[str] = "classes"
+    per_client: PositiveInt = 2
+    size: PositiveInt | None = None
+
+    @property
+    def covers(self) -> bool:
+        """Whether every sample must have an owner: not with a fixed size."""
+        return self.size is None
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
+        """See ``Partition.assign``."""
+        each = np.full(self.clients, self.per_client)
+        return _held(self, "per_client", labels, each, self.size, rng)
+
+
+class ClassGroup(Setting):
+    """Clients that hold equally many classes each.
+
+    Args:
+        clients: How many clients.
+        classes: How many classes each of them holds.
+    """
+
+    clients: PositiveInt
+    classes: PositiveInt
+
+
+class Groups(Partition):
+    """Groups of clients with different numbers of classes, each client with classes of its own choice.
+
+    Clients are numbered group after group. Each class is split equally among its holders, whose numbers
+    differ by at most one between classes. The default is the clustered setting of ReBaFL (section 5.3): 20
+    clients in five groups that hold 2, 2, 3, 3 and 5 classes.
+
+    Args:
+        groups: The groups, such as ``{clients = 4, classes = 2}``. The partition's own ``clients`` may be left out, and
+            is the sum over them.
+        size: As for ``Classes``.
+    """
+
+    name: ClassVar[str] = "groups"
+    clients: PositiveInt = 20
+    groups: Annotated[tuple[ClassGroup, ...], Field(min_length=1)] = tuple(
+        ClassGroup(clients=4, classes=classes) for classes in (2, 2, 3, 3, 5)
+    )
+    size: PositiveInt | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count(cls, table: Any) -> Any:
+        if isinstance(table, Mapping) and "clients" not in table and isinstance(table.get("groups"), (list, tuple)):
+            amounts = [
+                group.get("clients") if isinstance(group, Mapping) else group.clients
+                for group in table["groups"]
+                if isinstance(group, (Mapping, ClassGroup))
+            ]
+            if amounts and all(isinstance(amount, int) and amount > 0 for amount in amounts):
+                return {**table, "clients": sum(amounts)}
+        return table  # the check of the fields says what is wrong
+
+    @model_validator(mode="after")
+    def _agree(self) -> Groups:
+        total = sum(group.clients for group in self.groups)
+        if total != self.clients:
+            raise SpecError("clients", f"the groups have {total} clients; leave it out or make it so", self.clients)
+        return self
+
+    @property
+    def covers(self) -> bool:
+        """Whether every sample must have an owner: not with a fixed size."""
+        return self.size is None
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
+        """See ``Partition.assign``."""
+        each = np.repeat([g.classes for g in self.groups], [g.clients for g in self.groups])
+        return _held(self, "groups", labels, each, self.size, rng)
+
+
+class Domains(Partition):
+    """Every client holds d domains; each domain is split equally among its holders (#D = d).
+
+    The feature skew of Stratify, section V.
+
+    Args:
+        per_client: Number of domains d of each client; 1 when neither this nor ``alpha`` is given.
+        alpha: Instead of that, cut each domain by a draw from Dir_N(α), as ``Dirichlet`` does with classes.
+    """
+
+    name: ClassVar[str] = "domain"
+    per_client: PositiveInt | None = None
+    alpha: Alpha | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Domains:
+        if self.per_client is not None and self.alpha is not None:
+            raise SpecError("alpha", "give per_client or alpha, not both", self.alpha)
+        return self
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
+        """See ``Partition.assign``."""
+        if domains is None:
+            problem = "needs a data set with domains (such as pacs64 or digits3), or domain_train in your arrays"
+            raise SpecError("partition.name", problem, self.name)
+        if self.alpha is None:
+            each = np.full(self.clients, self.per_client or 1)
+            return _held(self, "per_client", domains, each, None, rng, kind="domain")
+        codes, _, _ = numbered(domains)
+        owner = cut_by_dirichlet(codes, self.clients, self.alpha, rng)
+        return top_up(owner, self.clients, self.min_size, rng)
+
+
+def _held(
+    partition: Partition,
+    key: str,
+    labels: Ints,
+    each: Ints,
+    size: int | None,
+    rng: Generator,
+    kind: str = "class",
+) -> Ints:
+    """The owners when every client holds ``each`` classes (or domains), with all that can go wrong."""
+    codes, values, amounts = numbered(labels)
+    most, holdings = int(each.max()), int(each.sum())
+    if most > len(values):
+        raise SpecError(f"partition.{key}", f"the data have {len(values)} {kind} labels; at most so many", most)
+    if holdings < len(values):
+        problem = f"{holdings} holdings for {len(values)} {kind} labels: some would have no client; take more"
+        raise SpecError(f"partition.{key}", problem, most)
+    owner, held = hold_classes(each, len(values), rng)
+    quota = None
+    if size is None:
+        wanted = np.bincount(held) * min(partition.min_size, 1)
+        problem, size_key, value = (
+            "holders; take fewer clients, or min_size = 0",
+            "partition.clients",
+            partition.clients,
+        )
+    else:
+        if size < most:
+            raise SpecError("partition.size", f"a client has {most} {kind} labels; at least so many", size)
+        rank = np.arange(holdings) - (np.cumsum(each) - each)[owner]
+        quota = size // each[owner] + (rank < size % each[owner])
+        wanted = np.bincount(held, weights=quota).astype(np.int64)
+        problem, size_key, value = "wanted; take a smaller size", "partition.size", size
+    short = np.flatnonzero(wanted > amounts)
+    if len(short):
+        worst = short[0]
+        found = f"{kind} {values[worst]} has {amounts[worst]} samples for {wanted[worst]} {problem}"
+        raise SpecError(size_key, found, value)
+    return deal_to_holders(codes, owner, held, rng, quota)

@@ -1,0 +1,147 @@
+"""The clients × labels table: as an array, as a picture and for the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.data.dataset import Dataset
+from fedstrata.partitions.base import Assignment
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.table import Table
+
+Ints = NDArray[np.int64]
+
+BUBBLES = 100
+"""Up to so many clients (and half as many labels) a picture has one bubble a cell."""
+COLUMNS = 1000
+"""A picture shows so many clients at most, evenly chosen."""
+INK = "#1f4e79"
+
+
+def label_table(assignment: Assignment, labels: Ints, classes: int) -> Ints:
+    """Samples of each label at each client, (N, C) int64.
+
+    Args:
+        assignment: The partition.
+        labels: Label of every training sample.
+        classes: Number of classes C.
+    """
+    return assignment.counts(labels, classes)
+
+
+def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
+    """Write a picture of who holds what.
+
+    Up to 100 clients: a bubble for each client and label, its area the number of samples. More clients: a
+    heat map, clients sorted by the label they hold most of, at most 1,000 of them. Above it, the samples of
+    each client.
+
+    Args:
+        assignment: The partition.
+        dataset: What was divided.
+        path: The file, its suffix the format (``.png``).
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    table = label_table(assignment, dataset.y_train.cpu().numpy(), dataset.classes)
+    clients, classes = table.shape
+    title = f"{dataset.name}: {int(table.sum()):,} samples of {classes} labels at {clients:,} clients"
+    bubbles = clients <= BUBBLES and classes <= BUBBLES // 2
+    xlabel = "client"
+    if not bubbles:
+        order = np.lexsort((-table.max(axis=1), table.argmax(axis=1)))
+        xlabel = "clients, sorted by the label they hold most of"
+        if clients > COLUMNS:
+            order = order[np.linspace(0, clients - 1, COLUMNS).astype(np.int64)]
+            xlabel += f" ({COLUMNS:,} of them)"
+        table = table[order]
+    width = float(np.clip(0.16 * len(table) + 2.2, 5.5, 14))
+    height = float(np.clip(0.28 * classes, 2.2, 8.5))
+    figure = Figure(figsize=(width, height + 1.8), dpi=130, layout="constrained")
+    top, main = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, max(height, 1.0)))
+    _draw_sizes(top, table.sum(axis=1))
+    if bubbles:
+        # Bubbles may overlap sideways, where clients are close; not upwards.
+        _draw_bubbles(main, table, 72 * min(2.5 * (width - 1.6) / len(table), height / classes))
+    else:
+        # By the square root, as the area of a bubble is by its diameter: or only the few largest cells would
+        # be seen.
+        norm = PowerNorm(0.5, vmin=0, vmax=max(int(table.max()), 1))
+        image = main.imshow(table.T, aspect="auto", cmap="Blues", interpolation="nearest", norm=norm)
+        figure.colorbar(image, ax=main, label="samples", pad=0.01)
+    main.set_xlim(-0.6, len(table) - 0.4)
+    main.set_ylim(-0.6, classes - 0.4)
+    main.set_xlabel(xlabel)
+    main.set_ylabel("label")
+    if classes <= 30:
+        main.set_yticks(range(classes), [name if len(name) <= 16 else name[:15] + "…" for name in dataset.class_names])
+    top.set_title(title, loc="left", fontsize=10)
+    figure.savefig(path)
+
+
+def _draw_sizes(axes: Axes, sizes: Ints) -> None:
+    axes.bar(np.arange(len(sizes)), sizes, width=0.8 if len(sizes) <= BUBBLES else 1.0, color=INK)
+    axes.set_ylabel("samples")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(labelbottom=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
+    """Bubbles whose area is the number of samples; the largest is ``widest`` points wide."""
+    client, label = np.nonzero(table)
+    amounts = table[client, label]
+    largest = max(int(amounts.max(initial=1)), 1)
+    area = np.maximum(amounts / largest * (0.95 * widest) ** 2, 0.6)
+    axes.set_axisbelow(True)
+    axes.grid(color="0.92", linewidth=0.6)
+    axes.scatter(client, label, s=area, color=INK, alpha=0.8, linewidths=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"largest bubble: {largest:,} samples", loc="right", fontsize=8, color="0.35")
+
+
+def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Table:
+    """The same table for the terminal.
+
+    Args:
+        assignment: The partition.
+        dataset: What was divided.
+        rows: Clients shown, the first ones; the last rows are smallest, mean and largest over all clients.
+
+    Returns:
+        One column a label up to 12 labels; beyond that the number of labels held and the share of the
+        largest.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = label_table(assignment, dataset.y_train.cpu().numpy(), dataset.classes)
+    sizes = counts.sum(axis=1)
+    each = dataset.classes <= 12
+    if each:
+        heads, body = list(dataset.class_names), counts.astype(np.float64)
+    else:
+        heads = ["labels held", "largest share, %"]
+        share = counts.max(axis=1) / np.maximum(sizes, 1) * 100
+        body = np.stack([(counts > 0).sum(axis=1), share], axis=1)
+    values = np.column_stack([sizes, body])
+    title = f"{dataset.name}: {int(sizes.sum()):,} samples at {len(sizes):,} clients"
+    shown = min(rows, len(sizes))
+    table = Table(title=title, caption=None if shown == len(sizes) else f"the first {shown} of {len(sizes):,} clients")
+    for head in ("client", "samples", *heads):
+        table.add_column(Text(head), justify="right")
+    for client in range(shown):
+        row = [f"{value:,.0f}" for value in values[client]]
+        held = [text if text != "0" else "·" for text in row[1:]] if each else row[1:]
+        table.add_row(str(client), row[0], *held, end_section=client == shown - 1)
+    for word, summary in (("min", values.min(0)), ("mean", values.mean(0)), ("max", values.max(0))):
+        digits = 1 if word == "mean" else 0
+        table.add_row(word, *(f"{value:,.{digits}f}" for value in summary))
+    return table

@@ -1,0 +1,160 @@
+"""The partition schemes of the literature. Every training sample goes to one client, unless it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
+
+from fedstrata.errors import SpecError
+from fedstrata.partitions.assign import (
+    cut_by_dirichlet,
+    deal_by_mix,
+    largest_remainder,
+    log_dirichlet,
+    numbered,
+    taken_from_largest,
+    top_up,
+)
+from fedstrata.partitions.base import Ints, Partition
+
+Generator = np.random.Generator
+Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
+
+
+class IID(Partition):
+    """Samples shuffled and dealt out: sizes differ by at most one (McMahan et al. 2017, section 3, "IID")."""
+
+    name: ClassVar[str] = "iid"
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
+        """See ``Partition.assign``."""
+        owner = np.empty(len(labels), dtype=np.int64)
+        owner[rng.permutation(len(labels))] = np.arange(len(labels)) % self.clients
+        return owner
+
+
+class Dirichlet(Partition):
+    """Label skew by Dirichlet draws: the smaller α, the fewer classes a client has much of.
+
+    Args:
+        alpha: Concentration α; 1e-3 gives nearly one client a class, 1e6 nearly IID.
+        balance: What a draw is over. ``"class"``: the samples of each class are cut in proportion to a draw
+            from Dir_N(α), so that sizes vary too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). When α
+            is small many clients end up empty; those below ``min_size`` are topped up with random samples of
+            the largest clients, as few as possible. ``"client"``: every client holds the same number of
+            samples (±1), their classes drawn from a mix of its own ~ Dir_C(α·p), p being the class shares of
+            the whole set (Hsu et al. 2019). Mixes are renormalised over the classes that have not run out;
+            all clients draw at once, so that running out falls on no client in particular.
+    """
+
+    name: ClassVar[str] = "dirichlet"
+    alpha: Alpha = 0.5
+    balance: Literal["class", "client"] = "class"
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
+        """See ``Partition.assign``."""
+        codes, _, amounts = numbered(labels)
+        if self.balance == "class":
+            owner = cut_by_dirichlet(codes, self.clients, self.alpha, rng)
+            return top_up(owner, self.clients, self.min_size, rng)
+        prior = np.broadcast_to(self.alpha * amounts / len(labels), (self.clients, len(amounts)))
+        sizes = np.full(self.clients, len(labels) // self.clients)
+        sizes[rng.permutation(self.clients)[: len(labels) % self.clients]] += 1
+        return deal_by_mix(codes, sizes, log_dirichlet(prior, rng), rng)
+
+
+class Shards(Partition):
+    """Samples sorted by label and cut into shards of equal size (±1), so many for each client.
+
+    The "pathological non-IID" division of McMahan et al. 2017, section 3. A shard spans two classes where
+    they meet, so that a client may hold a few samples of one more. Sizes differ by at most ``per_client``.
+
+    Args:
+        per_client: Shards for each client.
+    """
+
+    name: ClassVar[str] = "shards"
+    per_client: PositiveInt = 2
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
+        """See ``Partition.assign``."""
+        shards = self.clients * self.per_client
+        if shards > len(labels) and self.min_size:
+            problem = f"{shards} shards of {len(labels)} samples; at most {len(labels) // self.clients}"
+            raise SpecError("partition.per_client", problem, self.per_client)
+        shuffled = rng.permutation(len(labels))
+        ordered = shuffled[np.argsort(labels[shuffled], kind="stable")]
+        holder = rng.permutation(shards) // self.per_client
+        owner = np.empty(len(labels), dtype=np.int64)
+        owner[ordered] = holder[np.arange(len(labels)) * shards // len(labels)]
+        return owner
+
+
+class PowerLaw(Partition):
+    """Quantity skew alone: client k = 1, 2, … holds samples in proportion to k^(−exponent).
+
+    All classes are mixed alike. Sizes are rounded by largest remainder; clients below ``min_size`` take what
+    they lack from the largest. Power-law sizes as in Li et al. 2020 (FedProx, section 5), with the law made
+    explicit.
+
+    Args:
+        exponent: 0 gives equal sizes.
+    """
+
+    name: ClassVar[str] = "power_law"
+    exponent: Annotated[NonNegativeFloat, Field(le=100)] = 1.0
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
+        """See ``Partition.assign``."""
+        sizes = largest_remainder(np.arange(1, self.clients + 1) ** -self.exponent, len(labels))
+        missing = np.maximum(self.min_size - sizes, 0)
+        sizes = sizes + missing - taken_from_largest(sizes, int(missing.sum()))
+        owner = np.empty(len(labels), dtype=np.int64)
+        owner[rng.permutation(len(labels))] = np.repeat(np.arange(self.clients), sizes)
+        return owner
+
+
+class Given(Partition):
+    """An explicit list of sample numbers for each client, for divisions made elsewhere.
+
+    Samples may be left out.
+
+    Args:
+        indices: One sequence of sample numbers a client; ``clients`` may be left out, and is their number.
+    """
+
+    name: ClassVar[str] = "given"
+    indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
+
+    @field_validator("indices", mode="before")
+    @classmethod
+    def _plain(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(part.tolist() if hasattr(part, "tolist") else part for part in value)
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count(cls, table: Any) -> Any:
+        if isinstance(table, Mapping) and "clients" not in table and table.get("indices"):
+            return {**table, "clients": len(table["indices"])}
+        return table
+
+    @model_validator(mode="after")
+    def _agree(self) -> Given:
+        if len(self.indices) != self.clients:
+            problem = f"there are indices for {len(self.indices)} clients; leave it out or make it so"
+            raise SpecError("clients", problem, self.clients)
+        return self
+
+    @property
+    def covers(self) -> bool:
+        """Whether every sample must have an owner: no."""
+        return False
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> list[Ints]:
+        """See ``Partition.assign``."""
+        return [np.array(part, dtype=np.int64) for part in self.indices]

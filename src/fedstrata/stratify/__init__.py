@@ -1,0 +1,1 @@
+"""Stratify: a stratified label schedule decides which label trains next, and only its holders are asked."""

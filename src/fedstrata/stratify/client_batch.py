@@ -1,0 +1,210 @@
+"""The client's part of Stratify's batch mode: samples set aside by label, and the gradient of their summed loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstrata.clients.client import Client, answers, answers_fused
+from fedstrata.clients.context import ClientContext
+from fedstrata.federation.messages import ClientId, Params, Reply
+from fedstrata.nn.batchnorm import federated
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import Batch, Context
+from fedstrata.records import record
+from fedstrata.rng import torch_seeded
+from fedstrata.stratify.messages import Gradient, GradientReply, Reserve, ReserveReply, Steps
+from fedstrata.training.local import is_plain, manual_sgd_of
+
+Ints = NDArray[np.int64]
+_NONE: Ints = np.empty(0, dtype=np.int64)
+STATE, PLACEHOLDERS = "stratify", "placeholders"
+"""Names under which a client keeps its pools, and the label behind each placeholder where labels are masked."""
+
+ALL = (0.0, 1.0)
+"""The window in which every sample is there."""
+
+
+@record
+class Pool:
+    """One placeholder's samples, drawn without replacement.
+
+    Args:
+        order: Their places among the client's own, shuffled.
+        used: How many are gone.
+        refills: How often the pool began anew this epoch.
+    """
+
+    order: Ints
+    used: int
+    refills: int
+
+
+@record
+class Reserved:
+    """What a client remembers in an epoch.
+
+    Args:
+        round: The epoch.
+        pools: By placeholder.
+        batches: The batch of every sample set aside, ascending.
+        places: Where that sample is among the client's own.
+    """
+
+    round: int
+    pools: dict[int, Pool]
+    batches: Ints
+    places: Ints
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """Where each batch begins in ``batches``; one entry more, for the end of the last."""
+        last = int(self.batches[-1]) if len(self.batches) else -1
+        begins: list[int] = np.searchsorted(self.batches, np.arange(last + 2)).tolist()
+        return begins
+
+
+def places_of(client: Client, placeholder: int) -> Ints:
+    """Where the samples of a placeholder are among the client's own, ascending; empty where it holds none."""
+    label = label_of(client, placeholder)
+    return _NONE if label is None else np.flatnonzero(client.labels == label)
+
+
+def label_of(client: Client, placeholder: int) -> int | None:
+    """The label behind a placeholder: itself unless labels are masked; None for one that the client does not know."""
+    known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
+    return placeholder if known is None else known.get(placeholder)
+
+
+def new_pool(client: Client, round: int, placeholder: int, window: tuple[float, float], refills: int = 0) -> Pool:
+    """The samples of a placeholder that are there, shuffled.
+
+    Randomness is keyed by the real label, so that masking changes nothing. The samples of each label arrive in an order
+    of their own, drawn once for the whole run; those from ``window[0]`` to ``window[1]`` of them are there.
+    """
+    order, label = places_of(client, placeholder), label_of(client, placeholder)
+    if window != ALL:
+        arriving = client.rng(f"arrival/{label}", 0).permutation(order)
+        # A hair more, for products such as 0.29 · 100 that lie below the whole number that is meant.
+        first, last = (int(part * len(order) + 1e-9) for part in window)
+        order = np.sort(arriving[first:last])
+    return Pool(client.rng(f"pool/{label}/{refills}", round).permutation(order), 0, refills)
+
+
+def refilled(client: Client, pools: Mapping[int, Pool], request: Reserve | Steps) -> dict[int, Pool]:
+    """The pools after those that the request names began anew."""
+    result = dict(pools)
+    for p in request.refill.tolist():
+        refills = result[p].refills + 1 if p in result else 0
+        result[p] = new_pool(client, request.round, p, request.window, refills)
+    return result
+
+
+@answers(Reserve)
+def reserve(client: Client, request: Reserve) -> ReserveReply:
+    """Set one sample aside for every position as long as the placeholder's pool lasts."""
+    before = client.state.get(STATE)
+    if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
+        before = Reserved(request.round, {}, _NONE, _NONE)
+    pools = refilled(client, before.pools, request)
+    batches, wanted = request.batches.numpy(), request.labels.numpy()
+    places = np.full(len(wanted), -1, dtype=np.int64)
+    exhausted = []
+    for p in np.unique(wanted).tolist():
+        pool = pools.get(p) or new_pool(client, request.round, p, request.window)
+        positions = np.flatnonzero(wanted == p)
+        taken = pool.order[pool.used : pool.used + len(positions)]
+        places[positions[: len(taken)]] = taken
+        pools[p] = Pool(pool.order, pool.used + len(taken), pool.refills)
+        if pools[p].used == len(pool.order):
+            exhausted.append(p)
+    served = places >= 0
+    all_batches = np.concatenate([before.batches, batches[served]])
+    all_places = np.concatenate([before.places, places[served]])
+    order = np.argsort(all_batches, kind="stable")
+    client.state[STATE] = Reserved(request.round, pools, all_batches[order], all_places[order])
+    return ReserveReply(torch.from_numpy(~served), torch.tensor(exhausted, dtype=torch.int64))
+
+
+def set_aside(client: Client, batch: int) -> Ints:
+    """The data set's indices that the client keeps for a batch."""
+    state: Reserved = client.state[STATE]
+    places = state.places[slice(*state.begins[batch : batch + 2])] if batch + 1 < len(state.begins) else _NONE
+    indices: Ints = client.indices[places]
+    return indices
+
+
+@answers(Gradient)
+def gradient(client: Client, request: Gradient) -> GradientReply:
+    """The client's part of a batch; BatchNorm's statistics are those of all parts together."""
+    indices = set_aside(client, request.batch)
+    weights, model, group = request.weights, client.model, client.group
+    with (
+        nullcontext() if group is None else federated(model.module, group),
+        model.loaded(weights.params, weights.buffers, train=True) as params,
+        _seeded(client.context, request),
+    ):
+        return summed_gradient(client.context, model, params, request, indices)
+
+
+@answers_fused(Gradient)
+def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
+    """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is."""
+    indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
+    client = next(iter(clients.values()))
+    context, request = client.context, requests[client.number]
+    model, params = context.once(_standing_model)
+    model.share(request.weights.params, request.weights.buffers)
+    drawing = context.once(_Drawing)
+    if not drawing.known:
+        # Seeding costs a tenth of a small batch, and few models draw numbers: the first pass that does tells.
+        before = torch.get_rng_state()
+        reply = summed_gradient(context, model, params, request, indices)
+        if torch.equal(torch.get_rng_state(), before):
+            return reply
+        torch.set_rng_state(before)
+        drawing.known = True
+        model.share(request.weights.params, request.weights.buffers)
+    with _seeded(context, request):
+        return summed_gradient(context, model, params, request, indices)
+
+
+class _Drawing:
+    """Whether the model's layers are known to draw random numbers."""
+
+    def __init__(self, _: ClientContext) -> None:
+        self.known = False
+
+
+def _seeded(context: ClientContext, request: Gradient) -> AbstractContextManager[None]:
+    """Layers that draw numbers draw those of their batch."""
+    return torch_seeded(context.config.seed, f"layers/{request.batch}", request.round)
+
+
+def _standing_model(context: ClientContext) -> tuple[Model, Params]:
+    """A model of its own that stays loaded in training mode, because a batch comes after a batch."""
+    model = context.config.model.clone()
+    return model, model.load_for_good(train=True)
+
+
+def summed_gradient(
+    shared: ClientContext, model: Model, params: Params, request: Gradient, indices: Ints
+) -> GradientReply:
+    """The gradient of the summed loss over some samples, at what the model has loaded."""
+    where = torch.from_numpy(indices)
+    batch = Batch(shared.data.inputs(where), shared.data.y_train[where])
+    chain = shared.once(manual_sgd_of) if is_plain(shared.objective, "loss") else None
+    if chain is not None:
+        mean, parts = chain.gradient(params, batch.x, batch.y)
+        torch._foreach_mul_(parts, len(indices))
+        return GradientReply(dict(zip(params, parts, strict=True)), len(indices), mean.item() * len(indices), {})
+    context = Context(request.weights.params, torch.zeros(shared.config.classes), {}, None, shared.config.training.lr)
+    loss = shared.objective.loss(model, params, batch, context) * len(indices)
+    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+    gradient = dict(zip(params, found, strict=True))
+    return GradientReply(gradient, len(indices), loss.item(), model.current_buffers())

@@ -1,0 +1,306 @@
+"""The client's part of Stratify's single-sample mode: one SGD step on one sample for each placeholder of a task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstrata.clients.client import Client, carries, carries_fused
+from fedstrata.clients.context import ClientContext
+from fedstrata.federation.engine import Failure
+from fedstrata.federation.messages import Params, Reply, Weights
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import Batch, Context
+from fedstrata.records import record
+from fedstrata.rng import torch_seeded
+from fedstrata.stratify.client_batch import STATE, Pool, new_pool, refilled
+from fedstrata.stratify.messages import Steps, StepsReply
+from fedstrata.training.local import clipped
+from fedstrata.training.traced_sgd import TracedSGD
+
+Ints = NDArray[np.int64]
+
+BLOCK_BYTES = 16 << 20
+"""Inputs that are made floats at once, and after which a relay in one pass makes sure that the model is still sound."""
+
+
+@record
+class Stepped:
+    """What a client remembers in an epoch.
+
+    Args:
+        round: The epoch.
+        pools: By placeholder.
+        steps: How many samples it has trained.
+    """
+
+    round: int
+    pools: dict[int, Pool]
+    steps: int
+
+
+def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]:
+    """Draw one sample for each placeholder of a task as long as its pool lasts.
+
+    Returns:
+        The data set's indices of the samples, in order; how many steps the client took before; and the reply, whose
+        loss is not known yet.
+    """
+    before = client.state.get(STATE)
+    if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
+        before = Stepped(request.round, {}, 0)
+    pools = refilled(client, before.pools, request)
+    places: list[int] = []
+    missing, exhausted = [], []
+    for p in request.labels.tolist():
+        pool = pools.get(p) or new_pool(client, request.round, p, request.window)
+        left = len(pool.order) - pool.used
+        missing.append(left == 0)
+        if left:
+            places.append(int(pool.order[pool.used]))
+        if left <= 1 and p not in exhausted:
+            exhausted.append(p)
+        pools[p] = Pool(pool.order, pool.used + min(left, 1), pool.refills)
+    client.state[STATE] = Stepped(request.round, pools, before.steps + len(places))
+    reply = StepsReply(torch.tensor(missing), torch.tensor(exhausted, dtype=torch.int64), torch.zeros(()))
+    return client.indices[places], before.steps, reply
+
+
+@carries(Steps)
+def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, StepsReply]:
+    """The steps of one task, on the model that came."""
+    indices, steps, reply = draw_samples(client, request)
+    if len(indices) == 0:
+        return weights, reply
+    stepper = stepper_of(client.context, client.model)
+    stepper.load(weights)
+    losses = _run(client.context, stepper, [(client.number, steps, indices)], request.round)
+    return stepper.weights(), replace(reply, loss=losses.sum())
+
+
+@carries_fused(Steps)
+class FusedSteps:
+    """All tasks of a relay in one pass: clients only draw samples, and the steps run in blocks.
+
+    Each step is the very one that the client would have made by itself, so the model is the same to the bit. A block
+    after which the model is not finite is repeated task by task, without those that spoil it.
+
+    Args:
+        context: What the clients share.
+        weights: The model that sets out.
+    """
+
+    def __init__(self, context: ClientContext, weights: Weights) -> None:
+        self._world = context
+        self._stepper = stepper_of(context, context.config.model)
+        self._stepper.load(weights)
+        self._like = weights
+        self._last: tuple[tuple[int, int, Ints], StepsReply, int] | None = None
+        self._parts: list[tuple[int, int, Ints]] = []
+        self._replies: list[StepsReply] = []
+        self._done: list[Reply | Failure] = []
+        self._waiting = 0
+        self._round = 0
+        self._block = max(1, BLOCK_BYTES // (4 * int(np.prod(context.data.shape))))
+
+    def hop(self, client: Client, task: Steps) -> StepsReply:
+        """Draw the samples of a task."""
+        indices, steps, reply = draw_samples(client, task)
+        self._last = (client.number, steps, indices), reply, task.round
+        return reply
+
+    def keep(self, accepted: bool) -> None:
+        """Let the last task count, or drop it."""
+        if accepted and self._last is not None:
+            part, reply, self._round = self._last
+            self._parts.append(part)
+            self._replies.append(reply)
+            self._waiting += len(part[2])
+            if self._waiting >= self._block:
+                self._flush()
+        self._last = None
+
+    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+        """The model after all tasks, and the replies with their losses."""
+        self._flush()
+        # No step changes names or shapes; a model that nobody moved is the one that set out.
+        moved = any(not isinstance(outcome, Failure) for outcome in self._done)
+        return self._stepper.weights() if moved else self._like, self._done
+
+    def _flush(self) -> None:
+        parts, replies = self._parts, self._replies
+        self._parts, self._replies, self._waiting = [], [], 0
+        before = self._stepper.weights()
+        losses = self._try(parts)
+        if isinstance(losses, Tensor):
+            ends = np.cumsum([len(indices) for _, _, indices in parts])
+            shares = losses.tensor_split(torch.from_numpy(ends)) if parts else ()
+            self._done += [replace(reply, loss=share.sum()) for reply, share in zip(replies, shares, strict=False)]
+            return
+        self._stepper.load(before)
+        for part, reply in zip(parts, replies, strict=True):
+            good = self._stepper.weights()
+            outcome = self._try([part])
+            if isinstance(outcome, Failure):
+                self._stepper.load(good)
+                self._done.append(outcome)
+            else:
+                self._done.append(replace(reply, loss=outcome.sum()))
+
+    def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
+        """The losses of some tasks, or why the model is spoilt after them."""
+        try:
+            losses = _run(self._world, self._stepper, parts, self._round)
+        except Exception as error:
+            return Failure(f"{type(error).__name__}: {error}", error)
+        if _finite(losses, self._stepper):
+            return losses
+        return Failure("its steps left a tensor with NaN or infinity")
+
+
+class Stepper(Protocol):
+    """Takes one SGD step a sample, on a model of its own."""
+
+    random: bool
+
+    def load(self, weights: Weights) -> None:
+        """Go on from this model."""
+
+    def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
+        """One step a sample, in order, at least one; the losses, (n,)."""
+
+    def weights(self) -> Weights:
+        """A copy of the model as it is now."""
+
+
+def stepper_of(context: ClientContext, model: Model) -> Stepper:
+    """The fastest stepper that the model allows, made once in a process."""
+    last = context.once(_Last)
+    if last.stepper is None or last.model is not model:
+        last.model, last.stepper = model, _make_stepper(context, model)
+    return last.stepper
+
+
+class _Last:
+    """The stepper that was made last, and its model."""
+
+    def __init__(self, _: ClientContext) -> None:
+        self.model: Model | None = None
+        self.stepper: Stepper | None = None
+
+
+def _make_stepper(context: ClientContext, model: Model) -> Stepper:
+    # A norm is known only when all gradients are, and BatchNorm changes buffers: both go through autograd.
+    if context.config.training.clip is None and not model.buffers():
+        try:
+            return TracedStepper(context, model)
+        except Exception:  # whatever the tracer says about a model that it cannot follow
+            pass
+    return AutogradStepper(context, model)
+
+
+def _loss(shared: ClientContext, model: Model, params: Params, x: Tensor, y: Tensor) -> Tensor:
+    context = Context(params, torch.zeros(shared.config.classes), {}, None, shared.config.training.lr)
+    return shared.objective.loss(model, params, Batch(x, y), context)
+
+
+class TracedStepper:
+    """Steps without autograd; see ``fedstrata.training.traced_sgd``."""
+
+    def __init__(self, context: ClientContext, model: Model) -> None:
+        x, y = context.data.inputs(slice(0, 1)), context.data.labels(slice(0, 1))
+        before = model.module.training
+        model.train_mode(True)
+        try:
+            self._line = TracedSGD(
+                lambda params, x, y: _loss(context, model, params, x, y),
+                model.params(),
+                x,
+                y,
+                context.config.training.weight_decay,
+            )
+        finally:
+            model.train_mode(before)
+        self.random = self._line.random
+
+    def load(self, weights: Weights) -> None:
+        """Go on from this model."""
+        self._line.load(weights.params)
+
+    def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
+        """One step a sample, in order."""
+        return self._line.run(x, y, lr)
+
+    def weights(self) -> Weights:
+        """A copy of the model as it is now."""
+        return Weights(self._line.params(), {})
+
+
+class AutogradStepper:
+    """Steps of any model, through autograd."""
+
+    random = True
+
+    def __init__(self, context: ClientContext, model: Model) -> None:
+        self._world, self._model = context, model
+        self._weights = Weights(model.params(), model.buffers())
+
+    def load(self, weights: Weights) -> None:
+        """Go on from this model."""
+        self._weights = weights
+
+    def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
+        """One step a sample, in order: w ← w − η (clip(g) + λ w)."""
+        model, training = self._model, self._world.config.training
+        losses = []
+        with model.loaded(self._weights.params, self._weights.buffers, train=True) as params:
+            leaves = list(params.values())
+            for sample, label in zip(torch.split(x, 1), torch.split(y, 1), strict=True):
+                loss = _loss(self._world, model, params, sample, label)
+                gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+                with torch.no_grad():
+                    if training.clip is not None:
+                        gradient = tuple(clipped(gradient, training.clip))
+                    if training.weight_decay:
+                        torch._foreach_mul_(leaves, 1 - lr * training.weight_decay)
+                    torch._foreach_add_(leaves, gradient, alpha=-lr)
+                losses.append(loss.detach())
+            after = {name: tensor.detach().clone() for name, tensor in params.items()}
+            self._weights = Weights(after, model.current_buffers())
+        return torch.stack(losses)
+
+    def weights(self) -> Weights:
+        """The model as it is now."""
+        return self._weights
+
+
+def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, Ints]], round: int) -> Tensor:
+    """The steps of some tasks, each (client, steps that it took before, indices), and the losses of all samples."""
+    lr = context.config.training.lr_at(round)
+    if not parts:
+        return torch.zeros(0)
+    if not stepper.random:
+        return _steps(context, stepper, np.concatenate([indices for _, _, indices in parts]), lr)
+    losses = []
+    for client, before, indices in parts:
+        # Layers that draw numbers draw those of their own client, whatever else is computed in the same pass.
+        with torch_seeded(context.config.seed, f"layers/{before}", round, client):
+            losses.append(_steps(context, stepper, indices, lr))
+    return torch.cat(losses)
+
+
+def _steps(context: ClientContext, stepper: Stepper, indices: Ints, lr: float) -> Tensor:
+    if len(indices) == 0:
+        return torch.zeros(0)
+    where = torch.from_numpy(indices)
+    return stepper.run(context.data.inputs(where), context.data.y_train[where], lr)
+
+
+def _finite(losses: Tensor, stepper: Stepper) -> bool:
+    tensors = [losses, *stepper.weights().params.values()]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point())

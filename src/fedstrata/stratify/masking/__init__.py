@@ -1,0 +1,1 @@
+"""How the server learns who shares a label without learning the labels."""

@@ -1,0 +1,158 @@
+"""The unique list of mode ``ckks``: all labels of a client in a few ciphertexts, and scrambled differences.
+
+How labels are laid out, and what is left of a difference, is in ``fedstrata.stratify.masking.slot_layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import ClientId
+from fedstrata.records import record
+from fedstrata.stratify.masking.ckks import COMPARING, Cipher
+from fedstrata.stratify.masking.messages import (
+    Compare,
+    CompareReply,
+    Enlist,
+    Enlisted,
+    PublicKeys,
+    SealedLabels,
+    SealLabels,
+)
+from fedstrata.stratify.masking.public_keys import Public, ask_one
+from fedstrata.stratify.masking.slot_layout import SlotLayout, shuffled
+from fedstrata.stratify.masking.unique_list import UniqueList
+
+Ints = NDArray[np.int64]
+
+
+@record
+class PackedRegister:
+    """A packed list, for clients that join later.
+
+    Args:
+        keys: Public keys.
+        pages: The encrypted list.
+        places: Page times width plus column of every placeholder, shape (P,).
+    """
+
+    keys: PublicKeys
+    pages: dict[int, bytes]
+    places: Ints
+
+
+class PackedList(UniqueList[SealedLabels]):
+    """Mode ``ckks``: one subtraction compares many labels, and what a client decrypts is zero or noise."""
+
+    def __init__(self, federation: Federation, public: Public, register: PackedRegister | None = None) -> None:
+        super().__init__(federation, public)
+        self.grid = SlotLayout(self.classes)
+        self.sealer = public.comparing
+        stored = register.pages if register else {}
+        self.pages: dict[int, Cipher] = {page: self._load(data) for page, data in stored.items()}
+        self.places = register.places.tolist() if register else []
+        # Entries stand in random columns: that a match is in the first column must not tell who brought the label.
+        taken = set(self.places)
+        self._free = [place for place in shuffled(self.classes).tolist() if place not in taken]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def register(self) -> PackedRegister:
+        """As a record."""
+        pages = {page: cipher.serialize() for page, cipher in self.pages.items()}
+        return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
+
+    def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
+        """See ``UniqueList``."""
+
+        def check(reply: SealedLabels) -> None:
+            self.public.check_key(reply.key)
+            if not 1 <= len(reply.sheets) <= self.grid.sheets(self.classes):
+                raise ReplyRefusedError(f"{len(reply.sheets)} sheets for {self.classes} classes")
+            for sheet in reply.sheets:
+                self._load(sheet)
+
+        return self.ask(dict.fromkeys(clients, SealLabels(self.classes)), check)
+
+    def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
+        """See ``UniqueList``."""
+        requests, order = {}, {}
+        for client, sealed in clients.items():
+            order[client] = [
+                (sheet, page)
+                for sheet in range(len(sealed.sheets))
+                for page in np.array(sorted(self.pages), dtype=np.int64)[shuffled(len(self.pages))].tolist()
+            ]
+            sheets = [self._load(data) for data in sealed.sheets]
+            differences = tuple(self._scramble(sheets[sheet], self.pages[page]) for sheet, page in order[client])
+            which = torch.tensor([sheet for sheet, _ in order[client]], dtype=torch.int64)
+            requests[client] = Compare(self.classes, which, differences)
+        held = {}
+        for client, reply in self.ask(requests, self._check_places).items():
+            found = self._resolve(reply.places.numpy(), order[client])
+            if found is None or self.grid.sheets(len(found)) != len(clients[client].sheets):
+                self.refuse(client, "a match where the list has no entry, or another number of labels than it sent")
+            else:
+                held[client] = found
+        return held
+
+    def enlist(self, client: ClientId, sealed: SealedLabels, labels: Ints) -> bool:
+        """See ``UniqueList``."""
+        places = self._free[: len(labels)]
+        pages = {place // self.grid.width for place in places}
+
+        def check(reply: Enlisted) -> None:
+            self.public.check_key(reply.key)
+            if reply.pages.keys() != pages:
+                raise ReplyRefusedError(f"pages {sorted(reply.pages)}, expected {sorted(pages)}")
+            for data in reply.pages.values():
+                self._load(data)
+
+        request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64))
+        reply = ask_one(self.federation, client, request, check)
+        if reply is None:
+            return False
+        for page, data in reply.pages.items():
+            entry = self._load(data)
+            self.pages[page] = self.pages[page] + entry if page in self.pages else entry
+        self.places += places
+        del self._free[: len(labels)]
+        return True
+
+    def _load(self, data: bytes) -> Cipher:
+        return self.sealer.load(data, length=COMPARING.slots)
+
+    def _scramble(self, sheet: Cipher, page: Cipher) -> bytes:
+        factors, mask = self.grid.blind()
+        product = (sheet - page) * factors.tolist() + self.sealer.seal(mask, product=True)
+        data: bytes = product.serialize()
+        return data
+
+    def _check_places(self, reply: CompareReply) -> None:
+        places = reply.places
+        if places.dtype != torch.int64 or places.ndim != 1 or len(places) > self.classes:
+            raise ReplyRefusedError(f"places {places.dtype} {tuple(places.shape)}, expected at most {self.classes}")
+
+    def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
+        """Placeholders, from what the client answered about ciphertexts in shuffled order."""
+        placeholder_at = {place: placeholder for placeholder, place in enumerate(self.places)}
+        found = np.full(len(places), -1, dtype=np.int64)
+        for label, place in enumerate(places.tolist()):
+            if place == -1:
+                continue
+            number, column = divmod(place, self.grid.width)
+            if not 0 <= number < len(order):
+                return None
+            sheet, page = order[number]
+            placeholder = placeholder_at.get(page * self.grid.width + column)
+            if placeholder is None or sheet != label // self.grid.rows:
+                return None
+            found[label] = placeholder
+        return found

@@ -1,0 +1,182 @@
+"""How a client enrols: what it sends about its labels, and what it decrypts.
+
+The secret keys come from the ring in the client's world; nothing here puts them into a reply.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstrata.clients.client import Client, answers
+from fedstrata.errors import FedstrataError
+from fedstrata.rng import rng
+from fedstrata.stratify.client_batch import PLACEHOLDERS
+from fedstrata.stratify.masking.ckks import COUNTING, Opener
+from fedstrata.stratify.masking.messages import (
+    Assign,
+    Assigned,
+    Compare,
+    CompareOne,
+    CompareOneReply,
+    CompareReply,
+    CountReply,
+    CountReport,
+    Enlist,
+    Enlisted,
+    OpenKeys,
+    OpenTotals,
+    PublicKeys,
+    SealedLabels,
+    SealedPairs,
+    SealLabels,
+    SealPairs,
+    ShareReply,
+    ShareReport,
+    TagReply,
+    TagReport,
+    Totals,
+)
+from fedstrata.stratify.masking.prf import TAG_SIZE, tag
+from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
+from fedstrata.stratify.messages import LabelReply, LabelReport
+
+Ints = NDArray[np.int64]
+
+_WHOLE = 0.1
+"""How far a total may be from a whole number: CKKS's error is under 0.001 for 1,000 clients."""
+
+
+def presented(client: Client) -> tuple[Ints, Ints]:
+    """A client's labels in the order in which it presents them, and how many samples it has of each; both (L,)."""
+    labels, counts = np.unique(client.labels, return_counts=True)
+    context = client.context
+    order = rng(context.keys.order_seed(context.config.seed), "label-order", 0, client.number).permutation(len(labels))
+    return labels[order].astype(np.int64), counts[order].astype(np.int64)
+
+
+@answers(LabelReport)
+def report_labels(client: Client, request: LabelReport) -> LabelReply:
+    """The labels held, and how many samples of each, in the clear."""
+    labels, counts = presented(client)
+    return LabelReply(torch.from_numpy(labels), torch.from_numpy(counts))
+
+
+@answers(Assign)
+def assign(client: Client, request: Assign) -> Assigned:
+    """Remember which class each placeholder stands for."""
+    labels, _ = presented(client)
+    _remember(client, labels, request.placeholders.numpy())
+    return Assigned(len(labels))
+
+
+def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
+    if len(placeholders) != len(labels) or len(np.unique(placeholders)) != len(placeholders):
+        raise FedstrataError(f"{len(placeholders)} placeholders for {len(labels)} labels, or one twice")
+    client.state[PLACEHOLDERS] = dict(zip(placeholders.tolist(), labels.tolist(), strict=True))
+
+
+@answers(OpenKeys)
+def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
+    """The public halves of the keys that all clients share."""
+    keys = client.context.keys.make()
+    return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
+
+
+@answers(TagReport)
+def report_tags(client: Client, request: TagReport) -> TagReply:
+    """Every label under the keyed hash."""
+    keys, names = client.context.keys.open(), client.context.data.class_names
+    labels, _ = presented(client)
+    tags = b"".join(tag(keys.prf, names[label]) for label in labels.tolist())
+    return TagReply(keys.name, torch.from_numpy(np.frombuffer(tags, dtype=np.uint8).reshape(-1, TAG_SIZE).copy()))
+
+
+@answers(SealLabels)
+def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
+    """All labels, packed."""
+    keys = client.context.keys.open()
+    labels, _ = presented(client)
+    sheets = SlotLayout(request.classes).sheets_of(labels)
+    return SealedLabels(keys.name, tuple(keys.comparing.seal(sheet).serialize() for sheet in sheets))
+
+
+@answers(Compare)
+def compare(client: Client, request: Compare) -> CompareReply:
+    """Which scrambled differences are zero."""
+    keys, grid = client.context.keys.open(), SlotLayout(request.classes)
+    labels, _ = presented(client)
+    opener = keys.comparing
+    opened = [
+        opener.open_whole(opener.load(data, length=grid.slots, product=True), tolerance=TOLERANCE)
+        for data in request.differences
+    ]
+    return CompareReply(torch.from_numpy(grid.find(opened, request.sheets.numpy(), len(labels))))
+
+
+@answers(Enlist)
+def enlist(client: Client, request: Enlist) -> Enlisted:
+    """Entries for the unique list."""
+    keys, grid = client.context.keys.open(), SlotLayout(request.classes)
+    labels, _ = presented(client)
+    pages = grid.entries(labels[request.labels.numpy()], request.places.numpy())
+    return Enlisted(keys.name, {page: keys.comparing.seal(values).serialize() for page, values in pages.items()})
+
+
+@answers(SealPairs)
+def seal_pairs(client: Client, request: SealPairs) -> SealedPairs:
+    """One ciphertext for each label and each count, as printed."""
+    keys = client.context.keys.open()
+    labels, counts = presented(client)
+    sealed = tuple(keys.comparing.seal([label]).serialize() for label in labels.tolist())
+    return SealedPairs(keys.name, sealed, tuple(keys.counting.seal([n]).serialize() for n in counts.tolist()))
+
+
+@answers(CompareOne)
+def compare_one(client: Client, request: CompareOne) -> CompareOneReply:
+    """Which difference is zero, as printed: the client sees them all."""
+    opener = client.context.keys.open().comparing
+    zeros = [place for place, data in enumerate(request.differences) if _open_one(opener, data) == 0]
+    if len(zeros) > 1:
+        raise FedstrataError("a comparison contradicts itself: a label is on the unique list twice")
+    return CompareOneReply(zeros[0] if zeros else -1)
+
+
+def _open_one(opener: Opener, data: bytes) -> int:
+    return int(opener.open_whole(opener.load(data, length=1), tolerance=_WHOLE)[0])
+
+
+@answers(CountReport)
+def report_counts(client: Client, request: CountReport) -> CountReply:
+    """Encrypted counts by placeholder; and remember which class each of them stands for."""
+    keys = client.context.keys.open()
+    labels, counts = presented(client)
+    placeholders = request.placeholders.numpy()
+    _remember(client, labels, placeholders)
+    slots = COUNTING.slots
+    pages = np.zeros((-(-request.size // slots), slots))
+    pages.reshape(-1)[placeholders] = counts
+    return CountReply(keys.name, tuple(keys.counting.seal(page).serialize() for page in pages))
+
+
+@answers(OpenTotals)
+def open_totals(client: Client, request: OpenTotals) -> Totals:
+    """Decrypted sums over clients, rounded: what CKKS leaves of its error would tell about the secret key."""
+    keys = client.context.keys.open()
+    if request.packed:
+        opener = keys.counting
+        pages = [
+            opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages
+        ]
+        totals = np.concatenate([*pages, np.empty(0, dtype=np.int64)])[: request.size]
+    else:
+        totals = np.array([_open_one(keys.counting, data) for data in request.pages], dtype=np.int64)
+    return Totals(torch.from_numpy(totals))
+
+
+@answers(ShareReport)
+def report_shares(client: Client, request: ShareReport) -> ShareReply:
+    """The client's part of all samples under each of its placeholders."""
+    _, counts = presented(client)
+    return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

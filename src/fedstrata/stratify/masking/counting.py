@@ -1,0 +1,159 @@
+"""Encrypted counts: summed by the server, totals decrypted by clients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import ClientId
+from fedstrata.stratify.masking.ckks import COUNTING, Cipher
+from fedstrata.stratify.masking.messages import CountReply, CountReport, OpenTotals, ShareReply, ShareReport, Totals
+from fedstrata.stratify.masking.public_keys import Public, ask_until
+
+Ints = NDArray[np.int64]
+Held = dict[ClientId, Ints]
+
+TOGETHER = 64
+"""So many clients' ciphertexts are held at a time."""
+
+
+def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
+    """Tell clients their placeholders and add up their encrypted counts.
+
+    Args:
+        federation: To ask clients.
+        public: Their public keys.
+        held: Placeholders of each client.
+        names: What clients call them, shape (P,).
+
+    Returns:
+        Those of ``held`` that answered, and E(N(p)) over exactly them, by name.
+    """
+    slots, size = COUNTING.slots, len(names)
+    sums: list[Cipher] = []
+
+    def load(reply: CountReply) -> list[Cipher]:
+        return [public.counting.load(data, length=slots) for data in reply.pages]
+
+    def check(reply: CountReply) -> None:
+        public.check_key(reply.key)
+        if len(reply.pages) != -(-size // slots):
+            raise ReplyRefusedError(f"{len(reply.pages)} pages of counts for {size} placeholders")
+        load(reply)
+
+    counted: Held = {}
+    clients = list(held)
+    for begin in range(0, len(clients), TOGETHER):
+        chunk = clients[begin : begin + TOGETHER]
+        requests = {client: CountReport(torch.from_numpy(names[held[client]]), size) for client in chunk}
+        for client, reply in federation.ask(requests, check=check).items():
+            pages = load(reply)
+            sums = [total.add_(page) for total, page in zip(sums, pages, strict=True)] if sums else pages
+            counted[client] = held[client]
+    return counted, tuple(total.serialize() for total in sums)
+
+
+def sum_printed(
+    public: Public, held: Held, sealed: Mapping[ClientId, Sequence[bytes]], names: Ints
+) -> tuple[bytes, ...]:
+    """Add up E(n(l)) by placeholder, one ciphertext each.
+
+    Args:
+        public: The clients' public keys.
+        held: Placeholders of each client.
+        sealed: E(n(l)) for each of them.
+        names: What clients call them, shape (P,).
+
+    Returns:
+        E(N(p)), P ciphertexts, by name; an encrypted zero where nobody is left that holds p.
+    """
+    sums: dict[int, Cipher] = {}
+    for client, placeholders in held.items():
+        for name, data in zip(names[placeholders].tolist(), sealed[client], strict=True):
+            count = public.counting.load(data, length=1)
+            sums[name] = sums[name].add_(count) if name in sums else count
+    return tuple((sums[p] if p in sums else public.counting.seal([0.0])).serialize() for p in range(len(names)))
+
+
+def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints, *, packed: bool) -> Ints:
+    """N(p), decrypted by the first client that answers.
+
+    Args:
+        federation: To ask clients.
+        pages: E(N(p)), by name.
+        held: Placeholders of each client that is counted.
+        names: What clients call them, shape (P,).
+        packed: Whether a ciphertext holds many totals.
+
+    Returns:
+        Shape (P,).
+
+    Raises:
+        QuorumError: Nobody could: a client that finds a total that is not whole refuses to round it.
+    """
+    size = len(names)
+    if size == 0 or not held:
+        return np.zeros(size, dtype=np.int64)
+    holders = np.bincount(np.concatenate(list(held.values())), minlength=size)
+
+    def check(reply: Totals) -> None:
+        totals = reply.totals
+        if totals.dtype != torch.int64 or totals.shape != (size,):
+            raise ReplyRefusedError(f"totals {totals.dtype} {tuple(totals.shape)}, expected whole numbers ({size},)")
+        found = totals.numpy()[names]
+        if (found < holders).any() or (found[holders == 0] != 0).any():
+            raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
+
+    request = OpenTotals(pages, size, packed)
+    _, reply = ask_until(federation, held, request, check, "decrypt the totals")
+    totals: Ints = reply.totals.numpy()[names]
+    return totals
+
+
+def shares(federation: Federation, held: Held, totals: Ints) -> Held:
+    """n_k(p), from the clients' shares of the totals.
+
+    Args:
+        federation: To ask clients.
+        held: Placeholders of each client.
+        totals: N(p), shape (P,).
+
+    Returns:
+        For each client that answered the counts under its placeholders; none at all where they contradict a total.
+    """
+
+    def check(reply: ShareReply) -> None:
+        if reply.shares.dtype != torch.float64 or reply.shares.ndim != 1:
+            raise ReplyRefusedError(f"shares {reply.shares.dtype} {tuple(reply.shares.shape)}, expected float64 (L,)")
+        if bool(((reply.shares <= 0) | (reply.shares > 1)).any()):
+            raise ReplyRefusedError("a share outside (0, 1]")
+
+    requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
+    counts: Held = {}
+    for client, reply in federation.ask(requests, check=check).items():
+        if len(reply.shares) != len(held[client]):
+            federation.note("refused", [client], f"{len(reply.shares)} shares of {len(held[client])} placeholders")
+            continue
+        counts[client] = np.rint(reply.shares.numpy() * totals[held[client]]).astype(np.int64)
+    rest = totals - _per_placeholder(counts, held, len(totals))
+    silent = {client: np.ones_like(placeholders) for client, placeholders in held.items() if client not in counts}
+    unknown = _per_placeholder(silent, held, len(totals))
+    wrong = (rest < unknown) | ((unknown == 0) & (rest != 0))
+    if wrong.any():
+        # Whose share is wrong cannot be told from the sum.
+        federation.note("refused", list(counts), f"the shares of {int(wrong.sum())} placeholders do not add up")
+        return {}
+    return counts
+
+
+def _per_placeholder(values: Held, held: Held, size: int) -> Ints:
+    """Sums over clients, shape (size,)."""
+    sums = np.zeros(size, dtype=np.int64)
+    for client, own in values.items():
+        sums[held[client]] += own
+    return sums

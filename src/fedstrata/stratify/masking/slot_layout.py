@@ -1,0 +1,165 @@
+"""How labels are laid out in slots so that one subtraction compares many, and how the differences are scrambled.
+
+Label y of C is the code y + 1. The unique list has a *column* for each of C entries, and every *row* of it is a copy;
+a client's row holds one of its labels in all columns. So the difference of two ciphertexts compares as many labels
+with the whole list as there are rows; a client with more of them sends several *sheets*, and where C exceeds the
+slots the list has several *pages*. Code 0 is an empty column, C + 1 an unused row: neither equals a label.
+
+A difference d must tell nothing but whether it is zero. Multiplying it by a random number would not do: the product
+r·d of real numbers still shows about how large d is. So the server computes
+
+    z = r·d + p·s + u
+
+with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S whole numbers and |u| ≤ 1/16. Modulo p
+that is r·d: zero for d = 0, and for every other d uniform over 1 … p − 1, exactly. What is left of z, its multiple of
+p, is s plus at most p steps: its distribution changes with d by no more than p / S (2⁻¹⁹ up to 5,000 classes). And u
+drowns CKKS's own error, which is proportional to r: together they stay below 1/4, so that rounding is exact. The p·s +
+u that is added is a fresh encryption, which hides how the ciphertext came about.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.errors import FedstrataError
+from fedstrata.stratify.masking.ckks import COMPARING
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+MOST_CLASSES = 60_000
+"""Beyond it, p / S grows over 2⁻¹²."""
+
+TOLERANCE = 0.25
+_FLOOD = 1 / 16
+_SPAN = 2**44
+"""|z| stays below it: double precision gives such numbers to 1/256 after encoding and decoding."""
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """The layout for C classes.
+
+    Args:
+        classes: C, the number of entries that the unique list has room for.
+        slots: Numbers in a ciphertext.
+
+    >>> grid = Grid(10)
+    >>> grid.width, grid.rows, grid.pages, grid.prime
+    (10, 409, 1, 13)
+    """
+
+    classes: int
+    slots: int = COMPARING.slots
+
+    @property
+    def width(self) -> int:
+        """Columns on a page."""
+        return min(self.classes, self.slots)
+
+    @property
+    def rows(self) -> int:
+        """Labels on a sheet."""
+        return self.slots // self.width
+
+    @property
+    def pages(self) -> int:
+        """Pages of the list."""
+        return -(-self.classes // self.width)
+
+    @property
+    def prime(self) -> int:
+        """p, the smallest prime over C + 1."""
+        candidate = self.classes + 2
+        while any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
+            candidate += 1
+        return candidate
+
+    def sheets(self, labels: int) -> int:
+        """How many sheets so many labels take; a client without labels sends one too."""
+        return max(1, -(-labels // self.rows))
+
+    def sheets_of(self, labels: Ints) -> list[Floats]:
+        """A client's sheets.
+
+        Args:
+            labels: Class numbers, shape (L,).
+
+        Returns:
+            Arrays of shape (slots,).
+        """
+        codes = np.full(self.sheets(len(labels)) * self.rows, self.classes + 1, dtype=np.float64)
+        codes[: len(labels)] = labels + 1
+        sheets = np.full((len(codes) // self.rows, self.slots), self.classes + 1, dtype=np.float64)
+        sheets[:, : self.rows * self.width] = np.repeat(codes, self.width).reshape(len(sheets), -1)
+        return list(sheets)
+
+    def entries(self, labels: Ints, places: Ints) -> dict[int, Floats]:
+        """What adds labels to the list.
+
+        Args:
+            labels: Class numbers, shape (L,).
+            places: Page times width plus column, shape (L,).
+
+        Returns:
+            For each page that gets an entry an array of shape (slots,), zero in all other columns.
+        """
+        pages: dict[int, Floats] = {}
+        for label, place in zip(labels.tolist(), places.tolist(), strict=True):
+            page, column = divmod(place, self.width)
+            rows = pages.setdefault(page, np.zeros(self.slots))[: self.rows * self.width]
+            rows[column :: self.width] = label + 1
+        return pages
+
+    def blind(self) -> tuple[Floats, Floats]:
+        """R and p·s + u for every slot, from the operating system's randomness.
+
+        Clients know the experiment's seed, and so whatever is drawn from it.
+        """
+        p = self.prime
+        spread = min(p << 20, _SPAN // p)
+        factors = 1 + below(p - 1, self.slots)
+        multiples = p * (below(spread, self.slots) - spread // 2)
+        flood = (below(1 << 32, self.slots) / 2**31 - 1) * _FLOOD
+        return factors.astype(np.float64), multiples + flood
+
+    def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
+        """Where the zeros are.
+
+        Args:
+            opened: Decrypted differences, one array of shape (slots,) for each ciphertext.
+            sheets: Which sheet each of them compares.
+            labels: L, how many labels the client sent.
+
+        Returns:
+            For each label the number of the ciphertext times width plus the column of its zero; −1 without one.
+
+        Raises:
+            FedstrataError: A label equals two entries, or an unused row equals one: nothing that can happen when
+                everybody follows the protocol under one key.
+        """
+        places = np.full(labels, -1, dtype=np.int64)
+        for number, (values, sheet) in enumerate(zip(opened, sheets.tolist(), strict=True)):
+            zeros = np.flatnonzero(values % self.prime == 0)
+            rows, columns = zeros // self.width + sheet * self.rows, zeros % self.width
+            last = (sheet + 1) * self.rows
+            if len(np.unique(rows)) != len(rows) or (rows >= min(labels, last)).any() or (places[rows] >= 0).any():
+                raise FedstrataError("a comparison contradicts itself: a label is on the unique list twice")
+            places[rows] = number * self.width + columns
+        return places
+
+
+def below(bound: int, size: int) -> Ints:
+    """Numbers in 0 … bound − 1 from the operating system's randomness, uniform up to bound / 2⁶³."""
+    drawn = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(1)
+    return (drawn % np.uint64(bound)).astype(np.int64)
+
+
+def shuffled(size: int) -> Ints:
+    """A permutation from the operating system's randomness."""
+    return np.argsort(np.frombuffer(os.urandom(8 * size), dtype=np.uint64), kind="stable").astype(np.int64)

@@ -1,0 +1,153 @@
+"""Stratify: the label schedule decides what trains next, in union batches or sample by sample."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveInt, field_validator
+
+from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.errors import SpecError
+from fedstrata.federation.accounting import communication
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.methods.base import Method
+from fedstrata.nn.batchnorm import has_batchnorm
+from fedstrata.records import Tree, record
+from fedstrata.stratify.batch import BatchPlan, batch_epoch
+from fedstrata.stratify.masking.enrolment import Masking, enrol
+from fedstrata.stratify.masking.enrolment import check as check_masking
+from fedstrata.stratify.schedule import Holders, Rule, frequencies, schedule
+from fedstrata.stratify.single import Route, single_epoch
+
+
+@record
+class StratifyState:
+    """The global model, who holds which label, and the server optimiser's memory."""
+
+    weights: Weights
+    holders: Holders
+    optimizer: Tree
+
+
+class Stratify(Method):
+    """One epoch of the stratified label schedule a round.
+
+    ``batch``: union batches over the clients that hold the labels. Each is one step on the gradient of the summed loss,
+    divided by the number of samples that were really trained: the same step that a centralised run would make on those
+    samples. ``single``: the model travels from client to client, and each takes one SGD step per sample of its task.
+    ``hybrid``: batches for the first rounds, on the data that are there; then one sample after another of a stream of
+    new ones. Each client's samples of a label arrive in an order of their own. All but the last ``stream`` of them are
+    there from the start; the rest arrive in equal parts before each of the later rounds, and every part is trained in
+    the round before which it arrived. (Parts are rounded down at each client; a sample may train twice to fill the
+    schedule.) A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` mean
+    nothing here, and training's batch size is that of a union batch.
+
+    Args:
+        mode: ``batch``, ``single`` or ``hybrid``.
+        schedule: How often each label trains in an epoch: ``capped`` at the median count, ``uniform`` (the mean count
+            for every label) or ``uncapped`` (its own count).
+        cap: The cap instead of the median.
+        selection: Among a label's holders, ``uniform`` or ``weighted`` by how many samples each has.
+        batch_size: Samples in a batch over all clients; training's unless given.
+        server: The server's optimiser in batch mode; SGD with training's momentum and weight decay unless given. Its
+            ``lr``, 1 unless given, multiplies training's.
+        chunk_size: Single-sample mode: consecutive positions that are given out together, in the longest runs that one
+            client can train.
+        retain: Single-sample mode: the part of a label's holders that is considered in each chunk. With 1 the runs are
+            longest, and larger holders take more of them.
+        pretraining: Hybrid mode: rounds of batches; half of all rounds unless given.
+        stream: Hybrid mode: the part of every client's samples that arrives later.
+        masking: How the server learns who shares a label: ``none`` (labels in the clear), ``prf`` (a keyed hash),
+            ``ckks`` (compared under encryption) or ``ckks-paper`` (as printed, for comparison). All train alike.
+    """
+
+    paper: ClassVar[str] = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
+
+    mode: Literal["batch", "single", "hybrid"] = "batch"
+    schedule: Rule = "capped"
+    cap: PositiveInt | None = None
+    selection: Literal["uniform", "weighted"] = "uniform"
+    batch_size: PositiveInt | None = None
+    server: ServerOptimizer | None = None
+    chunk_size: PositiveInt = 5
+    retain: float = Field(default=0.5, gt=0, le=1)
+    pretraining: PositiveInt | None = None
+    stream: float = Field(default=0.5, gt=0, lt=1)
+    masking: Masking = "none"
+
+    @field_validator("server", mode="before")
+    @classmethod
+    def _by_name(cls, value: object) -> object:
+        return {"optimizer": value} if isinstance(value, str) else value
+
+    def check(self, config: FederationConfig) -> None:
+        """Masking needs its extra; batches of one need a model and an optimiser without memory of earlier samples."""
+        check_masking(self.masking, config.classes)
+        normalises = has_batchnorm(config.model.module)
+        if normalises and config.training.batch_norm == "local":
+            problem = "Stratify's statistics are those of the federation's batches; use average"
+            raise SpecError("training.batch_norm", problem, "local")
+        if self.mode == "batch":
+            key = "training.batch_size" if self.batch_size is None else "method.batch_size"
+            if normalises and (self.batch_size or config.training.batch_size) == 1:
+                raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
+            return
+        if normalises:
+            raise SpecError("method.mode", "BatchNorm has nothing to normalise in batches of one; use batch", self.mode)
+        if self.mode == "single" and self.server is not None:
+            raise SpecError("method.server", "the model travels and no server takes steps; only for batch and hybrid")
+        if config.training.momentum > 0:
+            problem = "would have to travel with the model in single-sample mode; use 0"
+            raise SpecError("training.momentum", problem, config.training.momentum)
+        if self.mode == "hybrid" and self._pretraining(config) >= config.training.rounds:
+            problem = f"leaves no round for the stream; at most {config.training.rounds - 1} with these training.rounds"
+            raise SpecError("method.pretraining", problem, self._pretraining(config))
+
+    def _pretraining(self, config: FederationConfig) -> int:
+        return self.pretraining or max(1, config.training.rounds // 2)
+
+    def init(self, federation: Federation, weights: Weights) -> StratifyState:
+        """Learn who holds which label, under placeholders."""
+        roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
+        return StratifyState(weights, roll.holders(), None)
+
+    def run_round(self, federation: Federation, state: StratifyState) -> tuple[StratifyState, dict[str, Any]]:
+        """One epoch of the schedule."""
+        config, holders = federation.config, state.holders
+        single, window = self._phase(config, federation.round)
+        totals = holders.totals()
+        if window != (0.0, 1.0):
+            totals = (totals * (window[1] - window[0])).round().astype(totals.dtype)
+        wanted = schedule(frequencies(totals, self.schedule, self.cap), federation.rng("schedule"))
+        weighted = self.selection == "weighted"
+        if single:
+            route = Route(
+                federation,
+                holders,
+                wanted,
+                chunk_size=self.chunk_size,
+                retain=self.retain,
+                weighted=weighted,
+                window=window,
+            )
+            weights, memory, metrics = single_epoch(federation, state.weights, route)
+        else:
+            size = self.batch_size or config.training.batch_size
+            pairs = has_batchnorm(config.model.module)
+            plan = BatchPlan(federation, holders, wanted, size, weighted=weighted, window=window, pairs=pairs)
+            weights, memory, metrics = batch_epoch(federation, state.weights, state.optimizer, plan, self.server)
+        metrics |= communication(weights, metrics["transfers"], config.clients, federation.round)
+        return StratifyState(weights, holders, memory), metrics | {"scheduled": len(wanted)}
+
+    def _phase(self, config: FederationConfig, round: int) -> tuple[bool, tuple[float, float]]:
+        """Whether a round goes sample by sample, and which part of the data is there in it."""
+        if self.mode != "hybrid":
+            return self.mode == "single", (0.0, 1.0)
+        before = self._pretraining(config)
+        if round <= before:
+            return False, (0.0, 1.0 - self.stream)
+        part = self.stream / (config.training.rounds - before)
+        begin = 1.0 - self.stream + part * (round - before - 1)
+        return True, (begin, min(begin + part, 1.0))

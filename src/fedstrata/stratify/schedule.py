@@ -1,0 +1,86 @@
+"""The stratified label schedule, who holds which label, and batch selection (Stratify §III)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.records import record
+from fedstrata.stratify.messages import LabelReply
+
+Ints = NDArray[np.int64]
+Rule = Literal["capped", "uniform", "uncapped"]
+
+
+@record
+class Holders:
+    """Which clients hold each placeholder, and how many samples.
+
+    Args:
+        placeholders: What clients call the placeholders, shape (P,); everything else knows them by their place here.
+        offsets: Where each one's holders begin, shape (P + 1,).
+        clients: Holders, ascending within a placeholder, shape (offsets[-1],).
+        counts: n_k(p), the same shape.
+    """
+
+    placeholders: Ints
+    offsets: Ints
+    clients: Ints
+    counts: Ints
+
+    @classmethod
+    def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
+        """From the clients' label reports."""
+        if not replies:
+            empty = np.empty(0, dtype=np.int64)
+            return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)
+        labels = np.concatenate([reply.labels.numpy() for reply in replies.values()])
+        counts = np.concatenate([reply.counts.numpy() for reply in replies.values()])
+        clients = np.repeat(np.fromiter(replies, dtype=np.int64), [len(reply.labels) for reply in replies.values()])
+        order = np.lexsort((clients, labels))
+        placeholders, sizes = np.unique(labels, return_counts=True)
+        offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        return cls(placeholders.astype(np.int64), offsets, clients[order], counts[order])
+
+    def totals(self) -> Ints:
+        """N(p), shape (P,)."""
+        if len(self.clients) == 0:
+            return np.zeros(len(self.placeholders), dtype=np.int64)
+        return np.add.reduceat(self.counts, self.offsets[:-1])
+
+    def of_placeholder(self, place: int) -> tuple[Ints, Ints]:
+        """Holders of the placeholder at ``place``, and their counts."""
+        part = slice(self.offsets[place], self.offsets[place + 1])
+        return self.clients[part], self.counts[part]
+
+
+def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
+    """f_l, how often each label is trained in an epoch (Stratify §III-A).
+
+    Args:
+        totals: N(l), shape (P,).
+        rule: ``uniform``: the mean count for every label. ``capped``: min(N(l), cap). ``uncapped``: N(l).
+        cap: The cap; the median of N(·) unless given.
+
+    Returns:
+        Shape (P,).
+
+    >>> frequencies(np.array([10, 4, 1])).tolist()
+    [4, 4, 1]
+    >>> frequencies(np.array([10, 4, 1]), "uniform").tolist()
+    [5, 5, 5]
+    """
+    if len(totals) == 0 or rule == "uncapped":
+        return totals
+    if rule == "uniform":
+        return np.full_like(totals, round(float(totals.mean())))
+    limit = cap if cap is not None else int(np.median(totals))
+    return np.minimum(totals, max(limit, 1))
+
+
+def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
+    """SLS = shuffle(∪_l f_l × {l}): places of placeholders, shape (Σ f_l,)."""
+    return generator.permutation(np.repeat(np.arange(len(frequency)), frequency))

@@ -1,0 +1,241 @@
+"""Client selection for single-sample learning: the longest runs of consecutive positions (Stratify, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
+
+_CELLS = 1 << 21
+"""Positions × clients that are worked on at once."""
+
+
+def assign_runs(
+    wanted: Ints,
+    available: Bools,
+    weights: Floats | None = None,
+    *,
+    chunk_size: int,
+    retain: float = 0.5,
+    generator: np.random.Generator,
+) -> Ints:
+    """The client that trains each position of a schedule (Stratify, Algorithm 1).
+
+    The schedule is cut into chunks. In each one every placeholder retains a pool of its available clients (see
+    ``retained``). The walk through a chunk looks, at position i, among the pool of the placeholder there for the client
+    whose pools cover the longest run of consecutive positions i, i + 1, … of the chunk; ties break at random; the
+    whole run is that client's, and the walk goes on after it.
+
+    All chunks are walked at once, so the work is a few array operations over positions × clients.
+
+    Args:
+        wanted: The placeholder of every position, in 0 … P−1, shape (L,).
+        available: Who has samples of each placeholder left, shape (P, N).
+        weights: n_k(p) for weighted selection, shape (P, N); None for uniform selection.
+        chunk_size: Positions in a chunk.
+        retain: The part of a placeholder's available clients that its pool keeps, in (0, 1].
+        generator: Randomness.
+
+    Returns:
+        The client of every position, −1 where nobody is available, shape (L,).
+
+    >>> both = np.array([[True, True], [True, False]])  # placeholder 0: clients 0 and 1; placeholder 1: client 0
+    >>> assign_runs(np.array([0, 1, 0]), both, chunk_size=3, retain=1.0, draw=np.random.default_rng(0)).tolist()
+    [0, 0, 0]
+    """
+    clients = np.flatnonzero(available.any(axis=0))
+    owner = np.full(len(wanted), -1, dtype=np.int64)
+    if len(clients) == 0:
+        return owner
+    able = available[:, clients]
+    shares = None if weights is None else weights[:, clients]
+    block = max(1, _CELLS // (chunk_size * len(clients))) * chunk_size
+    for begin in range(0, len(wanted), block):
+        part = wanted[begin : begin + block]
+        covers = _covers(part, able, shares, chunk_size, retain, generator)
+        found = _walk(covers, generator).reshape(-1)[: len(part)]
+        owner[begin : begin + block] = np.where(found >= 0, clients[found], -1)
+    return owner
+
+
+def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
+    """Pools of r = max(1, ceil(retain · |available|)) clients, drawn without replacement.
+
+    Uniform: each client equally likely. Weighted: client k is drawn next with probability proportional to n_k(p) among
+    those left, by keys Exp(1) / n_k(p) of which the r smallest stay (Efraimidis and Spirakis 2006).
+
+    Args:
+        able: The available clients of each pool, shape (…, N).
+        weights: n_k(p), the same shape; None for uniform.
+        retain: The part to keep, in (0, 1].
+        generator: Randomness.
+
+    Returns:
+        The pools, the same shape.
+    """
+    if retain >= 1:
+        return able
+    # The product of a decimal and a count may lie a hair above the whole number that is meant: 0.1 · 30 > 3.
+    size = np.maximum(1, np.ceil(retain * able.sum(axis=-1, keepdims=True) - 1e-9)).astype(np.int64)
+    keys = generator.standard_exponential(able.shape)
+    with np.errstate(divide="ignore"):
+        keys = np.where(able, keys if weights is None else keys / weights, np.inf)
+    limit = np.take_along_axis(np.sort(keys, axis=-1), size - 1, axis=-1)
+    pools: Bools = able & (keys <= limit)
+    return pools
+
+
+def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
+    """Where tasks begin and end: runs of one client within a chunk (Stratify, Algorithm 3, line 8).
+
+    Args:
+        owner: The client of every position, shape (L,).
+        chunk_size: Positions in a chunk.
+
+    Returns:
+        Begin and end (exclusive) of each task, shape (T,) each. Positions of nobody are in none.
+
+    >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
+    [[0, 3, 4], [2, 4, 5]]
+    """
+    if len(owner) == 0:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    place = np.arange(1, len(owner))
+    begins = np.concatenate([[0], place[(np.diff(owner) != 0) | (place % chunk_size == 0)]])
+    ends = np.concatenate([begins[1:], [len(owner)]])
+    served = owner[begins] >= 0
+    return begins[served], ends[served]
+
+
+def _covers(
+    wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
+) -> Bools:
+    """Whose pool covers each position, shape (chunks, chunk_size, N); a short last chunk is filled up with nobody."""
+    length = len(wanted)
+    chunk = np.arange(length) // chunk_size
+    # One pool for each placeholder that a chunk wants, shared by all its positions there.
+    pools, pool_of = np.unique(chunk * len(able) + wanted, return_inverse=True)
+    of_placeholder = pools % len(able)
+    kept = retained(able[of_placeholder], None if weights is None else weights[of_placeholder], retain, generator)
+    chunks = -(-length // chunk_size)
+    covers = np.zeros((chunks * chunk_size, able.shape[1]), dtype=bool)
+    covers[:length] = kept[pool_of]
+    return covers.reshape(chunks, chunk_size, -1)
+
+
+def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
+    """The greedy walk through all chunks at once: the place of a client, or −1, shape (chunks, chunk_size)."""
+    chunks, size, clients = covers.shape
+    runs = np.zeros((size + 1, chunks, clients), dtype=np.int32)
+    for i in reversed(range(size)):
+        np.multiply(runs[i + 1] + 1, covers[:, i], out=runs[i])
+    owner = np.full((chunks, size), -1, dtype=np.int64)
+    next_start = np.zeros(chunks, dtype=np.int64)
+    current = np.full(chunks, -1, dtype=np.int64)
+    for i in range(size):
+        here = np.flatnonzero(next_start == i)
+        lengths = runs[i, here]
+        longest = lengths.max(axis=1)
+        ties = (lengths == longest[:, None]) * (1.0 - generator.random(lengths.shape))
+        current[here] = np.where(longest > 0, ties.argmax(axis=1), -1)
+        next_start[here] = i + np.maximum(longest, 1)
+        owner[:, i] = current
+    return owner
+
+
+def select_batch(
+    wanted: Ints,
+    available: Mapping[int, Ints],
+    weights: Mapping[int, NDArray[np.float64]] | None,
+    generator: np.random.Generator,
+) -> Ints:
+    """Clients for the positions of one batch (Stratify, Algorithm 2).
+
+    For each placeholder p as many clients as p has positions are drawn from ``available[p]``, with replacement only
+    where there are fewer clients than positions, and dealt to the positions of p in order.
+
+    Args:
+        wanted: The placeholder of every position, shape (B,).
+        available: Clients by placeholder.
+        weights: Selection weights by placeholder, alike in shape; None for uniform selection.
+        generator: Randomness.
+
+    Returns:
+        The client of every position, −1 where nobody is available, shape (B,).
+    """
+    return select_batches(wanted, np.zeros(len(wanted), dtype=np.int64), available, weights, generator)
+
+
+def select_batches(
+    wanted: Ints,
+    batch_of: Ints,
+    available: Mapping[int, Ints],
+    weights: Mapping[int, NDArray[np.float64]] | None,
+    generator: np.random.Generator,
+) -> Ints:
+    """``select_batch`` for many batches at once.
+
+    Args:
+        wanted: The placeholder of every position, shape (L,).
+        batch_of: The batch of every position, ascending, shape (L,).
+        available: Clients by placeholder.
+        weights: Selection weights by placeholder, alike in shape; None for uniform selection.
+        generator: Randomness.
+
+    Returns:
+        The client of every position, −1 where nobody is available, shape (L,).
+    """
+    chosen = np.full(len(wanted), -1, dtype=np.int64)
+    for p in np.unique(wanted).tolist():
+        clients = available[p]
+        if len(clients) == 0:
+            continue
+        positions = np.flatnonzero(wanted == p)
+        _, begins, group, sizes = np.unique(
+            batch_of[positions], return_index=True, return_inverse=True, return_counts=True
+        )
+        shares = None if weights is None else weights[p] / weights[p].sum()
+        possible = len(clients) if shares is None else int((shares > 0).sum())
+        place = np.arange(len(positions)) - begins[group]
+        crowded = sizes[group] > possible
+        chosen[positions[crowded]] = generator.choice(clients, size=int(crowded.sum()), p=shares)
+        drawn = _orders(sizes <= possible, len(clients), shares, int(sizes.max()), generator)
+        chosen[positions[~crowded]] = clients[drawn[group[~crowded], place[~crowded]]]
+    return chosen
+
+
+def _orders(
+    groups: NDArray[np.bool_],
+    clients: int,
+    shares: NDArray[np.float64] | None,
+    most: int,
+    generator: np.random.Generator,
+) -> Ints:
+    """For each of some groups, up to ``most`` clients drawn one after another without replacement, shape (G, most).
+
+    Weighted draws follow the smallest of keys Exp(1) / share (Efraimidis and Spirakis 2006).
+    """
+    most = min(most, clients)
+    orders = np.zeros((len(groups), most), dtype=np.int64)
+    rows = np.flatnonzero(groups)
+    if clients == 1:
+        return orders
+    if shares is None and clients > 32 * most:
+        # Few among many: a draw each costs less than a key for everybody.
+        for row in rows.tolist():
+            orders[row] = generator.choice(clients, size=most, replace=False)
+        return orders
+    block = max(1, (1 << 21) // clients)
+    for begin in range(0, len(rows), block):
+        part = rows[begin : begin + block]
+        keys = generator.standard_exponential((len(part), clients))
+        if shares is not None:
+            with np.errstate(divide="ignore"):
+                keys /= shares
+        orders[part] = np.argsort(keys, axis=1)[:, :most]
+    return orders

@@ -1,0 +1,1 @@
+"""Local training: one loop, and the faster ways through it."""

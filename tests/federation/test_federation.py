@@ -1,0 +1,514 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedstrata as fs
+from fedstrata.clients.client import HANDLERS, Client, answers, carries
+from fedstrata.clients.context import ClientContext
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
+from fedstrata.errors import ClientsFailedError, FedstrataError, QuorumError, ReplyRefusedError
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Fit, Reply, Request, Weights
+from fedstrata.objectives.base import CrossEntropy
+from fedstrata.records import encode, record
+from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.stratify.messages import Gradient, LabelReply, LabelReport, Reserve
+
+
+@record
+class Say(Request):
+    what: str
+
+
+@record
+class Said(Reply):
+    number: int
+    values: Tensor
+
+
+@answers(Say)
+def say(client: Client, request: Say) -> Said:
+    """Whatever the test asks for."""
+    client.state["said"] = {"times": client.state.get("said", {"times": 0})["times"] + 1}
+    if request.what == "nothing":
+        return None  # type: ignore[return-value]
+    if request.what == "another":
+        return SizeReport(1, 1, 1.0)  # type: ignore[return-value]
+    if request.what == "raise":
+        raise LookupError(f"client {client.number} cannot")
+    if request.what == "text":
+        return Said("seven", torch.ones(1))  # type: ignore[arg-type]
+    if request.what == "array":
+        return Said(np.int64(7), np.ones(1))  # type: ignore[arg-type]
+    return Said(client.number, torch.full((2,), float(request.what)))
+
+
+@record
+class Unheard(Request):
+    pass
+
+
+@record
+class Meet(Request):
+    raises: int
+
+
+@answers(Meet)
+def meet(client: Client, request: Meet) -> Said:
+    """Two sums over the group; one client may raise between them."""
+    assert client.group is not None
+    once = client.group.all_reduce_sum(torch.tensor([float(client.number)]))
+    client.state["met"] = {"sum": once}
+    if client.number == request.raises:
+        raise LookupError("left the meeting")
+    return Said(client.group.size, client.group.all_reduce_sum(once))
+
+
+@record
+class Pass(Request):
+    culprit: int
+    way: str
+
+
+@carries(Pass)
+def carry(client: Client, task: Pass, weights: Weights) -> tuple[Weights, Said]:
+    """Add the client's number to every parameter."""
+    if client.number == task.culprit and task.way == "raise":
+        raise LookupError("stumbled")
+    client.state["carried"] = {"times": 1}
+    params = {name: w + client.number for name, w in weights.params.items()}
+    if client.number == task.culprit:
+        name = next(iter(params))
+        params[name] = {"nan": params[name] * torch.nan, "shape": params[name][:1]}[task.way]
+    return Weights(params, weights.buffers), Said(client.number, torch.ones(1))
+
+
+# Asking.
+
+
+def test_replies_are_sorted_by_client_and_those_of_the_asked(tiny):
+    federation = tiny(6)
+    replies = federation.ask({5: Say("1"), 0: Say("2"), 3: Say("3")})
+    assert [(k, r.number, r.values.tolist()) for k, r in replies.items()] == [
+        (0, 0, [2.0, 2.0]),
+        (3, 3, [3.0, 3.0]),
+        (5, 5, [1.0, 1.0]),
+    ]
+    assert federation.ask({}) == {}
+    assert federation.events == []
+
+
+def test_every_byte_is_counted(tiny):
+    federation = tiny()
+    requests = {0: Say("1"), 1: Say("1.0000"), 3: Say("2")}
+    replies = federation.ask(requests)
+    assert federation.accounting.bytes_down == sum(len(encode(request)) for request in requests.values())
+    assert federation.accounting.bytes_up == sum(len(encode(reply)) for reply in replies.values())
+    before = federation.accounting.bytes_down
+    fits = federation.fits()
+    replies = federation.ask(fits)
+    assert federation.accounting.bytes_down - before == 4 * len(encode(fits[0]))
+    assert federation.accounting.exchanges == 2
+    federation.begin(2)
+    assert (federation.accounting.bytes_up, federation.accounting.exchanges, federation.events) == (0, 0, [])
+
+
+def test_who_is_gone_costs_no_bytes(tiny):
+    federation = tiny(availability=fs.Bernoulli(p=1e-9))
+    assert federation.ask(federation.fits()) == {}
+    assert (federation.accounting.bytes_up, federation.accounting.bytes_down) == (0, 0)
+
+
+def test_a_quorum_is_kept_to(tiny):
+    federation = tiny()
+    federation.method = "chess"
+    assert len(federation.ask({k: Say("raise" if k == 0 else "1") for k in range(4)}, quorum=3)) == 3
+    with pytest.raises(QuorumError, match="round 1 of chess: 2 of 4 clients answered, 3 are needed"):
+        federation.ask({k: Say("raise" if k < 2 else "1") for k in range(4)}, quorum=3)
+
+
+def test_there_are_only_so_many_clients(tiny):
+    for wrong in (-1, 4):
+        with pytest.raises(ValueError, match=r"there are 0 … 3"):
+            tiny().ask({0: Say("1"), wrong: Say("1")})
+
+
+def test_a_question_that_nobody_declared(tiny):
+    with pytest.raises(FedstrataError, match="do not know how to answer Unheard: declare it with @answers"):
+        tiny().ask({0: Unheard()})
+    federation = tiny()
+    with pytest.raises(ClientsFailedError, match="do not know how to carry Unheard: declare it with @carries"):
+        federation.relay([(0, Unheard()), (1, Unheard())], federation.weights)
+
+
+# Bad clients.
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("nothing", "a NoneType is no message"),
+        ("text", "Said.number: input should be a valid integer"),
+        ("array", "Said.values: input should be an instance of tensor"),
+        ("nan", "NaN or infinity"),
+        ("inf", "NaN or infinity"),
+        ("-inf", "NaN or infinity"),
+    ],
+)
+def test_a_handlers_nonsense_is_refused(tiny, what, reason):
+    federation = tiny()
+    federation.begin(9)
+    replies = federation.ask({k: Say(what if k == 2 else "1") for k in range(4)})
+    assert list(replies) == [0, 1, 3]
+    assert federation.events == [
+        {"round": 9, "kind": "refused", "clients": [2], "reason": f"client 2 in round 9 of toy: {reason}"}
+    ]
+    assert (federation.accounting.failed, federation.accounting.returned) == ({2}, {0, 1, 3})
+    assert federation.store.get(2) == {}
+    assert federation.store.get(3) == {"said": {"times": 1}}
+
+
+def test_the_largest_finite_numbers_are_not_refused(tiny):
+    federation = tiny()
+    assert len(federation.ask(dict.fromkeys(range(4), Say("3e38")))) == 4  # whose sum is infinite
+
+
+def test_a_methods_own_check(tiny):
+    def check(reply: Said) -> None:
+        if reply.number == 1:
+            raise ReplyRefusedError("not you")
+
+    federation = tiny()
+    assert list(federation.ask(dict.fromkeys(range(4), Say("1")), check=check)) == [0, 2, 3]
+    assert federation.reasons("refused") == ["client 1 in round 1 of toy: not you"]
+
+
+WAYS = {
+    "raise": "ZeroDivisionError: on purpose",
+    "nan": "NaN or infinity",
+    "inf": "NaN or infinity",
+    "shape": r"params\['0.weight'\] is (6, 4) torch.float32, expected (6, 5) torch.float32",
+    "broadcast": r"params\['0.weight'\] is (1, 1) torch.float32, expected (6, 5) torch.float32",
+    "dtype": r"params\['0.weight'\] is (6, 5) torch.float64, expected (6, 5) torch.float32",
+    "complex": r"params\['0.weight'\] is (6, 5) torch.complex64, expected",
+    "missing": "params lacks '0.weight'",
+    "unknown": "params has an unknown 'another'",
+    "list": "Weights.params.0.weight: input should be an instance of tensor",
+    "message": r"message has \['extra'\], expected \[\]",
+    "none": "FitReply.message: input should be a valid dictionary",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_clients_bad_model_is_left_out_and_the_others_aggregate_is_right(tiny, broken, way):
+    sizes = [8, 16, 24]
+    good = tiny(sizes=sizes, objective=CrossEntropy(), local_epochs=2)
+    expected = good.ask(good.fits(0, 2))
+    federation = tiny(sizes=sizes, objective=broken(), local_epochs=2, clients_per_round=3)
+    federation.ask(federation.fits())
+    federation.begin(1)
+    federation.engine.context = type(federation.engine.context)(
+        **{**vars(federation.engine.context), "objective": broken(culprits=[1], how=way)}
+    )
+    method = fs.FedAvg(objective=broken())
+    state, metrics = method.run_round(federation, method.init(federation, federation.weights))
+    # n = 8 and 24: a quarter and three quarters.
+    for name, w in state.weights.params.items():
+        by_hand = 0.25 * expected[0].weights.params[name] + 0.75 * expected[2].weights.params[name]
+        torch.testing.assert_close(w, by_hand, rtol=1e-6, atol=1e-7)
+    assert metrics["samples"] == 2 * (8 + 24)
+    [event] = federation.events
+    assert event["clients"] == [1]
+    assert event["kind"] == ("failed" if way == "raise" else "refused")
+    prefix = "client 1 in round 1 of toy: "
+    assert event["reason"].startswith(prefix + WAYS[way].replace("\\", "")), event["reason"]
+    assert (federation.accounting.failed, federation.accounting.returned) == ({1}, {0, 2})
+    # Its state is that of the visit before.
+    assert [federation.store.get(k)["objective"]["visits"] for k in range(3)] == [2, 1, 2]
+
+
+def test_the_place_of_an_exception_is_named(tiny, broken):
+    federation = tiny(sizes=[8, 16], objective=broken(culprits=[0]))
+    federation.ask(federation.fits())
+    assert "conftest.py:" in federation.reasons("failed")[0]
+
+
+def test_when_all_clients_raise_the_program_is_at_fault(tiny, broken):
+    federation = tiny(sizes=[8, 16], objective=broken(culprits=[0, 1]))
+    with pytest.raises(
+        ClientsFailedError, match="all 2 clients failed in round 1 of toy; client 0: ZeroDivisionError: on purpose"
+    ) as caught:
+        federation.ask(federation.fits())
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_when_all_clients_raise_after_others_answered_the_round_goes_on(tiny):
+    federation = tiny()
+    federation.ask({0: Say("1"), 1: Say("raise")})
+    assert federation.ask({0: Say("raise"), 1: Say("raise")}) == {}
+    assert federation.accounting.failed == {0, 1}
+
+
+def test_one_client_that_raises_is_no_proof_that_the_program_is_at_fault(tiny):
+    federation = tiny()
+    assert federation.ask({2: Say("raise")}) == {}
+    assert federation.accounting.failed == {2}
+    with pytest.raises(ClientsFailedError):
+        federation.ask({0: Say("raise"), 1: Say("raise")})
+    federation.resumed = True  # what was answered before the checkpoint is not known
+    assert federation.ask({0: Say("raise"), 1: Say("raise")}) == {}
+
+
+def test_a_missed_quorum_leaves_no_trace_at_the_clients():
+    spec = fs.Experiment(method="scaffold", training={"clients_per_round": 4}, partition=fs.IID(clients=4))
+    prepared = fs.prepare(spec)
+    store = StateStore()
+    context = ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use())
+    federation = Federation(LocalEngine(context, store), prepared.config, fs.Bernoulli(p=0.5), "scaffold")
+    weights = Weights(prepared.config.model.params(), prepared.config.model.buffers())
+    federation.begin(1)
+    request = Fit(1, weights, {"c": {n: torch.zeros_like(w) for n, w in weights.params.items()}}, 1.0, 1.0)
+    with pytest.raises(QuorumError):
+        federation.ask(dict.fromkeys(range(4), request), quorum=4)
+    assert federation.accounting.dropped
+    assert len(store) == 0
+
+
+def test_when_all_clients_send_nan_nothing_changes(tiny, broken):
+    federation = tiny(sizes=[8, 16], objective=broken(culprits=[0, 1], how="nan"))
+    method = fs.FedAvg()
+    before = method.init(federation, federation.weights)
+    after, metrics = method.run_round(federation, before)
+    assert all(torch.equal(after.weights.params[n], w) for n, w in before.weights.params.items())
+    assert metrics == {"clients_trained": 0, "samples": 0, "train_loss": None}
+    assert len(federation.reasons("refused")) == 2
+
+
+def test_a_run_with_a_bad_client_goes_to_its_end(tmp_path, broken):
+    spec = fs.Experiment(
+        partition=fs.Given(indices=[list(range(8 * k, 8 * k + 8)) for k in range(3)] + [list(range(100, 140))]),
+        method=fs.FedAvg(objective=broken(culprits=[4], how="nan")),
+        training={"rounds": 2},
+    )
+    history = fs.run(spec, out=tmp_path / "run")
+    assert [record["clients_failed"] for record in history] == [1, 1]
+    assert [record["clients_returned"] for record in history] == [3, 3]
+    lines = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert "client 3 in round 2 of fedavg: NaN or infinity" in lines[1]
+
+
+# Together.
+
+
+def test_a_group_adds_up_in_the_middle_of_an_answer(tiny):
+    federation = tiny(5)
+    replies = federation.ask(dict.fromkeys((1, 2, 4), Meet(-1)), together=True)
+    assert {k: (r.number, r.values.tolist()) for k, r in replies.items()} == dict.fromkeys((1, 2, 4), (3, [21.0]))
+
+
+def test_a_member_that_raises_releases_the_others_and_is_the_only_one_that_failed(tiny):
+    federation = tiny(5)
+    before = threading.active_count()
+    assert federation.ask(dict.fromkeys((1, 2, 4), Meet(2)), together=True) == {}
+    assert federation.accounting.failed == {2}
+    assert federation.accounting.returned == set()
+    [event] = federation.events
+    assert (event["kind"], event["clients"]) == ("failed", [2])
+    assert event["reason"].startswith("client 2 in round 1 of toy: LookupError: left the meeting")
+    assert [federation.store.get(k) for k in (1, 2, 4)] == [{}, {}, {}]
+    assert threading.active_count() == before
+    # Without it the others go on.
+    assert len(federation.ask(dict.fromkeys((1, 4), Meet(2)), together=True)) == 2
+
+
+# Relays.
+
+
+def test_a_relay_hands_the_model_on(tiny):
+    federation = tiny(5)
+    start = federation.weights
+    tasks = [(3, Pass(-1, "")), (1, Pass(-1, "")), (3, Pass(-1, ""))]
+    relayed = federation.relay(tasks, start)
+    assert all(torch.equal(relayed.weights.params[n], w + 3 + 1 + 3) for n, w in start.params.items())
+    assert {position: reply.number for position, reply in relayed.replies.items()} == {0: 3, 1: 1, 2: 3}
+    accounting = federation.accounting
+    assert accounting.hops == 3
+    assert accounting.bytes_down == 3 * (len(encode(start)) + len(encode(tasks[0][1])))
+    assert accounting.bytes_up == sum(len(encode(reply)) for reply in relayed.replies.values())
+    assert federation.store.get(1) == {"carried": {"times": 1}}
+
+
+def test_when_every_hop_raises_the_program_is_at_fault(tiny):
+    federation = tiny(5)
+    with pytest.raises(ClientsFailedError, match="in round 1 of toy; client 3: LookupError: stumbled"):
+        federation.relay([(3, Pass(3, "raise")), (2, Pass(2, "raise"))], federation.weights)
+    federation.relay([(1, Pass(3, "raise")), (3, Pass(3, "raise"))], federation.weights)
+    assert federation.accounting.returned == {1}
+    relayed = federation.relay([(3, Pass(3, "raise"))], start := federation.weights)
+    assert all(torch.equal(relayed.weights.params[n], w) for n, w in start.params.items())
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [("raise", "LookupError: stumbled"), ("nan", "NaN or infinity"), ("shape", "params['0.weight'] is (1, 5)")],
+)
+def test_a_hop_that_fails_costs_one_hop(tiny, way, reason):
+    federation = tiny(5)
+    start = federation.weights
+    relayed = federation.relay([(k, Pass(2, way)) for k in (1, 2, 4)], start)
+    assert all(torch.equal(relayed.weights.params[n], w + 1 + 4) for n, w in start.params.items())
+    assert list(relayed.replies) == [0, 2]
+    [event] = federation.events
+    assert event["clients"] == [2]
+    assert event["reason"].startswith(f"client 2 in round 1 of toy: {reason}")
+    assert (federation.accounting.failed, federation.accounting.returned) == ({2}, {1, 4})
+    assert federation.store.get(2) == {}
+
+
+def test_a_hop_whose_client_is_gone_is_skipped(tiny):
+    availability = fs.Bernoulli(p=0.5)
+    federation = tiny(8, availability=availability)
+    there = np.flatnonzero(availability.online(np.arange(8), 1, 0)).tolist()
+    assert 0 < len(there) < 8
+    relayed = federation.relay([(k, Pass(-1, "")) for k in range(8)], federation.weights)
+    assert list(relayed.replies) == there
+    assert federation.accounting.hops == len(there)
+    assert federation.accounting.dropped == set(range(8)) - set(there)
+
+
+# Sums.
+
+
+class Poison(fs.Objective):
+    """NaN wherever a certain sample is in the batch."""
+
+    where: float = float("inf")
+
+    def loss(self, model, params, batch, context):
+        loss = super().loss(model, params, batch, context)
+        return loss * torch.nan if bool((batch.x == self.where).any()) else loss
+
+
+def reserved(federation, clients):
+    """Four samples of every label set aside by each client for batch 0."""
+    labels = torch.arange(3).repeat_interleave(2)
+    request = Reserve(1, torch.zeros(6, dtype=torch.int64), labels, torch.empty(0, dtype=torch.int64), True)
+    federation.ask(dict.fromkeys(clients, request))
+    federation.begin(1)
+    return dict.fromkeys(clients, Gradient(1, 0, federation.weights))
+
+
+def books(federation):
+    accounting = federation.accounting
+    return accounting.metrics(), accounting.invited, accounting.returned
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_fused_sum_is_that_of_the_parts_and_the_books_are_the_same(tiny, norm):
+    found = {}
+    for execution in ("fused", "per-client"):
+        module = None
+        if norm:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+        federation = tiny(4, module=module, execution=execution)
+        summed = federation.ask_sum(reserved(federation, (0, 1, 3)), together=norm)
+        found[execution] = summed, books(federation)
+    (fused, fused_books), (single, single_books) = found.values()
+    assert fused.clients == single.clients == [0, 1, 3]
+    assert fused_books == single_books
+    assert fused_books[0]["bytes_up"] > 0
+    assert fused.reply.samples == single.reply.samples == 18
+    assert fused.reply.loss == pytest.approx(single.reply.loss, rel=1e-6)
+    assert set(fused.reply.gradient) == set(single.reply.gradient)
+    for name, gradient in single.reply.gradient.items():
+        torch.testing.assert_close(fused.reply.gradient[name], gradient, rtol=1e-5, atol=1e-6)
+    for name, buffer in single.reply.buffers.items():
+        torch.testing.assert_close(fused.reply.buffers[name], buffer, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_fused_form_a_sum_is_taken_one_by_one(tiny):
+    federation = tiny()
+    summed = federation.ask_sum(dict.fromkeys((0, 2, 3), Say("1.5")))
+    assert (summed.reply.number, summed.reply.values.tolist(), summed.clients) == (5, [4.5, 4.5], [0, 2, 3])
+    assert federation.ask_sum(dict.fromkeys((0, 2, 3), Say("nan"))) is None
+    assert federation.ask_sum({}) is None
+
+
+def test_the_client_that_spoils_a_fused_sum_is_found_and_left_out(tiny):
+    federation = tiny(4)
+    requests = reserved(federation, (0, 1, 3))
+    good = federation.ask_sum({k: requests[k] for k in (0, 3)})
+    context = federation.engine.context
+    chosen = context.assignment[1][federation.store.get(1)["stratify"].places]
+    poison = Poison(where=float(context.data.inputs(torch.from_numpy(chosen)).flatten()[0]))
+    federation.engine.context = type(context)(**{**vars(context), "objective": poison})
+    federation.begin(1)
+    summed = federation.ask_sum(requests)
+    assert summed.clients == [0, 3]
+    for name, gradient in good.reply.gradient.items():
+        torch.testing.assert_close(summed.reply.gradient[name], gradient)
+    assert federation.reasons("refused") == ["client 1 in round 1 of toy: NaN or infinity"]
+    assert (federation.accounting.failed, federation.accounting.returned) == ({1}, {0, 3})
+    assert federation.accounting.exchanges == 1
+
+
+# The usual questions.
+
+
+def test_sizes_and_labels(tiny):
+    federation = tiny(sizes=[8, 3])
+    sizes: dict[int, SizeReply] = federation.ask(dict.fromkeys((0, 1), SizeReport(1, 0, 1.0)))
+    assert {k: reply.samples for k, reply in sizes.items()} == {0: 8, 1: 3}
+    labels: dict[int, LabelReply] = federation.ask(dict.fromkeys((0, 1), LabelReport()))
+    held = {k: dict(zip(r.labels.tolist(), r.counts.tolist(), strict=True)) for k, r in labels.items()}
+    assert held == {0: {0: 3, 1: 3, 2: 2}, 1: {0: 1, 1: 1, 2: 1}}
+
+
+def test_the_work_of_a_fit_is_what_it_trains():
+    fit = Fit(1, Weights({}, {}), {}, keep=0.5, passes=3.0)
+    assert fit.work(40) == 60
+    assert SizeReport(1, 0, 1.0).work(40) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"samples": 2**70}, "a whole number of more than 64 bits"),
+        ({"dtype": torch.float8_e4m3fn}, "a tensor of torch.float8_e4m3fn"),
+        ({"layout": "sparse"}, "a tensor that is torch.sparse_coo on cpu"),
+        ({"device": "meta"}, "on meta"),
+    ],
+    ids=str,
+)
+def test_a_reply_that_no_arithmetic_can_use_costs_its_sender_alone(tiny, monkeypatch, change, reason):
+    federation = tiny(3)
+    real = HANDLERS[Fit]
+
+    def strange(client, request):
+        reply = real(client, request)
+        if client.number != 1:
+            return reply
+        if "samples" in change:
+            return replace(reply, samples=change["samples"])
+        params = dict(reply.weights.params)
+        first = next(iter(params))
+        if "dtype" in change:
+            params[first] = params[first].to(change["dtype"])
+        elif "layout" in change:
+            params[first] = params[first].to_sparse()
+        else:
+            params[first] = params[first].to("meta")
+        return replace(reply, weights=Weights(params, reply.weights.buffers))
+
+    monkeypatch.setitem(HANDLERS, Fit, strange)
+    assert sorted(federation.ask(federation.fits())) == [0, 2]
+    assert reason in federation.reasons("refused")[0]

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedstrata.config import build
+from fedstrata.errors import SpecError
+from fedstrata.partitions import (
+    IID,
+    PARTITIONS,
+    UNUSED,
+    Assignment,
+    Classes,
+    ClassGroup,
+    Dirichlet,
+    Domains,
+    Given,
+    Groups,
+    Partition,
+    PowerLaw,
+    Shards,
+)
+
+
+def table(partition, dataset, seed=0):
+    return partition.split(dataset, seed).counts(dataset.y_train.numpy(), dataset.classes)
+
+
+def test_assignment_by_hand():
+    assignment = Assignment.from_owners(np.array([2, 0, UNUSED, 2, 0]), clients=4)
+    assert assignment.indices.tolist() == [1, 4, 0, 3]
+    assert assignment.offsets.tolist() == [0, 2, 2, 4, 4]
+    assert [part.tolist() for part in assignment] == [[1, 4], [], [0, 3], []]
+    assert assignment.sizes.tolist() == [2, 0, 2, 0]
+    assert assignment.counts(np.array([0, 1, 1, 0, 1]), 3).tolist() == [
+        [0, 2, 0],
+        [0, 0, 0],
+        [2, 0, 0],
+        [0, 0, 0],
+    ]
+    lists = Assignment.from_lists([np.array([1, 4]), np.array([], dtype=np.int64), np.array([0, 3]), np.array([])])
+    assert np.array_equal(lists.indices, assignment.indices)
+    assert np.array_equal(lists.offsets, assignment.offsets)
+    with pytest.raises(IndexError, match="client 4 of 4"):
+        assignment[4]
+
+
+@st.composite
+def schemes(draw):
+    """A scheme with settings that the drawn data allow: (partition, labels, domains)."""
+    classes = draw(st.integers(1, 6))
+    counts = draw(st.lists(st.integers(36, 60), min_size=classes, max_size=classes))
+    labels = np.random.default_rng(0).permutation(np.repeat(np.arange(classes), counts))
+    domains = np.arange(len(labels)) % 3
+    clients = draw(st.integers(1, 12))
+    least = draw(st.integers(0, len(labels) // clients))
+    each = draw(st.integers(min(classes, -(-classes // clients)), classes))
+    alpha = draw(st.sampled_from([1e-9, 1e-3, 0.1, 1.0, 1e6]))
+    low = {"clients": clients, "min_size": min(least, 1)}
+    partition = draw(
+        st.sampled_from(
+            [
+                IID(clients=clients, min_size=least),
+                Dirichlet(clients=clients, min_size=least, alpha=alpha),
+                Dirichlet(clients=clients, min_size=least, alpha=alpha, balance="client"),
+                PowerLaw(clients=clients, min_size=least, exponent=2.5),
+                Domains(clients=clients, min_size=least, alpha=alpha),
+                Classes(per_client=each, **low),
+                Shards(per_client=draw(st.integers(1, 3)), **(low | {"clients": min(clients, 4 * classes)})),
+                Groups(
+                    groups=(ClassGroup(clients=clients, classes=each), ClassGroup(clients=1, classes=classes)),
+                    min_size=0,
+                ),
+                Domains(per_client=draw(st.integers(min(3, -(-3 // clients)), 3)), **low),
+            ]
+        )
+    )
+    return partition, labels, domains
+
+
+@settings(max_examples=200, deadline=None)
+@given(schemes(), st.integers(0, 2**32))
+def test_nothing_is_lost_or_repeated_and_the_seed_decides(labelled, scheme, seed):
+    partition, labels, domains = scheme
+    dataset = labelled(labels, domains)
+    assignment = partition.split(dataset, seed)
+    assert np.array_equal(np.sort(assignment.indices), np.arange(len(labels)))
+    assert len(assignment) == partition.clients
+    assert assignment.sizes.min() >= partition.min_size
+    assert np.array_equal(assignment.counts(labels, dataset.classes).sum(axis=0), np.bincount(labels))
+    again = partition.split(dataset, seed)
+    assert np.array_equal(assignment.indices, again.indices)
+    assert np.array_equal(assignment.offsets, again.offsets)
+    assert PARTITIONS.parse(partition.to_spec()) == partition
+
+
+@pytest.mark.parametrize("partition", [
+    IID(clients=5), Dirichlet(clients=5), Dirichlet(clients=5, balance="client"), Classes(clients=5),
+    Shards(clients=5), Groups(groups=[{"clients": 3, "classes": 2}, {"clients": 2, "classes": 1}]),
+    PowerLaw(clients=5), Domains(clients=5),
+], ids=lambda partition: partition.name)  # fmt: skip
+def test_another_seed_is_another_partition(labelled, partition):
+    dataset = labelled(np.arange(100) % 4, np.arange(100) % 3)
+    owners = [partition.split(dataset, seed) for seed in (0, 1)]
+    assert not np.array_equal(owners[0].indices, owners[1].indices)
+
+
+def test_iid_sizes_and_mix(labelled):
+    counts = table(IID(clients=7), labelled(np.arange(7000) % 10))
+    assert counts.sum(axis=1).tolist() == [1000] * 7
+    # Hypergeometric: 100 expected, deviation below sqrt(1000 · 0.1 · 0.9) = 9.5.
+    assert np.abs(counts - 100).max() < 45
+    assert sorted(IID(clients=3).split(labelled(np.zeros(11, dtype=int)), 0).sizes) == [3, 4, 4]
+
+
+def test_classes_holds_exactly_k_and_splits_equally(labelled):
+    labels = np.repeat(np.arange(10), 601)
+    counts = table(Classes(clients=20, per_client=3), labelled(labels))
+    assert ((counts > 0).sum(axis=1) == 3).all()
+    assert ((counts > 0).sum(axis=0) == 6).all()  # 60 holdings of 10 classes
+    held = [column[column > 0] for column in counts.T]
+    assert all(sorted(part) == [100, 100, 100, 100, 100, 101] for part in held)
+
+
+def test_classes_mixes_which_classes_meet(labelled):
+    counts = table(Classes(clients=200, per_client=2), labelled(np.arange(4000) % 10))
+    pairs = {tuple(np.flatnonzero(row)) for row in counts}
+    assert len(pairs) > 38  # of 45; with 200 clients, all but one or two
+    every_class = table(Classes(clients=4, per_client=10), labelled(np.arange(4000) % 10))
+    assert (every_class == 100).all()
+
+
+def test_classes_of_a_fixed_size(labelled):
+    """ReBaFL, section 5.1: every client 1,000 samples of two classes, equally many of each."""
+    dataset = labelled(np.arange(60_000) % 10)
+    for seed in range(3):
+        partition = Classes(clients=20, per_client=2, size=1000)
+        assignment = partition.split(dataset, seed)
+        assert (assignment.sizes == 1000).all()
+        assert len(np.unique(assignment.indices)) == 20_000
+        assert set(assignment.counts(dataset.y_train.numpy(), 10).ravel()) == {0, 500}
+    uneven = table(Classes(clients=5, per_client=3, size=10), dataset)
+    assert all(sorted(row[row > 0]) == [3, 3, 4] for row in uneven)
+    with pytest.raises(
+        SpecError, match=r"partition.size = 40000: class \d has 6000 samples for 80000 wanted; take a smaller"
+    ):
+        Classes(clients=20, per_client=2, size=40_000).split(dataset, 0)
+    with pytest.raises(SpecError, match=r"partition\.size = 2: a client has 3 class labels; at least so many"):
+        Classes(clients=20, per_client=3, size=2).split(dataset, 0)
+
+
+def test_classes_that_cannot_be(labelled):
+    dataset = labelled(np.arange(100) % 10)
+    with pytest.raises(SpecError, match=r"partition.per_client = 2: 8 holdings for 10 class labels"):
+        Classes(clients=4, per_client=2).split(dataset, 0)
+    with pytest.raises(SpecError, match=r"partition.per_client = 11: the data have 10 class labels"):
+        Classes(clients=4, per_client=11).split(dataset, 0)
+    with pytest.raises(SpecError, match=r"partition.clients = 60: class \d has 10 samples for 12 holders"):
+        Classes(clients=60, per_client=2).split(dataset, 0)
+
+
+def test_groups_are_numbered_one_after_the_other(labelled):
+    """The clustered setting of ReBaFL is the default."""
+    counts = table(Groups(), labelled(np.arange(5000) % 10))
+    assert (counts > 0).sum(axis=1).tolist() == [2] * 8 + [3] * 8 + [5] * 4
+    assert ((counts > 0).sum(axis=0) == 6).all()
+    fixed = Groups(size=60).split(labelled(np.arange(5000) % 10), 0)
+    assert (fixed.sizes == 60).all()
+
+
+def test_groups_count_their_clients():
+    assert Groups(groups=[{"clients": 3, "classes": 1}]).clients == 3
+    with pytest.raises(SpecError, match="clients = 30: the groups have 20 clients"):
+        PARTITIONS.parse({"name": "groups", "clients": 30})
+    with pytest.raises(SpecError, match=r"groups\.0\.clients = 0"):
+        PARTITIONS.parse({"name": "groups", "groups": [{"clients": 0, "classes": 1}]})
+    with pytest.raises(SpecError, match=r"groups\.0\.classes: needed"):
+        PARTITIONS.parse({"name": "groups", "groups": [{"clients": 2}]})
+    with pytest.raises(SpecError, match="groups = 'x'"):
+        PARTITIONS.parse({"name": "groups", "groups": "x"})
+
+
+def test_shards_are_consecutive_labels(labelled):
+    labels = np.repeat(np.arange(10), 200)
+    counts = table(Shards(clients=50, per_client=2), labelled(labels))
+    assert (counts.sum(axis=1) == 40).all()
+    assert set(counts.ravel()) <= {0, 20, 40}  # shards of 20 never span two classes of 200
+    assert ((counts > 0).sum(axis=1) <= 2).all()
+    assert ((counts > 0).sum(axis=1) == 2).sum() > 30
+    with pytest.raises(SpecError, match=r"partition.per_client = 50: 2500 shards of 2000 samples; at most 40"):
+        Shards(clients=50, per_client=50).split(labelled(labels), 0)
+
+
+def test_domains_per_client(labelled):
+    domains = np.repeat(np.arange(4), 60)
+    dataset = labelled(np.arange(240) % 3, domains)
+    counts = Domains(clients=8).split(dataset, 0).counts(domains, 4)
+    assert sorted(map(tuple, counts)) == sorted([(30, 0, 0, 0), (0, 30, 0, 0), (0, 0, 30, 0), (0, 0, 0, 30)] * 2)
+    assert ((Domains(clients=8, per_client=2).split(dataset, 0).counts(domains, 4) > 0).sum(axis=1) == 2).all()
+    skewed = Domains(clients=8, alpha=0.01).split(dataset, 0)
+    assert skewed.sizes.max() > 45
+    with pytest.raises(SpecError, match=r"partition\.name = 'domain': needs a data set with domains"):
+        Domains(clients=2).split(labelled([0, 1]), 0)
+    with pytest.raises(SpecError, match="give per_client or alpha, not both"):
+        Domains(per_client=1, alpha=0.5)
+
+
+def test_power_law_sizes(labelled):
+    dataset = labelled(np.zeros(1100, dtype=int))
+    assert PowerLaw(clients=3).split(dataset, 0).sizes.tolist() == [600, 300, 200]
+    assert PowerLaw(clients=4, exponent=0).split(dataset, 0).sizes.tolist() == [275] * 4
+    # 1/k² of 1,100: 773, 193, 86, 48; the last lacks 52, all of which the first gives.
+    assert PowerLaw(clients=4, exponent=2, min_size=100).split(dataset, 0).sizes.tolist() == [
+        707,
+        193,
+        100,
+        100,
+    ]
+
+
+def test_dirichlet_at_both_ends(labelled):
+    labels = np.repeat(np.arange(10), 1000)
+    even = table(Dirichlet(clients=10, alpha=1e6), labelled(labels))
+    assert np.abs(even - 100).max() <= 2
+    even = table(Dirichlet(clients=10, alpha=1e6, balance="client"), labelled(labels))
+    assert np.abs(even - 100).max() < 50  # multinomial: a deviation of 9.5
+    skewed = table(Dirichlet(clients=100, alpha=1e-3, min_size=0), labelled(labels))
+    assert np.median(skewed.max(axis=0)) == 1000  # nearly every class at one client
+    one_class = table(Dirichlet(clients=100, alpha=1e-3, balance="client"), labelled(labels))
+    assert (one_class.sum(axis=1) == 100).all()
+    # Mixes of one class each, of which some are wanted by more than the ten clients that they suffice for.
+    assert np.median(one_class.max(axis=1)) > 60
+    assert np.median((one_class > 0).sum(axis=1)) <= 3
+
+
+def test_dirichlet_moments(labelled):
+    """Shares of a class have the mean 1/N and the variance (N − 1)/(N² (N α + 1)) of Dir_N(α)."""
+    dataset, alpha, clients = labelled(np.repeat(np.arange(20), 200)), 0.3, 8
+    partition = Dirichlet(clients=clients, alpha=alpha, min_size=0)
+    shares = np.concatenate([table(partition, dataset, seed).T / 200 for seed in range(40)])  # 800 draws
+    error = np.sqrt((clients - 1) / (clients**2 * (clients * alpha + 1)) / len(shares))
+    assert np.abs(shares.mean(axis=0) - 1 / clients).max() < 4 * error
+    assert shares.var() == pytest.approx((clients - 1) / (clients**2 * (clients * alpha + 1)), rel=0.06)
+
+
+def test_dirichlet_favours_no_client_when_pieces_are_small(labelled):
+    """With far more clients than samples a class, rounding decides; the first and last get their share all
+    the same."""
+    dataset = labelled(np.repeat(np.arange(50), 10))
+    partition = Dirichlet(clients=40, alpha=100, min_size=0)
+    sizes = np.mean([partition.split(dataset, seed).sizes for seed in range(40)], axis=0)  # 12.5 expected each
+    assert np.abs(sizes - 12.5).max() < 4 * np.sqrt(12.5 / 40)
+
+
+def test_top_up_moves_as_few_as_it_can(labelled):
+    dataset = labelled(np.repeat(np.arange(10), 100))
+    without = Dirichlet(clients=30, alpha=0.02, min_size=0)
+    topped = Dirichlet(clients=30, alpha=0.02, min_size=5)
+    before, after = without.split(dataset, 3), topped.split(dataset, 3)
+    missing = np.maximum(5 - before.sizes, 0)
+    assert missing.sum() > 20
+    assert (after.sizes[missing > 0] == 5).all()
+    owners = [np.empty(1000, dtype=int), np.empty(1000, dtype=int)]
+    for owner, assignment in zip(owners, (before, after), strict=True):
+        owner[assignment.indices] = assignment.owners
+    assert (owners[0] != owners[1]).sum() == missing.sum()
+    assert before.sizes.max() - after.sizes.max() > 0
+
+
+def test_given(labelled):
+    partition = Given(indices=[np.array([3, 1]), [0]])
+    assert partition.clients == 2
+    assert [part.tolist() for part in partition.split(labelled([0, 1, 0, 1]), 0)] == [[3, 1], [0]]
+    assert PARTITIONS.parse(partition.to_spec()) == partition
+    with pytest.raises(SpecError, match="gives sample 1 to 2 clients"):
+        Given(indices=[[1], [1]]).split(labelled([0, 1]), 0)
+    with pytest.raises(SpecError, match="names samples 0…7; accepted: 0…1"):
+        Given(indices=[[0], [7]]).split(labelled([0, 1]), 0)
+    with pytest.raises(SpecError, match="min_size = 1: client 1 gets 0 samples"):
+        Given(indices=[[0], []]).split(labelled([0, 1]), 0)
+    with pytest.raises(SpecError, match="clients = 3: there are indices for 2"):
+        Given(indices=[[0], [1]], clients=3)
+
+
+def test_too_many_clients(labelled):
+    with pytest.raises(SpecError, match=r"partition\.clients = 4: arrays has 9 .* at most 3 for min_size = 3"):
+        IID(clients=4, min_size=3).split(labelled([0] * 9), 0)
+
+
+class Broken(Partition):
+    wrong: str
+
+    def assign(self, labels, domains, rng):
+        return {
+            "short": np.zeros(3, dtype=int),
+            "beyond": np.full(len(labels), 2),
+            "dropped": np.where(np.arange(len(labels)) == 0, UNUSED, 0),
+            "lists": [np.arange(len(labels))],
+        }[self.wrong]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("short", "Broken returned 3 owners for 4 samples"),
+        ("beyond", "returned owners 2…2; accepted: 0…1"),
+        ("dropped", "leaves out 1 of 4 samples"),
+        ("lists", "returned lists for 1 clients, not 2"),
+    ],
+)
+def test_a_scheme_of_ones_own_is_checked(labelled, wrong, message):
+    with pytest.raises(SpecError, match=message):
+        Broken(clients=2, wrong=wrong).split(labelled([0, 1, 0, 1]), 0)
+
+
+def test_every_registered_name_is_a_scheme_with_that_name():
+    assert {name: PARTITIONS.find(name).name for name in PARTITIONS} == {name: name for name in PARTITIONS}
+    with pytest.raises(SpecError, match="alpha = 0: "):
+        build(Dirichlet, {"alpha": 0})
+    with pytest.raises(SpecError, match="did you mean 'dirichlet'"):
+        PARTITIONS.parse("dirichlett")
+
+
+def test_many_clients_are_quick(labelled):
+    """100,000 clients: seconds would mean a Python loop over clients."""
+    dataset = labelled(np.arange(60_000) % 10, np.arange(60_000) % 3)
+    for partition in (IID, Dirichlet, Classes, Shards, PowerLaw, Domains):
+        assignment = partition(clients=100_000, min_size=0).split(dataset, 0)
+        assert (len(assignment), len(assignment.indices)) == (100_000, 60_000)

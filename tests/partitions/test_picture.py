@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fedstrata.partitions import Dirichlet, Given, draw_partition, label_table, render_table
+
+
+def read(table):
+    console = Console(width=200, file=io.StringIO())
+    console.print(table)
+    return console.file.getvalue()
+
+
+def rows(text):
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+    return {row[0]: row[1:] for row in cells}
+
+
+def test_the_table_by_hand(labelled):
+    dataset = labelled([0, 1, 1, 2, 1, 0])
+    assignment = Given(indices=[[0, 1, 2], [3, 4, 5]]).split(dataset, 0)
+    assert label_table(assignment, dataset.y_train.numpy(), 3).tolist() == [[1, 2, 0], [1, 1, 1]]
+    text = read(render_table(assignment, dataset))
+    assert rows(text) == {
+        "0": ["3", "1", "2", "·"],
+        "1": ["3", "1", "1", "1"],
+        "min": ["3", "1", "1", "0"],
+        "mean": ["3.0", "1.0", "1.5", "0.5"],
+        "max": ["3", "1", "2", "1"],
+    }
+    assert "arrays: 6 samples at 2 clients" in text
+
+
+def test_many_clients_and_many_labels_are_summarised(labelled):
+    dataset = labelled([number % 20 for number in range(2000)])
+    text = read(render_table(Dirichlet(clients=50).split(dataset, 0), dataset))
+    assert [*rows(text)] == [*map(str, range(30)), "min", "mean", "max"]
+    assert "the first 30 of 50 clients" in text
+    assert "labels held" in text
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 2), (10, 3), (100, 10), (101, 10), (1500, 60)])
+def test_pictures_are_written(labelled, tmp_path, clients, classes):
+    from matplotlib.image import imread
+
+    dataset = labelled([number % classes for number in range(3000)])
+    path = tmp_path / "partition.png"
+    draw_partition(Dirichlet(clients=clients, min_size=0).split(dataset, 0), dataset, path)
+    pixels = imread(path)[..., :3]
+    assert pixels.shape[1] > 600
+    ink = (pixels[..., 2] - pixels[..., 0] > 0.15).mean()  # bluish: bars, and bubbles or cells
+    assert 0.02 < ink < 0.9

@@ -1,0 +1,63 @@
+"""k-means that goes on from round to round: its books against sums over all rows, its strata against all distances."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedstrata import records
+from fedstrata.sampling import incremental_kmeans
+from fedstrata.sampling.allocation import spread
+from fedstrata.sampling.incremental_kmeans import Clusters
+from fedstrata.sampling.row_store import RowStore
+
+
+def test_rows_are_what_a_matrix_would_be():
+    g = np.random.default_rng(0)
+    known, matrix = np.arange(0, 120, 2), g.normal(size=(60, 3)).astype(np.float32)
+    rows, expected = RowStore.of(matrix), dict(zip(known.tolist(), matrix, strict=True))
+    first = matrix.copy()
+    for _ in range(40):
+        clients = np.sort(g.choice(200 if g.random() < 0.2 else known, 2, replace=False))
+        new = g.normal(size=(2, 3)).astype(np.float32)
+        known, rows = rows.joined(known, clients, new)
+        expected |= dict(zip(clients.tolist(), new, strict=True))
+        whole = np.stack([expected[client] for client in sorted(expected)])
+        assert known.tolist() == sorted(expected)
+        np.testing.assert_array_equal(rows.whole(), whole)
+        np.testing.assert_array_equal(rows.take(np.array([0, 5, 9])), whole[[0, 5, 9]])
+        np.testing.assert_allclose(rows.times(np.eye(3, 2, dtype=np.float32)), whole[:, :2], rtol=1e-6)
+        np.testing.assert_allclose(rows.norms, np.linalg.norm(whole.astype(np.float64), axis=1), rtol=1e-12)
+    np.testing.assert_array_equal(matrix, first)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_strata_and_deviations_are_those_of_all_rows(scale, monkeypatch):
+    monkeypatch.setattr(incremental_kmeans, "STEPS", 100)
+    g = np.random.default_rng(1)
+    group = g.integers(4, size=200)
+    matrix = (scale * (3 * np.eye(4, 6)[group] + g.normal(size=(200, 6)))).astype(np.float32)
+    rows, known = RowStore.of(matrix), np.arange(200)
+    clusters = Clusters.of(rows, group).converged(rows)
+    for step in range(12):
+        n = len(known)
+        places = np.sort(g.choice(n, 5, replace=False))
+        new = (scale * (rows.take(places) / scale + g.normal(size=(5, 6)))).astype(np.float32)
+        clusters = clusters.without(places, rows.take(places))
+        known, rows = rows.joined(known, places, new)
+        if step % 4 == 3:  # somebody new
+            known, rows = rows.joined(known, np.array([n]), new[:1])
+            clusters = clusters.among(np.arange(n), n + 1)
+        clusters = clusters.converged(rows)
+        whole = rows.whole().astype(np.float64) / scale
+        sums = np.stack([whole[clusters.labels == h].sum(axis=0) for h in range(4)])
+        np.testing.assert_allclose(clusters.sums / scale, sums, atol=1e-5)
+        assert clusters.sizes.tolist() == np.bincount(clusters.labels, minlength=4).tolist()
+        distances = np.linalg.norm(whole[:, None] - sums / clusters.sizes[:, None, None].squeeze(-1), axis=2)
+        own = distances[np.arange(len(whole)), clusters.labels]
+        assert (own <= distances.min(axis=1) + 1e-4).all()
+        each, together = clusters.spread(rows.norms)
+        np.testing.assert_allclose(each / scale, spread(whole.astype(np.float32), clusters.labels, 4), rtol=1e-4)
+        assert together / scale == pytest.approx(spread(whole.astype(np.float32), 0 * clusters.labels, 1)[0], rel=1e-4)
+    assert clusters.renewed == 12 * 5 + 3
+    assert records.encode(records.decode(records.encode(clusters))) == records.encode(clusters)

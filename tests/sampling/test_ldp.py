@@ -1,0 +1,91 @@
+"""Randomised sizes: the privacy that is promised, and an estimator that is unbiased until M clips."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from fedstrata.clients.client import Client
+from fedstrata.handlers.sampling import report_size
+from fedstrata.sampling.ldp import estimated_total, randomised_size, truth_probability
+from fedstrata.sampling.messages import SizeReport
+
+
+def chances(size: int, bound: int, alpha: float) -> dict[int, float]:
+    """P(r | n) as FedSTaS states it."""
+    clipped = max(1, min(size, bound - 1))
+    return {r: alpha * (r == clipped) + (1 - alpha) / (bound - 1) for r in range(1, bound)}
+
+
+@pytest.mark.parametrize(("epsilon", "bound"), list(itertools.product([0.1, 1.0, 3.0, 8.0], [2, 3, 10, 100])))
+def test_the_largest_ratio_of_two_answers_is_e_to_the_epsilon(epsilon, bound):
+    tables = [chances(n, bound, truth_probability(epsilon, bound)) for n in range(bound + 5)]
+    worst = max(p[r] / q[r] for p, q in itertools.product(tables, tables) for r in p)
+    # With M = 2 there is one answer only: nothing is told.
+    assert worst == pytest.approx(math.exp(epsilon) if bound > 2 else 1.0, rel=1e-9)
+
+
+@pytest.mark.parametrize(("epsilon", "alpha"), [(3.0, 0.1616), (1e-9, 0.0), (700.0, 1.0), (5000.0, 1.0)])
+def test_the_chance_of_the_truth(epsilon, alpha):
+    assert truth_probability(epsilon, 100) == pytest.approx(alpha, abs=5e-5)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4, 7, 50])
+def test_answers_have_the_promised_frequencies(size):
+    bound, alpha, times = 8, 0.35, 20_000
+    generator = np.random.default_rng(size)
+    answers = np.bincount([randomised_size(size, bound, alpha, generator) for _ in range(times)], minlength=bound)
+    assert len(answers) == bound  # never M or more
+    assert answers[0] == 0  # nor 0, which would give an empty client away
+    for r, p in chances(size, bound, alpha).items():
+        assert abs(answers[r] / times - p) < 4.5 * math.sqrt(p * (1 - p) / times)
+
+
+def estimates(sizes: np.ndarray, bound: int, alpha: float, times: int) -> np.ndarray:
+    generator = np.random.default_rng(3)
+    rounds = ([randomised_size(int(n), bound, alpha, generator) for n in sizes] for _ in range(times))
+    return np.array([estimated_total(answers, bound, alpha) for answers in rounds])
+
+
+def test_the_estimate_is_unbiased_where_nothing_is_clipped():
+    sizes = np.arange(40, 60)
+    found = estimates(sizes, bound=60, alpha=0.5, times=1500)
+    error = found.std(ddof=1) / math.sqrt(len(found))
+    assert abs(found.mean() - sizes.sum()) < 4 * error
+    assert error < 0.01 * sizes.sum()
+
+
+def test_clipping_biases_it_to_what_the_bound_leaves():
+    sizes = np.arange(40, 60)
+    found = estimates(sizes, bound=50, alpha=0.5, times=1500)
+    error = found.std(ddof=1) / math.sqrt(len(found))
+    assert found.mean() < sizes.sum() - 8 * error
+    assert abs(found.mean() - np.minimum(sizes, 49).sum()) < 4 * error
+
+
+def test_the_estimate_by_hand():
+    # (12 + 30 + 3 − 0.75 · 40 · 3 / 2) / 0.25 = 0 → 1; with 80 more it is 320.
+    assert estimated_total([12, 30, 3], bound=40, alpha=0.25) == 1.0
+    assert estimated_total([12, 30, 83], bound=40, alpha=0.25) == pytest.approx(320.0)
+    assert estimated_total([1, 1], bound=100, alpha=0.1) == 1.0  # far below zero, and still at least 1
+
+
+def test_at_a_real_site_the_seed_does_not_take_the_noise_off(tiny):
+    """Sites do not tell their sizes, and the server knows the experiment's seed."""
+    federation = tiny(1, sizes=[40])
+    known = federation.engine.context
+    real = replace(known, config=replace(known.config, sizes=None), prepared={})
+
+    def answers(context):
+        asked = (SizeReport(round, 100, 0.1) for round in range(1, 41))
+        return [report_size(Client(0, context), request).samples for request in asked]
+
+    assert answers(known) == answers(known)
+    first, second = answers(real), answers(real)
+    assert first != second
+    assert len(set(first)) > 10
+    assert set(first) <= set(range(1, 101))

@@ -1,0 +1,124 @@
+"""A federation whose wire can be listened to, cut and tampered with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+from fedstrata import records
+from fedstrata.clients.context import ClientContext
+from fedstrata.clients.store import StateStore
+from fedstrata.data import from_arrays
+from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.availability import Always
+from fedstrata.federation.engine import Failure, FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Reply, Request
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import CrossEntropy
+from fedstrata.partitions import Assignment
+from fedstrata.settings import Training
+from fedstrata.stratify.masking.key_store import KeyRing
+
+
+class Wire:
+    """Every message crosses as bytes, as it does between machines.
+
+    ``received`` is all that came to the server. ``cut`` names the kinds of request that a client no longer answers:
+    it is gone from then on. ``tamper`` changes a client's reply to a kind of request.
+    """
+
+    def __init__(self, engine: LocalEngine) -> None:
+        self.engine = engine
+        self.received: list[bytes] = []
+        self.asked: list[tuple[int, type[Request]]] = []
+        self.cut: dict[int, type[Request]] = {}
+        self.tamper: dict[tuple[int, type[Request]], Callable[[Any], Reply]] = {}
+        self.gone: set[int] = set()
+
+    def ask(self, requests: Mapping[int, Request], *, together: bool) -> dict[int, Reply | Failure]:
+        self.gone |= {k for k, request in requests.items() if self.cut.get(k) is type(request)}
+        self.asked += [(k, type(request)) for k, request in requests.items()]
+        there = {k: records.decode(records.encode(r)) for k, r in requests.items() if k not in self.gone}
+        outcomes: dict[int, Reply | Failure] = dict(self.engine.ask(there, together=together)) if there else {}
+        for k, outcome in outcomes.items():
+            if not isinstance(outcome, Failure):
+                change = self.tamper.get((k, type(requests[k])), lambda reply: reply)
+                self.received.append(records.encode(change(outcome)))
+                outcomes[k] = records.decode(self.received[-1])
+        return outcomes | {k: Failure("connection lost") for k in requests if k in self.gone}
+
+    def ask_fused(self, requests: Mapping[int, Request]) -> Reply | None:
+        reply = self.engine.ask_fused(requests)
+        self.received.append(records.encode(reply))
+        return reply
+
+    def settle(self, accepted: Iterable[int]) -> None:
+        self.engine.settle(accepted)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Site(Federation):
+    """A federation with what a test looks at within reach."""
+
+    engine: Wire  # type: ignore[assignment]
+
+    def map_of(self, client: int) -> dict[int, int]:
+        """What a client knows: {placeholder: class number}."""
+        return dict(self.engine.engine.store.get(client)["placeholders"])
+
+    def reasons(self, kind: str) -> list[str]:
+        return [event["reason"] for event in self.events if event["kind"] == kind]
+
+    def count(self, kind: type[Request]) -> int:
+        """How many clients were asked so."""
+        return sum(asked is kind for _, asked in self.engine.asked)
+
+
+SHARED = KeyRing()
+"""Making keys takes longer than most tests do."""
+
+
+def build(
+    holdings: Sequence[Mapping[Any, int]], *, names: Sequence[Any] | None = None, keys: KeyRing | None = None
+) -> Site:
+    """Clients that hold so many samples of each label.
+
+    Args:
+        holdings: {label: samples} of each client.
+        names: All labels; those that somebody holds unless given.
+        keys: The clients' ring; one that tests share unless given.
+    """
+    labels = [label for held in holdings for label, n in held.items() for _ in range(n)]
+    everything = list(names) if names is not None else sorted(set(labels))
+    y = np.array([*labels, *everything])  # each class also has one test sample
+    x = np.zeros((len(y), 1), dtype=np.float32)
+    data = from_arrays(x, y, x[:1], y[:1], normalize="none")
+    ends = np.cumsum([sum(held.values()) for held in holdings])
+    parts = np.split(np.arange(len(labels)), ends[:-1])
+    assignment = Assignment.from_lists(parts)
+    config = FederationConfig(
+        7, Training(), Model(nn.Linear(1, data.classes)), data.classes, len(holdings), assignment.sizes
+    )
+    context = ClientContext(config, data, assignment, CrossEntropy(), keys=keys or SHARED)
+    site = Site(Wire(LocalEngine(context, StateStore())), config, Always(), "toy")
+    site.begin(0)
+    return site
+
+
+@pytest.fixture
+def site() -> Callable[..., Site]:
+    """Builds one; see ``build``."""
+    return build
+
+
+@pytest.fixture
+def wire() -> type[Wire]:
+    """What wraps an engine."""
+    return Wire
