@@ -29,9 +29,9 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.engines.ray import RayEngine, WorkerPool
-from fedstrata.experiment import prepare
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.preparation import prepare
 from fedstrata.sampling.messages import SizeReport
 
 RESULTS = Path(__file__).parent / "results"

@@ -27,9 +27,9 @@ import fedstrata as fs
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
-from fedstrata.experiment import Prepared, prepare
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.preparation import Prepared, prepare
 from fedstrata.stratify.client_single import stepper_of
 from fedstrata.stratify.messages import StepsReply
 from fedstrata.stratify.schedule import Holders, schedule

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from torch import nn
 
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.data import from_arrays
+from fedstrata.data import Dataset, from_arrays
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always, Availability
 from fedstrata.federation.engine import FederationConfig
@@ -23,8 +23,10 @@ from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.partitions import Assignment
+from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
 from fedstrata.settings import Training
+from fedstrata.simulation import HANDLERS, Simulation
 
 # For the processes that tests start: two of them on two cores must not fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -73,6 +75,7 @@ def tiny() -> Callable[..., Tiny]:
         module: nn.Module | None = None,
         sizes: list[int] | None = None,
         store: StateStore | None = None,
+        handlers: Sequence[Callable[..., object]] = (),
         **training: object,
     ) -> Tiny:
         sizes = sizes or [8] * clients
@@ -88,10 +91,67 @@ def tiny() -> Callable[..., Tiny]:
         training = {"batch_size": 4} | ({} if "local_steps" in training else {"local_epochs": 1}) | training
         settings = Training(**training)
         config = FederationConfig(0, settings, Model(module), CLASSES, len(assignment), assignment.sizes)
-        context = ClientContext(config, data, assignment, objective or CrossEntropy())
+        context = ClientContext(config, data, assignment, objective or CrossEntropy(), HANDLERS + handlers)
         engine = LocalEngine(context, StateStore() if store is None else store)
         federation = Tiny(engine, config, availability or Always(), "toy")
         federation.begin(1)
         return federation
+
+    return build
+
+
+class Started(Simulation):
+    """A run taken round by round, however many rounds its spec has."""
+
+    @property
+    def config(self) -> FederationConfig:
+        return self.prepared.config
+
+
+@pytest.fixture
+def start() -> Callable[..., Started]:
+    """Starts a federation from a spec."""
+    return lambda spec, data=None, model=None: Started(prepare(spec, data=data, model=model))
+
+
+@pytest.fixture(scope="session")
+def seven() -> Dataset:
+    """Seven samples of two features and three classes, as they are."""
+    x = [[0.5, -1.0], [1.5, 0.3], [-0.7, 0.8], [0.2, 0.9], [-1.1, -0.4], [0.6, 1.2], [-0.3, -1.6]]
+    return from_arrays(x, [0, 1, 2, 0, 1, 2, 0], x, [0, 1, 2, 0, 1, 2, 0], normalize="none")
+
+
+@pytest.fixture
+def trace(tmp_path) -> Callable[[dict[int, list[int]]], dict[str, str]]:
+    """Writes a trace of who is there: client to rounds."""
+
+    def write(rounds: dict[int, list[int]]) -> dict[str, str]:
+        lines = [f"{client},{t},{t}" for client, there in rounds.items() for t in there]
+        (tmp_path / "trace.csv").write_text("\n".join(["client,first,last", *lines]))
+        return {"name": "trace", "file": str(tmp_path / "trace.csv")}
+
+    return write
+
+
+# Before any test imports `datasets`: nothing here may reach the network.
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session")
+def labelled():
+    """Builds a table data set with the given training labels (and domains); all else is immaterial."""
+
+    def build(labels: object, domains: object = None) -> Dataset:
+        y = np.asarray(labels)
+        x = np.arange(len(y), dtype=np.float32)[:, None]
+        names = [str(number) for number in range(int(y.max()) + 1)]
+        domain = None if domains is None else np.asarray(domains)
+        return from_arrays(
+            x, y, x[:1], y[:1],
+            class_names=names,
+            domain_train=domain,
+            domain_test=None if domain is None else domain[:1],
+            domain_names=None if domain is None else [str(number) for number in range(int(domain.max()) + 1)],
+        )  # fmt: skip
 
     return build

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fedstrata as fs
 from fedstrata.errors import DataError, SpecError
 from fedstrata.history import History, summarise
 from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, write_json
@@ -100,7 +101,7 @@ def test_csv_reads_back(tmp_path: Path) -> None:
 
 
 def test_plot_writes_a_picture(tmp_path: Path) -> None:
-    figure = History(RECORDS, method="fedavg").plot("accuracy", tmp_path / "a.png")
+    figure = fs.plot(History(RECORDS, method="fedavg"), "accuracy", tmp_path / "a.png")
     assert figure.axes[0].lines[0].get_ydata().tolist() == [50, 80, 80, 60]
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 

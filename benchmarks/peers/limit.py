@@ -26,9 +26,9 @@ import fedstrata as fs
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.experiment import prepare
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.preparation import prepare
 from fedstrata.process import prepare_process
 
 PARTS = {

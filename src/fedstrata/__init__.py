@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fedstrata.data import Data as Data
     from fedstrata.data import Dataset as Dataset
     from fedstrata.data import from_arrays as from_arrays
-    from fedstrata.experiment import prepare as prepare
     from fedstrata.experiment import run as run
     from fedstrata.federation.availability import Always as Always
     from fedstrata.federation.availability import Bernoulli as Bernoulli
@@ -59,10 +58,14 @@ if TYPE_CHECKING:
     from fedstrata.partitions import Partition as Partition
     from fedstrata.partitions import PowerLaw as PowerLaw
     from fedstrata.partitions import Shards as Shards
+    from fedstrata.preparation import prepare as prepare
+    from fedstrata.report.plots import plot as plot
+    from fedstrata.run_folder import RunFolder as RunFolder
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
     from fedstrata.settings import Evaluation as Evaluation
     from fedstrata.settings import Training as Training
+    from fedstrata.simulation import Simulation as Simulation
     from fedstrata.spec import Experiment as Experiment
     from fedstrata.stratify.method import Stratify as Stratify
 
@@ -71,8 +74,11 @@ __version__ = "0.1.0"
 # Where each public name lives: importing fedstrata alone must not wait for PyTorch.
 _HOMES = {
     "compare": "comparison",
+    "plot": "report.plots",
     "run": "experiment",
-    "prepare": "experiment",
+    "prepare": "preparation",
+    "Simulation": "simulation",
+    "RunFolder": "run_folder",
     "Experiment": "spec",
     "History": "history",
     "Training": "settings",
@@ -80,16 +86,16 @@ _HOMES = {
     "Data": "data",
     "Dataset": "data",
     "from_arrays": "data",
-    "Partition": "data",
-    "Assignment": "data",
-    "IID": "data",
-    "Dirichlet": "data",
-    "Classes": "data",
-    "Shards": "data",
-    "Groups": "data",
-    "Domains": "data",
-    "PowerLaw": "data",
-    "Given": "data",
+    "Partition": "partitions",
+    "Assignment": "partitions",
+    "IID": "partitions",
+    "Dirichlet": "partitions",
+    "Classes": "partitions",
+    "Shards": "partitions",
+    "Groups": "partitions",
+    "Domains": "partitions",
+    "PowerLaw": "partitions",
+    "Given": "partitions",
     "Always": "federation.availability",
     "Bernoulli": "federation.availability",
     "Persistent": "federation.availability",
@@ -108,7 +114,7 @@ _HOMES = {
     "FedSampling": "methods.fedsampling",
     "ClusteredSampling": "methods.clustered",
     "PowerOfChoice": "methods.power_of_choice",
-    "Stratify": "methods.stratify",
+    "Stratify": "stratify.method",
     "BSMFedAvg": "methods.bsm",
     "FedAvgFT": "methods.fedavg_ft",
     "FedBABU": "methods.fedbabu",

@@ -188,9 +188,10 @@ def _located(options: argparse.Namespace, work: Any) -> Any:
 def _run(options: argparse.Namespace) -> int:
     from fedstrata import checkpoint
     from fedstrata.errors import SpecError
-    from fedstrata.experiment import SPEC, run
+    from fedstrata.experiment import run
     from fedstrata.report.console import RunProgress
     from fedstrata.report.plots import plot_run
+    from fedstrata.run_folder import SPEC
     from fedstrata.spec import COMPARE, Experiment
 
     if options.resume is not None:
@@ -401,8 +402,8 @@ def _split(spec: Any, data: Any) -> Any:
 
 def _strata(options: argparse.Namespace) -> int:
     from fedstrata.errors import SpecError
-    from fedstrata.experiment import prepare
     from fedstrata.inspect.strata import draw, strata_after, strata_of_folder
+    from fedstrata.preparation import prepare
     from fedstrata.spec import Experiment
 
     if options.rounds < 1:

@@ -13,8 +13,10 @@ from pathlib import Path
 
 from fedstrata.config import build
 from fedstrata.errors import SpecError
-from fedstrata.experiment import METRICS, SPEC, SUMMARY, is_run_of, prepare, run
+from fedstrata.experiment import run
 from fedstrata.history import History
+from fedstrata.preparation import prepare
+from fedstrata.run_folder import METRICS, SPEC, SUMMARY, is_run_of
 from fedstrata.spec import Experiment
 
 Runs = dict[str, list[History]]

@@ -9,7 +9,7 @@ import statistics
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +17,6 @@ from torch import Tensor
 
 from fedstrata.errors import DataError, SpecError, nearest
 from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Record = dict[str, Any]
 """One round: plain values, lists and tables that JSON can hold."""
@@ -187,16 +184,6 @@ class History(Sequence[Record]):
             for record in self:
                 values = (record.get(name) for name in names)
                 writer.writerow([json.dumps(v) if isinstance(v, (list, dict)) else v for v in values])
-
-    def plot(self, column: str = "accuracy", path: Path | str | None = None) -> Figure:
-        """Draw a column over the rounds; the picture is written too where a path is given.
-
-        Raises:
-            SpecError: There is no such column.
-        """
-        from fedstrata.report.plots import plot_curves
-
-        return plot_curves({self.method or "run": [self]}, column, path)
 
 
 def summarise(

@@ -58,7 +58,8 @@ def record(cls: type[T]) -> type[T]:
     """Declare a frozen dataclass that may be encoded, and so decoded."""
     made = dataclasses.dataclass(frozen=True)(cls)
     RECORDS[_kind(made)] = made
-    _FIELDS[made] = tuple(f.name for f in dataclasses.fields(made))  # type: ignore[arg-type]
+    fields = dataclasses.fields(made)  # type: ignore[arg-type]
+    _FIELDS[made] = tuple(field.name for field in fields if not field.metadata.get("unsent"))
     return made
 
 
@@ -220,8 +221,8 @@ class _Parts:
                 "$b", torch.frombuffer(bytearray(node), dtype=torch.uint8) if node else torch.empty(0).byte()
             )
         if _kind(type(node)) in RECORDS:
-            fields = dataclasses.fields(node)
-            return {"$r": _kind(type(node)), "f": {f.name: self._flatten(getattr(node, f.name)) for f in fields}}
+            fields = {name: self._flatten(getattr(node, name)) for name in _FIELDS[type(node)]}
+            return {"$r": _kind(type(node)), "f": fields}
         if isinstance(node, Mapping):
             if all(isinstance(key, str) and not key.startswith("$") for key in node):
                 return {key: self._flatten(item) for key, item in node.items()}
@@ -296,7 +297,7 @@ def require_types(message: Message) -> None:
     Raises:
         WireError: A field, of the message or of one inside it, has another type than was declared.
     """
-    fields = {name: getattr(message, name) for name in message.__dataclass_fields__}
+    fields = {name: getattr(message, name) for name in _FIELDS[type(message)]}
     for value in fields.values():
         if isinstance(value, Message):
             require_types(value)
@@ -308,7 +309,7 @@ def _checker(cls: type) -> TypeAdapter[Any]:
     if cls not in _CHECKERS:
         # A table of the fields' types: checked strictly, a dataclass itself would accept nothing but an instance.
         hints = get_type_hints(cls)
-        table = TypedDict(cls.__name__, {f.name: hints[f.name] for f in dataclasses.fields(cls)})  # type: ignore[misc]
+        table = TypedDict(cls.__name__, {name: hints[name] for name in _FIELDS[cls]})  # type: ignore[misc]
         table.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
             arbitrary_types_allowed=True, strict=True, extra="forbid"
         )
@@ -380,3 +381,8 @@ def _zip_with(combine: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 def same() -> Any:
     """A field that every party's reply holds alike, so that a sum of replies keeps the first."""
     return dataclasses.field(metadata={"same": True})
+
+
+def unsent(default: Any = None) -> Any:
+    """A field that stays with whoever made the record: it is never encoded, and a decoded record has its default."""
+    return dataclasses.field(default=default, metadata={"unsent": True}, compare=False, repr=False)

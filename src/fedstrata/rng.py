@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -68,15 +68,24 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
 
 
 @contextmanager
-def torch_seeded(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> Iterator[None]:
-    """Seed PyTorch's own generator for the block and put it back after it.
+def torch_seeded(
+    seed: int, purpose: str, round: int = 0, client: int = SERVER, device: torch.device | None = None
+) -> Iterator[None]:
+    """Seed PyTorch's own generators for the block and put them back after it.
 
-    For code that can only draw from the global generator: initialising modules, ``nn.Dropout``.
+    For code that can only draw from a global generator: initialising modules, ``nn.Dropout``. On a GPU its generator
+    is seeded too.
     """
+    cuda = device is not None and device.type == "cuda"
     state = torch.get_rng_state()
-    # The processor's generator alone: torch.manual_seed also formats a stack trace for devices that are not there.
-    torch.default_generator.manual_seed(int(rng(seed, purpose, round, client).integers(2**63)))
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+    number = int(rng(seed, purpose, round, client).integers(2**63))
+    with torch.random.fork_rng([device], device_type="cuda") if cuda else nullcontext():
+        # The processor's generator alone: torch.manual_seed also formats a stack trace for devices that are not there.
+        torch.default_generator.manual_seed(number)
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(number)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)

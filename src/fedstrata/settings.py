@@ -41,8 +41,6 @@ class Training(Setting):
             train in float32.
         device: Where the local engine trains and the global model is evaluated: ``cpu``, ``cuda``, ``cuda:N``, or
             ``auto``, a GPU if there is one. Another device rounds differently.
-        vectorise: Whether clients are trained side by side, as one set of operations; ``auto`` is true on a GPU alone.
-            Sums are then added up in another order.
     """
 
     rounds: PositiveInt = 20
@@ -61,7 +59,6 @@ class Training(Setting):
     workers: PositiveInt | None = None
     precision: Literal["float32", "bf16"] = "float32"
     device: str = "cpu"
-    vectorise: bool | Literal["auto"] = "auto"
 
     @field_validator("device")
     @classmethod

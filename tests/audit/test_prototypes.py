@@ -20,9 +20,10 @@ from fedstrata.audit.replay import replay
 from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, SpecError
-from fedstrata.experiment import SPEC, prepare
 from fedstrata.objectives.prototypes import class_means
 from fedstrata.partitions.server_data import ServerData
+from fedstrata.preparation import prepare
+from fedstrata.run_folder import SPEC
 from fedstrata.spec import Experiment
 
 STEPS = 50

@@ -26,7 +26,7 @@ from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.deploy.simulator import _sites_before
 from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import DataError, ExtraMissingError, FedstrataError, SpecError
-from fedstrata.experiment import prepare
+from fedstrata.preparation import prepare
 
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals.toml"

@@ -36,13 +36,14 @@ from fedstrata.engines.nvflare.wire import (
     read,
 )
 from fedstrata.errors import DataError, FedstrataError, SpecError
-from fedstrata.experiment import Prepared, go, prepare
 from fedstrata.federation.availability import Trace
 from fedstrata.federation.messages import Weights
 from fedstrata.jsonl import read_jsonl
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.objectives.base import CrossEntropy, Objective
+from fedstrata.preparation import Prepared, prepare
 from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.simulation import run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing
 
 PATIENCE = 20.0
@@ -84,7 +85,7 @@ class Sites:
         return self.hook(site, body, lambda: self.hosts[site].call(SERVER, data))
 
     def run(self, out: Path | None = None, *, resume: bool = False) -> fs.History:
-        return go(self.prepared, out, self.engine, resume=resume)
+        return run_prepared(self.prepared, out, self.engine, resume=resume)
 
 
 def _spec(name: str = "fedavg", clients: int = 3, rounds: int = 2, **table: Any) -> fs.Experiment:

@@ -25,10 +25,10 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
-from fedstrata.experiment import prepare
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.jsonl import read_jsonl
+from fedstrata.preparation import prepare
 from fedstrata.stratify.masking.key_store import KeyRing
 
 ray = pytest.importorskip("ray")

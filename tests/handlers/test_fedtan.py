@@ -11,9 +11,9 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
-from fedstrata.experiment import prepare
 from fedstrata.nn.averagednorm import averaged
 from fedstrata.nn.batchnorm import LocalGroup, federate_batchnorm
+from fedstrata.preparation import prepare
 
 
 def module(seed: int = 0) -> nn.Module:

@@ -15,9 +15,9 @@ import fedstrata as fs
 from fedstrata import checkpoint
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.errors import SpecError
-from fedstrata.experiment import assemble, prepare
 from fedstrata.methods.fedavg_ft import FedAvgFT
 from fedstrata.methods.head_tuning import HeadTuning
+from fedstrata.preparation import assemble, prepare
 from fedstrata.rng import rng
 from fedstrata.spec import variants
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
-from fedstrata.experiment import prepare
+from fedstrata.preparation import prepare
 
 
 def spec_of(**training: object) -> fs.Experiment:

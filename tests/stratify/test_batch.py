@@ -12,9 +12,9 @@ import fedstrata as fs
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.experiment import prepare
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import federate_batchnorm
+from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
 from fedstrata.stratify.client_batch import _Drawing
 from fedstrata.stratify.messages import Gradient, Reserve

@@ -12,8 +12,8 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.errors import ClientsFailedError, SpecError
-from fedstrata.experiment import prepare
 from fedstrata.nn.zoo import MLP
+from fedstrata.preparation import prepare
 from fedstrata.stratify.messages import Steps
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.single import Route

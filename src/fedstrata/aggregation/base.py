@@ -7,8 +7,8 @@ the a_k are; a ``ServerOptimizer`` may then treat the combined update as a gradi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ class Aggregator(Setting):
     Args:
         server: How the combined update is applied; as it is by default.
     """
+
+    handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
 
     needs_counts: ClassVar[bool] = False
     """Whether the weights depend on how many samples the clients used."""

@@ -24,10 +24,11 @@ from fedstrata.audit.replay import Sent, Watch, replay
 from fedstrata.audit.similarity import Likeness, likeness, metrics
 from fedstrata.data.dataset import Split
 from fedstrata.errors import SpecError
-from fedstrata.experiment import SPEC, Prepared, prepare
 from fedstrata.partitions.server_data import ServerData
+from fedstrata.preparation import Prepared, prepare
 from fedstrata.process import training_process
 from fedstrata.rng import rng
+from fedstrata.run_folder import SPEC
 from fedstrata.spec import Experiment
 
 HeldOut = Literal["test", "spare"]

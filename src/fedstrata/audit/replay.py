@@ -13,17 +13,14 @@ from typing import Any
 
 from fedstrata import checkpoint, records
 from fedstrata.checkpoint import Checkpoint
-from fedstrata.clients.context import ClientContext
-from fedstrata.clients.store import StateStore
-from fedstrata.engines import make_engine
 from fedstrata.errors import CheckpointError, SpecError
-from fedstrata.experiment import Prepared
-from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.handlers.fit import BUFFERS, OBJECTIVE
 from fedstrata.objectives.prototypes import Table
+from fedstrata.preparation import Prepared
 from fedstrata.records import Tree
 from fedstrata.rng import rng
+from fedstrata.simulation import Simulation
 
 PROTOTYPES = "prototypes"
 """What an objective calls its table in a message."""
@@ -117,52 +114,29 @@ def _chosen(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int
 def _play(
     prepared: Prepared, before: Checkpoint | None, until: int, clients: Collection[int], watch: Watch
 ) -> dict[int, tuple[int, Weights, Table]]:
-    spec, config, store = prepared.spec, prepared.config, StateStore()
-    engine = make_engine(
-        "local", ClientContext(config, prepared.data, prepared.assignment, spec.method.objective_in_use()), store
-    )
-    federation = _Listening(clients, engine, config, spec.availability, spec.method.name)
+    heard: dict[int, tuple[int, Weights, Table]] = {}
+
+    def listen(round: int, replies: Mapping[int, Any]) -> None:
+        for client in replies.keys() & clients:
+            reply = replies[client]
+            if isinstance(reply, FitReply) and PROTOTYPES in reply.message:
+                heard[client] = (round, reply.weights, reply.message[PROTOTYPES])
+
     begin = before.round if before else 0
-    try:
-        if before:
-            before.restore(store)
-            federation.resumed, state = True, before.state
-        else:
-            federation.begin(0)
-            state = spec.method.init(federation, Weights(config.model.params(), config.model.buffers()))
-        for round in range(begin + 1, until + 1):
-            watch(round - begin - 1, until - begin, f"round {round} again")
-            federation.begin(round)
-            state, _ = spec.method.run_round(federation, state)
-    finally:
-        engine.close()
-    return {
-        client: (round, _as_computed(store.get(client), weights), table)
-        for client, (round, weights, table) in federation.heard.items()
-    }
+    with Simulation(prepared, found=before, listener=listen) as simulation:
+        while simulation.round < until:
+            done = simulation.round - begin
+            watch(done, until - begin, f"round {simulation.round + 1} again")
+            simulation.step()
+        return {
+            client: (round, _as_computed(simulation.store.get(client), weights), table)
+            for client, (round, weights, table) in heard.items()
+        }
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
     """The model under which a client computed its prototypes: with its own statistics, where it keeps them."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
-
-
-class _Listening(Federation):
-    """A federation that remembers what some clients sent last."""
-
-    def __init__(self, clients: Collection[int], *args: Any) -> None:
-        super().__init__(*args)
-        self._clients = clients
-        self.heard: dict[int, tuple[int, Weights, Table]] = {}
-
-    def ask(self, *args: Any, **kwargs: Any) -> dict[int, Any]:
-        """See ``Federation.ask``."""
-        replies = super().ask(*args, **kwargs)
-        for client in replies.keys() & self._clients:
-            reply = replies[client]
-            if isinstance(reply, FitReply) and PROTOTYPES in reply.message:
-                self.heard[client] = (self.round, reply.weights, reply.message[PROTOTYPES])
-        return replies
 
 
 def _difference(table: Table, stored: Table) -> float:

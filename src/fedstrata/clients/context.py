@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstrata.data.dataset import Dataset
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.objectives.base import Objective
 from fedstrata.partitions.base import Assignment
-from fedstrata.stratify.masking.key_store import KeyRing
+
+if TYPE_CHECKING:
+    from fedstrata.clients.handling import Handlers
 
 T = TypeVar("T")
 
@@ -24,19 +26,21 @@ class ClientContext:
         data: The data set; a client sees only its own indices of it.
         assignment: Which samples belong to whom.
         objective: What clients minimise.
+        handlers: What clients know to answer.
         prepared: What was made ready once for all clients of the process, by what made it; see ``once``.
-        keys: The keys that all clients share and the server does not have.
+        keys: A slot for keys that all clients share and the server does not have, for handlers that need some.
     """
 
     config: FederationConfig
     data: Dataset
     assignment: Assignment
     objective: Objective
+    handlers: Handlers
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
-    keys: KeyRing = field(default_factory=KeyRing.of_site, compare=False, repr=False)
+    keys: Any = field(default=None, compare=False, repr=False)
 
     def once(self, make: Callable[[ClientContext], T]) -> T:
-        """What ``make`` makes of this world, made when first asked for; nothing of a client's own."""
+        """What ``make`` makes of this context, made when first asked for; nothing of a client's own."""
         if make not in self.prepared:
             self.prepared[make] = make(self)
         made: T = self.prepared[make]

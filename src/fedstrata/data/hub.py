@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.data.subsets import stratified
 from fedstrata.errors import DataError, ExtraMissingError
-from fedstrata.partitions.assign import stratified
 from fedstrata.rng import rng
 
 Arrays = dict[str, NDArray[Any]]

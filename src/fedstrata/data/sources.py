@@ -21,8 +21,8 @@ from fedstrata.config import Setting
 from fedstrata.data.arrays import Normalize, normalisation
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.hub import load_hub
+from fedstrata.data.subsets import stratified
 from fedstrata.errors import DataError, SpecError, nearest
-from fedstrata.partitions.assign import stratified
 from fedstrata.rng import rng
 
 Arrays = dict[str, NDArray[Any]]

@@ -15,8 +15,9 @@ from fedstrata.data import Dataset
 from fedstrata.data.arrays import checked_inputs
 from fedstrata.engines.nvflare.wire import Agreed, Begin
 from fedstrata.errors import DataError, SpecError
-from fedstrata.experiment import Prepared, assemble, prepare
 from fedstrata.partitions import Assignment
+from fedstrata.preparation import Prepared, assemble, prepare
+from fedstrata.simulation import make_context
 from fedstrata.spec import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
 
@@ -47,7 +48,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing) -> ClientContext:
         prepared = assemble(spec, own, Assignment(np.arange(size, dtype=np.int64), ends), sizes_known=False)
     if len(prepared.assignment) != begin.total:
         raise SpecError("partition.clients", f"there are {begin.total} clients", len(prepared.assignment))
-    return ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use(), keys=keys)
+    return make_context(prepared, keys)
 
 
 def prepare_server(spec: Experiment, agreed: Agreed, test: Path, clients: int) -> Prepared:

@@ -12,7 +12,7 @@ from fedstrata.config import Setting, build
 from fedstrata.deploy.settings import PATIENCE
 from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import SpecError
-from fedstrata.experiment import prepare
+from fedstrata.preparation import prepare
 from fedstrata.spec import Experiment, placed, read_toml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")

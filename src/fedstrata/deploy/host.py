@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata import checkpoint, records
-from fedstrata.clients.client import Client, carrier_of
+from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
@@ -42,7 +42,7 @@ from fedstrata.engines.nvflare.wire import (
 from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError, WireError
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Request, Weights
-from fedstrata.federation.reply_checks import check_like, defect_of
+from fedstrata.federation.reply_checks import defect_of
 from fedstrata.process import prepare_process
 from fedstrata.records import Message, Tree
 from fedstrata.stratify.masking.key_store import KeyRing
@@ -192,7 +192,7 @@ class _Run:
         """What became of an earlier answer; again, where it is known already."""
         if isinstance(news, Settled):
             if news.exchange == self._exchange:
-                self.engine.settle(news.clients)
+                self.engine.commit(news.clients)
         elif isinstance(news, Kept):
             self.stay.keep(news)
         elif isinstance(news, Ended):
@@ -242,7 +242,7 @@ class _Run:
         else:
             weights = read(self.host.send(hop.holder, records.encode(Fetch(hop.journey, hop.base))), Weights)
         model = self.context.config.model
-        if defect := defect_of(weights, check_like(Weights(model.params(), model.buffers()))):
+        if defect := defect_of(weights, lambda found: found.require_like(Weights(model.params(), model.buffers()))):
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
         return weights
 
@@ -287,7 +287,7 @@ class _Stay:
     """A site's part of one journey of a model; clients' states count when it is over."""
 
     def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
-        self.number, self._world, self._store = number, context, store
+        self.number, self._context, self._store = number, context, store
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
         self._new: _Left | None = None
         self._kept: _Left | None = None
@@ -295,9 +295,9 @@ class _Stay:
     def work(self, hop: Hop, task: Request, weights: Weights) -> Any:
         """One client's part."""
         self._new = None
-        client = Client(hop.client, self._world, self._states.get(hop.client) or self._store.get(hop.client))
+        client = Client(hop.client, self._context, self._states.get(hop.client) or self._store.get(hop.client))
         try:
-            weights, reply = carrier_of(type(task))(client, task, weights)
+            weights, reply = self._context.handlers.hop(type(task))(client, task, weights)
         except Exception as error:
             return failure(error)
         self._new = _Left(hop.hop, weights, hop.client, client.state)

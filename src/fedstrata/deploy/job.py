@@ -21,8 +21,10 @@ from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import SiteLostError
 from fedstrata.errors import FedstrataError, SpecError
-from fedstrata.experiment import SPEC, go, prepare, refuse_foreign
 from fedstrata.jsonl import write_json
+from fedstrata.preparation import prepare
+from fedstrata.run_folder import SPEC, refuse_foreign
+from fedstrata.simulation import run_prepared
 from fedstrata.spec import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
 
@@ -104,7 +106,7 @@ class Server:
             patience=plan.patience,
             direct=plan.direct,
         )
-        go(prepared, folder, engine, resume=resume)
+        run_prepared(prepared, folder, engine, resume=resume)
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:

@@ -22,9 +22,11 @@ from fedstrata.deploy.configuration import CLASSES, ERROR, raised, write_job
 from fedstrata.deploy.processes import end
 from fedstrata.deploy.settings import LOCAL, PATIENCE, JobSpec, SiteSettings
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
-from fedstrata.experiment import METRICS, SPEC, WEIGHTS, prepare, refuse_elsewhere
 from fedstrata.history import History
 from fedstrata.jsonl import read_jsonl, write_json
+from fedstrata.preparation import prepare
+from fedstrata.run_folder import METRICS, SPEC, WEIGHTS
+from fedstrata.simulation import refuse_elsewhere
 from fedstrata.spec import Experiment
 
 Callback = Callable[[Mapping[str, Any]], None]

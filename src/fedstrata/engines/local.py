@@ -9,24 +9,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedstrata.clients.client import Client, RelayHandler, carrier_of, fused_handler_of, handler_of, relay_handler_of
+from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.team import Answer, State, Team, can_fork
 from fedstrata.errors import SpecError
-from fedstrata.federation.engine import Failure, Note
+from fedstrata.federation.engine import Engine, Failure, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.nn.model import Model
 from fedstrata.records import Tree
-from fedstrata.stratify import client_batch, client_single  # noqa: F401  how clients answer
-from fedstrata.training.vectorised import side_by_side
+from fedstrata.training.devices import CPU, placed
 
 TEAM_PAYS, ASKING_PAYS = 0.2, 0.01
 """Seconds of work beyond which worker processes are started, and beyond which those that there are get some of it."""
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Clients are made when asked and gone afterwards; only their states stay.
 
     Where the work of a question is worth it, worker processes share in it. Clients are independent of each other and
@@ -43,11 +43,12 @@ class LocalEngine:
 
     def __init__(self, context: ClientContext, store: StateStore, workers: int = 1) -> None:
         self.context, self.store = context, store
-        self._side_by_side = side_by_side(context)
+        device = context.once(placed).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
-        # A fork of a process whose operations use several threads could hang.
-        self._helpers = workers - 1 if context.config.training.threads == 1 and can_fork() else 0
+        # A fork of a process whose operations use several threads, or a GPU, could hang.
+        alone = context.config.training.threads != 1 or device != CPU or not can_fork()
+        self._helpers = 0 if alone else workers - 1
         self._team: Team | None = None
         self._pace: dict[type[Request], float] = {}
         """Seconds for a unit of work, as measured here."""
@@ -66,9 +67,6 @@ class LocalEngine:
             return self._ask_group(requests, group)
         self._pending = {}
         outcomes: dict[ClientId, Reply | Failure] = {}
-        if self._side_by_side is not None:
-            outcomes |= self._side_by_side.answer(requests, self._client)
-            requests = {number: request for number, request in requests.items() if number not in outcomes}
         work = {number: 1.0 + request.work(self._size(number)) for number, request in requests.items()}
         # The longest first, so that nobody is left with a long one at the end.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
@@ -95,7 +93,7 @@ class LocalEngine:
         return {number: outcomes[number] for number in sorted(outcomes)}
 
     def _outcome(self, number: ClientId, request: Request) -> Reply | Failure:
-        client, handler = self._client(number), handler_of(type(request))
+        client, handler = self._client(number), self.context.handlers.alone(type(request))
         try:
             return handler(client, request)
         except Exception as error:
@@ -128,13 +126,13 @@ class LocalEngine:
     def _answer(self, number: ClientId, request: Request, state: State) -> Answer:
         """What a worker process does for a client."""
         client = Client(number, self.context, state)
-        reply = handler_of(type(request))(client, request)
+        reply = self.context.handlers.alone(type(request))(client, request)
         return Answer(reply, client.state if client.changed() else None)
 
-    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
+    def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
         """The sum in one pass where there is a handler for it and it succeeds."""
         kinds = {type(request) for request in requests.values()}
-        handler = fused_handler_of(next(iter(kinds))) if len(kinds) == 1 else None
+        handler = self.context.handlers.sum(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
             return None
         self._pending = {}
@@ -148,20 +146,16 @@ class LocalEngine:
         """One client works on the travelling model."""
         self._pending = {}
         try:
-            return carrier_of(type(task))(self._client(client), task, weights)
+            return self.context.handlers.hop(type(task))(self._client(client), task, weights)
         except Exception as error:
             return failure(error)
 
-    def ride(self, kind: type[Request], weights: Weights) -> LocalRelaySession | None:
-        """A relay in one pass where there is something that carries it."""
-        maker = relay_handler_of(kind) if self.context.config.training.execution == "fused" else None
-        return None if maker is None else LocalRelaySession(self, maker(self.context, weights))
+    def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
+        """A relay in one pass where there is something that computes it."""
+        maker = self.context.handlers.relay(kind) if self.context.config.training.execution == "fused" else None
+        return super().relay(kind, weights) if maker is None else LocalRelaySession(self, maker(self.context, weights))
 
-    def notes(self) -> Iterable[Note]:
-        """Whom training side by side left to the loop, and why."""
-        return [] if self._side_by_side is None else self._side_by_side.notes()
-
-    def settle(self, accepted: Iterable[ClientId]) -> None:
+    def commit(self, accepted: Iterable[ClientId]) -> None:
         """Keep what the accepted clients changed in their state."""
         for number in accepted:
             if number in self._pending and self._pending[number].changed():
@@ -196,7 +190,7 @@ class LocalEngine:
 
         def answer(number: ClientId) -> Reply | Failure:
             try:
-                return handler_of(type(requests[number]))(self._pending[number], requests[number])
+                return self.context.handlers.alone(type(requests[number]))(self._pending[number], requests[number])
             except GroupBrokenError as error:
                 return Failure(str(error), bystander=True)
             except Exception as error:
@@ -208,18 +202,18 @@ class LocalEngine:
 
 
 class LocalRelaySession:
-    """A relay through this process; see ``fedstrata.federation.federation.RelaySession``.
+    """A relay through this process; see ``RelaySession``.
 
     Args:
         engine: Where its clients live.
-        carriage: What carries it.
+        handler: What computes it.
     """
 
-    def __init__(self, engine: LocalEngine, carriage: RelayHandler) -> None:
-        self._engine, self._carriage = engine, carriage
+    def __init__(self, engine: LocalEngine, handler: RelayHandler) -> None:
+        self._engine, self._handler = engine, handler
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
         self._last: Client | None = None
-        self._riders: list[ClientId] = []
+        self._counted: list[ClientId] = []
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """One client's part."""
@@ -228,22 +222,22 @@ class LocalRelaySession:
             self._states[client] = self._engine.store.get(client)
         self._last = Client(client, self._engine.context, self._states[client])
         try:
-            return self._carriage.hop(self._last, task)
+            return self._handler.hop(self._last, task)
         except Exception as error:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
         """Let the last part and its client's new state count, or neither."""
-        self._carriage.keep(accepted)
+        self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
-            self._riders.append(self._last.number)
+            self._counted.append(self._last.number)
 
-    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+    def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """The end of the relay."""
-        weights, outcomes = self._carriage.arrive()
+        weights, outcomes = self._handler.finish()
         # A part that turns out at the end not to count takes its client's whole state of this ride with it.
-        bad = {rider for rider, outcome in zip(self._riders, outcomes, strict=True) if isinstance(outcome, Failure)}
+        bad = {client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)}
         for client, state in self._states.items():
             if client not in bad and state is not self._engine.store.get(client):
                 self._engine.store.put(client, state)

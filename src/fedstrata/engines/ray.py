@@ -27,9 +27,9 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.ray_worker import VERSIONS, EncodedAnswer, Payload, Worker, WorkerPayload
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError, WireError
-from fedstrata.federation.engine import Failure
+from fedstrata.federation.engine import Engine, Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.stratify.masking.key_store import KeyRing
+from fedstrata.stratify.masking.key_store import KeyRing, ring_of
 
 ADDRESS = "RAY_ADDRESS"
 """Names the cluster to join; without it, and outside a session of Ray's, a local one is started."""
@@ -54,7 +54,7 @@ class ClientError(FedstrataError):
     """What a client raised in another process; the note has its traceback."""
 
 
-class RayEngine:
+class RayEngine(Engine):
     """Clients wherever a worker is free; only their states stay.
 
     Args:
@@ -95,7 +95,8 @@ class RayEngine:
                 count = workers or int(self._ray.cluster_resources().get("CPU", 1))
                 pool = closing.enter_context(WorkerPool(min(count, context.config.clients)))
             # In memory, keys would be those of one worker.
-            keys = context.keys if context.keys.folder else KeyRing(Path(folder), create=True)
+            keys = ring_of(context)
+            keys = keys if keys.folder else KeyRing(Path(folder), create=True)
             pool.enter(self._ray.put(WorkerPayload.of(context, keys)))
             self._pool, self._closing = pool, closing.pop_all()
 
@@ -117,10 +118,6 @@ class RayEngine:
             for client, answer in zip(call.clients, answers, strict=True):
                 outcomes[client] = self._read(client, answer)
         return outcomes
-
-    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """None: there is no pass over clients of several processes."""
-        return None
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """One client works on the travelling model, which stays at its worker for the next one."""
@@ -144,10 +141,7 @@ class RayEngine:
         host.weights = moved = records.decode(answer.moved)
         return moved, reply
 
-    def ride(self, kind: type[Request], weights: Weights) -> None:
-        """None: every hop is a call of its own."""
-
-    def settle(self, accepted: Iterable[ClientId]) -> None:
+    def commit(self, accepted: Iterable[ClientId]) -> None:
         """Keep what the accepted clients changed in their state."""
         for client in accepted:
             if client in self._states:

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata import records
-from fedstrata.clients.client import CARRIERS, HANDLERS
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
@@ -35,8 +34,6 @@ Payload = bytes | NDArray[np.uint8]
 VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
 """What must be alike everywhere."""
 
-_REGISTRIES: tuple[dict[Any, Any], ...] = (records.RECORDS, HANDLERS, CARRIERS)
-
 
 @dataclass(frozen=True)
 class WorkerPayload:
@@ -45,12 +42,12 @@ class WorkerPayload:
     Args:
         context: Without the data set's tensors.
         arrays: The training samples and what normalises them, by field of the data set.
-        declared: Records and handlers that are not of this package, by registry.
+        declared: Kinds of records that are not of this package, by the name that travels.
     """
 
     context: ClientContext
     arrays: dict[str, NDArray[Any]]
-    declared: tuple[dict[Any, Any], ...]
+    declared: dict[str, type]
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
@@ -66,19 +63,15 @@ class WorkerPayload:
         nothing: dict[str, Any] = {name: tensor[:0].clone() for name, tensor in tensors.items()}
         shell = dataclasses.replace(data, **nothing)
         # A module that workers can import declares its own again; what a notebook declares goes along.
-        declared = tuple(
-            {key: item for key, item in registry.items() if not item.__module__.startswith("fedstrata.")}
-            for registry in _REGISTRIES
-        )
+        declared = {kind: cls for kind, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
         # A worker is one process of many: it starts none of its own, and no GPU is its own.
-        training = context.config.training.model_copy(update={"workers": 1, "device": "cpu", "vectorise": False})
+        training = context.config.training.model_copy(update={"workers": 1, "device": "cpu"})
         config = dataclasses.replace(context.config, training=training, server_data=None)
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
         """The world, whose data set reads the arrays where they lie."""
-        for registry, declared in zip(_REGISTRIES, self.declared, strict=True):
-            registry.update(declared)
+        records.RECORDS.update(self.declared)
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
         return dataclasses.replace(self.context, data=dataclasses.replace(self.context.data, **tensors))
 
@@ -152,7 +145,7 @@ class Worker:
         began = time.perf_counter()
         outcomes = self._engine.ask(requests, together=together)
         seconds = time.perf_counter() - began
-        self._engine.settle(requests)
+        self._engine.commit(requests)
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
@@ -166,7 +159,7 @@ class Worker:
         outcome = self._engine.hop(client, records.decode(task), weights)
         if isinstance(outcome, Failure):
             return self._answer(client, outcome)
-        self._engine.settle([client])
+        self._engine.commit([client])
         self._weights, reply = outcome
         return self._answer(client, reply, self._weights)
 

@@ -1,4 +1,4 @@
-"""The seam: how a method on the server speaks to clients, wherever they live.
+"""How a method on the server speaks to clients, wherever they live.
 
 ``ask`` puts typed questions, ``relay`` sends the model from client to client, and inside a client ``all_reduce_sum``
 adds tensors over everybody who answers the same question. An ``Engine`` knows where clients live. ``Federation`` is
@@ -21,8 +21,10 @@ from fedstrata.federation.accounting import Accounting, Relayed, Summed
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.federation.reply_checks import Check, check_like, defect_of
+from fedstrata.federation.reply_checks import defect_of
 from fedstrata.rng import SERVER, rng
+
+Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
 
 class Federation:
@@ -33,10 +35,20 @@ class Federation:
         config: What was agreed.
         availability: Who is there, and how fast.
         method: The method's name, for messages.
+        listener: Called with the round and the replies that count, after every ``ask``.
     """
 
-    def __init__(self, engine: Engine, config: FederationConfig, availability: Availability, method: str = "") -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        config: FederationConfig,
+        availability: Availability,
+        method: str = "",
+        *,
+        listener: Listener | None = None,
+    ) -> None:
         self.engine, self.config, self.availability, self.method = engine, config, availability, method
+        self.listener = listener
         self.round = 0
         self.accounting = Accounting()
         self.events: list[dict[str, Any]] = []
@@ -73,7 +85,6 @@ class Federation:
         self,
         requests: Mapping[ClientId, Request],
         *,
-        check: Check | None = None,
         deadline: float | None = None,
         quorum: int = 0,
         together: bool = False,
@@ -83,7 +94,6 @@ class Federation:
 
         Args:
             requests: A request for each client.
-            check: Refuses replies that are well-formed and still wrong; every tensor is checked to be finite anyway.
             deadline: Simulated seconds; the availability's unless given.
             quorum: Fewest answers that will do.
             together: Let the clients run at the same time as one group for ``all_reduce_sum``. The sum is void when
@@ -100,13 +110,12 @@ class Federation:
         """
         reached = self._reach(requests, deadline, work)
         outcomes = self.engine.ask(reached, together=together) if reached else {}
-        return self._collect(reached, outcomes, check, quorum)
+        return self._collect(reached, outcomes, quorum)
 
     def ask_sum(
         self,
         requests: Mapping[ClientId, Request],
         *,
-        check: Check | None = None,
         deadline: float | None = None,
         together: bool = False,
         work: Mapping[ClientId, float] | None = None,
@@ -123,14 +132,15 @@ class Federation:
         if not reached:
             return None
         if self.config.training.execution == "fused":
-            total = self.engine.ask_fused(reached)
-            if total is not None and defect_of(total, check) is None:
-                self.engine.settle(reached)
+            total = self.engine.ask_sum(reached)
+            request = next(iter(reached.values()))
+            if total is not None and defect_of(total, request.check_reply) is None:
+                self.engine.commit(reached)
                 self._count_up(reached, records.size(total) * len(reached))
-                self._answered.add(type(next(iter(reached.values()))))
+                self._answered.add(type(request))
                 return Summed(total, list(reached))
             # Something in the sum cannot be used: ask one by one to learn whose part it is.
-        replies = self._collect(reached, self.engine.ask(reached, together=together), check)
+        replies = self._collect(reached, self.engine.ask(reached, together=together))
         if not replies:
             return None
         clients = list(replies)
@@ -144,8 +154,7 @@ class Federation:
         tasks: Iterable[tuple[ClientId, Request]],
         weights: Weights,
         *,
-        check: Check | None = None,
-        heard: Callable[[int, Any], None] | None = None,
+        heard: Callable[[int, Any], None] = lambda position, reply: None,
     ) -> Relayed:
         """Send the model from client to client; each works on it and passes it on.
 
@@ -155,99 +164,66 @@ class Federation:
             tasks: Clients and their tasks, all of one kind. Each is taken only when the hop before it is over, so that
                 a generator may decide what comes next by what it ``heard``.
             weights: The model that sets out.
-            check: Refuses replies that are well-formed and still wrong.
             heard: Called after each hop with its position and its reply, None where there is none. An engine that
                 computes the relay in one pass may learn of a failure only at the end, and then calls once more with
                 None.
         """
-        heard = heard or (lambda position, reply: None)
         replies: dict[int, Any] = {}
         failures: list[tuple[ClientId, Failure]] = []
         size = records.size(weights)
-        ride: RelaySession | None = None
-        passengers: list[tuple[int, ClientId]] = []
-        kind: type[Request] | None = None
+        session: RelaySession | None = None
+        done: list[tuple[int, ClientId]] = []
+        kinds: set[type[Request]] = set()
         reached: set[ClientId] = set()
+
+        def fail(client: ClientId, failure: Failure) -> None:
+            self._fail(client, failure)
+            if not failure.refused:
+                failures.append((client, failure))
+
         for position, (client, task) in enumerate(tasks):
             if not self._present(client, task):
                 heard(position, None)
                 continue
             reached.add(client)
-            if kind is None:
-                kind = type(task)
-                ride = self.engine.ride(kind, weights)
+            if session is None:
+                kinds = {type(task)}
+                session = self.engine.relay(type(task), weights)
             self.accounting.hops += 1
             self.accounting.bytes_down += records.size(task) + size
-            if ride is not None:
-                reply = self._join(ride, client, task, check)
+            outcome = session.hop(client, task)
+            if not isinstance(outcome, Failure):
+                defect = defect_of(outcome, task.check_reply)
+                session.keep(defect is None)
+                outcome = outcome if defect is None else Failure(defect, refused=True)
+            if isinstance(outcome, Failure):
+                fail(client, outcome)
+                heard(position, None)
             else:
-                weights, reply = self._hop(client, task, weights, check)
-            if isinstance(reply, Failure):
-                self._fail(client, reply)
-                failures.append((client, reply))
-                reply = None
-            elif reply is not None and ride is not None:
-                passengers.append((position, client))
-            elif reply is not None:
-                replies[position] = reply
-                self._count_up([client], records.size(reply))
-            heard(position, reply)
-        if ride is not None:
-            weights, outcomes = ride.arrive()
-            for (position, client), outcome in zip(passengers, outcomes, strict=True):
+                done.append((position, client))
+                heard(position, outcome)
+        if session is not None:
+            weights, outcomes = session.finish()
+            for (position, client), outcome in zip(done, outcomes, strict=True):
                 if isinstance(outcome, Failure):
-                    self._fail(client, outcome)
-                    failures.append((client, outcome))
+                    fail(client, outcome)
                     heard(position, None)
                 else:
                     replies[position] = outcome
                     self._count_up([client], records.size(outcome))
-        if kind is not None:
-            self._refuse_total_failure(kind, reached, failures)
+            self._refuse_total_failure(kinds, reached, failures)
         return Relayed(weights, replies)
 
     def _refuse_total_failure(
-        self, kind: type[Request], reached: set[ClientId], failures: list[tuple[ClientId, Failure]]
+        self, kinds: set[type[Request]], reached: set[ClientId], failures: list[tuple[ClientId, Failure]]
     ) -> None:
         """Raise where each client of a relay raised an exception and nobody ever got such tasks done."""
         raised = {client for client, failure in failures if failure.error is not None}
         if raised < reached:
             # A task that asks for nothing may succeed and prove nothing, so that replies alone do not count.
-            self._answered.add(kind)
-        elif self._hopeless(reached, len(raised), {kind}):
-            client, failure = failures[0]
-            raise ClientsFailedError(
-                f"all {len(reached)} clients failed in round {self.round} of {self.method}; "
-                f"client {client}: {failure.reason}"
-            ) from failure.error
-
-    def _hop(
-        self, client: ClientId, task: Request, weights: Weights, check: Check | None
-    ) -> tuple[Weights, Reply | Failure | None]:
-        """The model after one hop and its reply; the model as it was, and why or None, where it does not count."""
-        outcome = self.engine.hop(client, task, weights)
-        if isinstance(outcome, Failure):
-            return weights, outcome
-        moved, reply = outcome
-        defect = defect_of(moved, check_like(weights)) or defect_of(reply, check)
-        self.engine.settle([] if defect else [client])
-        if defect:
-            self._refuse(client, defect)
-            return weights, None
-        return moved, reply
-
-    def _join(self, ride: RelaySession, client: ClientId, task: Request, check: Check | None) -> Reply | Failure | None:
-        """What one part of a ride replies; why or None where it does not count."""
-        outcome = ride.hop(client, task)
-        if isinstance(outcome, Failure):
-            ride.keep(False)
-            return outcome
-        defect = defect_of(outcome, check)
-        ride.keep(defect is None)
-        if defect:
-            self._refuse(client, defect)
-            return None
-        return outcome
+            self._answered |= kinds
+        else:
+            self._raise_if_hopeless(reached, len(raised), kinds, failures)
 
     def _present(self, client: ClientId, task: Request) -> bool:
         """Whether a hop reaches its client; cheap for one that was reached before in this round."""
@@ -326,11 +302,7 @@ class Federation:
             self.note(kind, fresh)
 
     def _collect(
-        self,
-        asked: Mapping[ClientId, Request],
-        outcomes: Mapping[ClientId, Reply | Failure],
-        check: Check | None,
-        quorum: int = 0,
+        self, asked: Mapping[ClientId, Request], outcomes: Mapping[ClientId, Reply | Failure], quorum: int = 0
     ) -> dict[ClientId, Any]:
         good: dict[ClientId, Any] = {}
         failures: dict[ClientId, Failure] = {}
@@ -338,37 +310,45 @@ class Federation:
             outcome = outcomes[client]
             if isinstance(outcome, Failure):
                 failures[client] = outcome
-            elif defect := defect_of(outcome, check):
-                self._refuse(client, defect)
+            elif defect := defect_of(outcome, asked[client].check_reply):
+                self._fail(client, Failure(defect, refused=True))
             else:
                 good[client] = outcome
         kinds = {type(request) for request in asked.values()}
-        raised = [failure for failure in failures.values() if failure.error is not None]
-        if self._hopeless(set(asked), len(raised), kinds):
-            client, failure = next(iter(failures.items()))
-            raise ClientsFailedError(
-                f"all {len(asked)} clients failed in round {self.round} of {self.method}; "
-                f"client {client}: {failure.reason}"
-            ) from failure.error
+        raised = sum(failure.error is not None for failure in failures.values())
+        self._raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
         nobodys = all(failure.bystander for failure in failures.values())
         for client, failure in failures.items():
             # Who only waited for somebody that failed has not; but a group may also break without anybody's doing.
             if nobodys or not failure.bystander:
                 self._fail(client, failure)
         if len(good) < quorum:
-            self.engine.settle([])
+            self.engine.commit([])
             answered = f"{len(good)} of {len(asked)} clients answered"
             raise QuorumError(f"round {self.round} of {self.method}: {answered}, {quorum} are needed")
-        self.engine.settle(good)
+        self.engine.commit(good)
         if good:
             self._answered |= kinds
+            if self.listener is not None:
+                self.listener(self.round, good)
         self._count_up(good, sum(records.size(reply) for reply in good.values()))
         return good
 
-    def _hopeless(self, asked: set[ClientId], raised: int, kinds: set[type[Request]]) -> bool:
-        """Whether the program is at fault: several clients were asked, all raised, and nobody ever answered."""
+    def _raise_if_hopeless(
+        self,
+        asked: set[ClientId],
+        raised: int,
+        kinds: set[type[Request]],
+        failures: list[tuple[ClientId, Failure]],
+    ) -> None:
+        """Raise where the program is at fault: several clients were asked, all raised, and nobody ever answered."""
         several = len(asked) >= min(2, self.config.clients)
-        return not self.resumed and several and raised == len(asked) and not kinds & self._answered
+        if self.resumed or not several or raised < len(asked) or kinds & self._answered:
+            return
+        client, failure = failures[0]
+        raise ClientsFailedError(
+            f"all {len(asked)} clients failed in round {self.round} of {self.method}; client {client}: {failure.reason}"
+        ) from failure.error
 
     def _count_up(self, clients: Iterable[ClientId], size: int) -> None:
         self.accounting.returned.update(clients)
@@ -376,8 +356,5 @@ class Federation:
 
     def _fail(self, client: ClientId, failure: Failure) -> None:
         self.accounting.failed.add(client)
-        self.note("failed", [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")
-
-    def _refuse(self, client: ClientId, defect: str) -> None:
-        self.accounting.failed.add(client)
-        self.note("refused", [client], f"client {client} in round {self.round} of {self.method}: {defect}")
+        kind = "refused" if failure.refused else "failed"
+        self.note(kind, [client], f"client {client} in round {self.round} of {self.method}: {failure.reason}")

@@ -1,14 +1,18 @@
 """What server and clients say to each other: frozen records of tensors and plain values.
 
 All tensors are on the CPU. ``Params`` maps a parameter's name to its value. A method that needs to ask something else
-declares a ``Request`` and a ``Reply`` of its own, and how a client answers (``fedstrata.handlers.fit``).
+declares a ``Request`` and a ``Reply`` of its own, and how a client answers (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from torch import Tensor
 
-from fedstrata.records import Message, record
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.reply_checks import require_like
+from fedstrata.records import Message, record, unsent
 
 ClientId = int
 Params = dict[str, Tensor]
@@ -16,16 +20,40 @@ Extra = dict[str, dict[str, Tensor]]
 """What an objective sends along: a name for each group of tensors."""
 
 
+class Reply(Message):
+    """A client's answer."""
+
+
 class Request(Message):
-    """A question to a client."""
+    """A question to a client.
+
+    Fields declared with ``records.unsent`` stay at the server, for ``check``.
+    """
+
+    reply_type: ClassVar[type[Reply]] = Reply
+    """What the answer is."""
 
     def work(self, samples: int) -> float:
         """How many sample-gradients answering takes a client that holds ``samples``, for simulated time."""
         return 0.0
 
+    def check(self, reply: Any) -> None:
+        """Refuse an answer that is well-formed and still wrong; that all numbers are finite is checked anyway.
 
-class Reply(Message):
-    """A client's answer."""
+        Raises:
+            ReplyRefusedError: With what is wrong and what was expected.
+        """
+
+    def check_reply(self, reply: Any) -> None:
+        """``check``, after the answer's type.
+
+        Raises:
+            ReplyRefusedError: It is no answer to this request.
+        """
+        if not isinstance(reply, self.reply_type):
+            wanted = f"{type(self).__name__}, which wants {self.reply_type.__name__}"
+            raise ReplyRefusedError(f"a {type(reply).__name__} is no answer to {wanted}")
+        self.check(reply)
 
 
 @record
@@ -40,40 +68,19 @@ class Weights(Message):
     params: Params
     buffers: Params
 
+    def require_like(self, like: Weights) -> None:
+        """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
+
+        Raises:
+            ReplyRefusedError: With the first difference.
+        """
+        require_like(self.params, like.params, "params")
+        require_like(self.buffers, like.buffers, "buffers")
+
 
 def sample_gradients(samples: float, passes: float, steps: int, batch_size: int) -> float:
     """How many sample-gradients a client computes: in passes over its data, or in steps where there are any."""
     return steps * min(batch_size, samples) if steps else samples * passes
-
-
-@record
-class Fit(Request):
-    """Train locally, starting at ``weights``.
-
-    Args:
-        round: The round, counted from 1.
-        weights: The global model.
-        message: What the objective's server side sends.
-        keep: Probability with which each sample is used this round (data-level sampling).
-        passes: How often the whole data are gone through, for simulated time only.
-        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes. Again for simulated time only.
-        batch_size: Of these steps.
-        counts: Whether the reply may tell how many samples were used. Under local differential privacy of the
-            clients' sizes it must not: with the public ``keep`` it would give them away.
-    """
-
-    round: int
-    weights: Weights
-    message: Extra
-    keep: float
-    passes: float
-    steps: int = 0
-    batch_size: int = 0
-    counts: bool = True
-
-    def work(self, samples: int) -> float:
-        """Samples seen: all kept ones, in every pass."""
-        return sample_gradients(samples * self.keep, self.passes, self.steps, self.batch_size)
 
 
 @record
@@ -96,3 +103,56 @@ class FitReply(Reply):
     seen: int
     loss: float
     message: Extra
+
+
+@record
+class Fit(Request):
+    """Train locally, starting at ``weights``.
+
+    Args:
+        round: The round, counted from 1.
+        weights: The global model.
+        message: What the objective's server side sends.
+        keep: Probability with which each sample is used this round (data-level sampling).
+        passes: How often the whole data are gone through, for simulated time only.
+        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes. Again for simulated time only.
+        batch_size: Of these steps.
+        counts: Whether the reply may tell how many samples were used. Under local differential privacy of the
+            clients' sizes it must not: with the public ``keep`` it would give them away.
+        expected: Tensors like those that the objective's message must have; stays at the server.
+    """
+
+    reply_type: ClassVar[type[Reply]] = FitReply
+
+    round: int
+    weights: Weights
+    message: Extra
+    keep: float
+    passes: float
+    steps: int = 0
+    batch_size: int = 0
+    counts: bool = True
+    expected: Any = unsent()
+
+    def work(self, samples: int) -> float:
+        """Samples seen: all kept ones, in every pass."""
+        return sample_gradients(samples * self.keep, self.passes, self.steps, self.batch_size)
+
+    def check(self, reply: FitReply) -> None:
+        """A model like the one that was sent, counts that can be, and the objective's message."""
+        check_fit(reply, self.weights, self.expected or {})
+
+
+def check_fit(reply: FitReply, weights: Weights, expected: Extra) -> None:
+    """Refuse a trained model that is not like ``weights``, or whose message is not like ``expected``.
+
+    Raises:
+        ReplyRefusedError: With what is wrong.
+    """
+    reply.weights.require_like(weights)
+    if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
+        raise ReplyRefusedError("a negative count")
+    if reply.message.keys() != expected.keys():
+        raise ReplyRefusedError(f"message has {sorted(reply.message)}, expected {sorted(expected)}")
+    for name, tensors in expected.items():
+        require_like(reply.message[name], tensors, name)

@@ -12,11 +12,6 @@ from torch import Tensor
 
 from fedstrata import records
 from fedstrata.errors import ReplyRefusedError, WireError
-from fedstrata.federation.messages import Weights
-
-Check = Callable[[Any], None]
-"""Raises ``ReplyRefusedError`` for a reply that a method cannot use."""
-
 
 DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -25,8 +20,13 @@ DTYPES = frozenset(
 """Types of tensors that every operation here knows."""
 
 
-def defect_of(reply: Any, check: Check | None) -> str | None:
-    """Why a reply cannot be used, or None."""
+def defect_of(reply: Any, check: Callable[[Any], None]) -> str | None:
+    """Why a reply cannot be used, or None.
+
+    Args:
+        reply: What came.
+        check: Raises ``ReplyRefusedError`` for one that is well-formed and still wrong: ``Request.check``.
+    """
     if not isinstance(reply, records.Message):
         return f"a {type(reply).__name__} is no message"
     try:
@@ -36,8 +36,7 @@ def defect_of(reply: Any, check: Check | None) -> str | None:
             _require_plain(leaf)
             if not _finite(leaf):
                 return "NaN or infinity"
-        if check is not None:
-            check(reply)
+        check(reply)
     except (ReplyRefusedError, WireError) as error:
         return str(error)
     return None
@@ -83,11 +82,18 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
             )
 
 
-def check_like(weights: Weights) -> Check:
-    """A check that a model has the tensors of ``weights``."""
+def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
+    """Refuse a tensor of another shape or dtype.
 
-    def check(got: Weights) -> None:
-        require_like(got.params, weights.params, "params")
-        require_like(got.buffers, weights.buffers, "buffers")
+    Args:
+        got: What came.
+        shape: Its shape; −1 for any length.
+        dtype: Its dtype.
+        what: What it is, for the message.
 
-    return check
+    Raises:
+        ReplyRefusedError: With what it is and what was expected.
+    """
+    fits = got.ndim == len(shape) and all(wanted in (-1, side) for wanted, side in zip(shape, got.shape, strict=True))
+    if not fits or got.dtype != dtype:
+        raise ReplyRefusedError(f"{what} is {tuple(got.shape)} {got.dtype}, expected {shape} {dtype}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.clients.client import Client, answers
-from fedstrata.federation.messages import FitReply, Request, Weights, sample_gradients
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles
+from fedstrata.federation.messages import FitReply, Reply, Request, Weights, check_fit, sample_gradients
 from fedstrata.nn.averagednorm import averaged
 from fedstrata.objectives.base import Context
 from fedstrata.records import record
@@ -30,6 +32,8 @@ class FitTogether(Request):
         batch_size: Of these steps.
     """
 
+    reply_type: ClassVar[type[Reply]] = FitReply
+
     round: int
     weights: Weights
     passes: float
@@ -40,8 +44,12 @@ class FitTogether(Request):
         """Samples seen."""
         return sample_gradients(samples, self.passes, self.steps, self.batch_size)
 
+    def check(self, reply: FitReply) -> None:
+        """A model like the one that was sent."""
+        check_fit(reply, self.weights, {})
 
-@answers(FitTogether)
+
+@handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
     """Local training whose first step normalises over the group and whose later steps keep those statistics."""
     shared, model, group = client.context, client.model, client.group

@@ -6,34 +6,32 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.clients.client import Client, answers
+from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handling import handles
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.sampling.messages import (
     Compress,
     LossReport,
 )
+from fedstrata.training.devices import CPU, moved, placed
 from fedstrata.training.local import LocalData, Outcome, computing, train
 
 OBJECTIVE, BUFFERS = "objective", "buffers"
 """Names under which a client keeps its state."""
 
 
-@answers(Fit)
+@handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
     """Train on the samples kept this round, and keep the objective's state."""
+    place = client.context.once(placed)
+    model = client.model if place.device == CPU else place.model
     chosen, weights = samples_kept(client, request), starting_point(client, request)
-    data, objective = LocalData(client, chosen), client.context.objective
-    with computing(client.context.config.training):
-        message = objective.client_prepare(client.model, weights, data.in_order, request.message)
-    outcome = train(
-        client,
-        weights,
-        data,
-        round=request.round,
-        message=message,
-        kept=client.state.get(OBJECTIVE),
-    )
+    data, objective = LocalData(client, chosen, place.device), client.context.objective
+    message = request.message if place.device == CPU else moved(request.message, place.device)
+    with computing(client.context.config.training, place.device.type):
+        message = objective.client_prepare(model, weights, data.in_order, message)
+    outcome = train(client, weights, data, round=request.round, message=message, kept=client.state.get(OBJECTIVE))
     return fit_reply(client, request, len(chosen), outcome)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fedstrata.clients.client import Client, answers
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles
 from fedstrata.handlers.fit import starting_point
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.ldp import randomised_size
@@ -25,7 +26,7 @@ from fedstrata.sampling.sketches import sketch
 from fedstrata.training.local import LocalData, train
 
 
-@answers(SizeReport)
+@handles(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
     """The number of samples, under local differential privacy where a bound is given."""
     if request.bound == 0:
@@ -36,7 +37,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
     return SizeReply(randomised_size(len(client), request.bound, request.alpha, generator))
 
 
-@answers(Compress)
+@handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
     """The gradient of the mean cross-entropy over all samples at the global model, projected and squeezed."""
     weights = starting_point(client, request)
@@ -55,7 +56,7 @@ def compress(client: Client, request: Compress) -> CompressReply:
     return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), projected.numel())
 
 
-@answers(Sketch)
+@handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
     """Train as in any round, and keep nothing of it but the sketch."""
     data = LocalData(client, np.arange(len(client)))
@@ -64,7 +65,7 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
     return SketchReply(torch.from_numpy(values))
 
 
-@answers(LossReport)
+@handles(LossReport)
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
     """Mean cross-entropy over all samples at the global model; 0 without samples."""

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
-from fedstrata.clients.client import Client, carries
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles_hop
+from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights, sample_gradients
 from fedstrata.records import record
 from fedstrata.training.local import LocalData, train
-
-
-@record
-class Visit(Request):
-    """Train the travelling model on all your data, as in ``Fit`` (sequential federated learning).
-
-    Args:
-        round: The round, counted from 1.
-        passes: How often the data are gone through, for simulated time only.
-        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
-        batch_size: Of these steps.
-    """
-
-    round: int
-    passes: float
-    steps: int = 0
-    batch_size: int = 0
-
-    def work(self, samples: int) -> float:
-        """Samples seen."""
-        return sample_gradients(samples, self.passes, self.steps, self.batch_size)
 
 
 @record
@@ -46,7 +29,35 @@ class VisitReply(Reply):
     loss: float
 
 
-@carries(Visit)
+@record
+class Visit(Request):
+    """Train the travelling model on all your data, as in ``Fit`` (sequential federated learning).
+
+    Args:
+        round: The round, counted from 1.
+        passes: How often the data are gone through, for simulated time only.
+        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
+        batch_size: Of these steps.
+    """
+
+    reply_type: ClassVar[type[Reply]] = VisitReply
+
+    round: int
+    passes: float
+    steps: int = 0
+    batch_size: int = 0
+
+    def work(self, samples: int) -> float:
+        """Samples seen."""
+        return sample_gradients(samples, self.passes, self.steps, self.batch_size)
+
+    def check(self, reply: VisitReply) -> None:
+        """Counts that can be."""
+        if reply.samples < 0 or reply.seen < 0:
+            raise ReplyRefusedError("a negative count")
+
+
+@handles_hop(Visit)
 def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
     """Local training that starts at the travelling model."""
     data = LocalData(client, np.arange(len(client)))

@@ -10,15 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata import checkpoint
-from fedstrata.clients.context import ClientContext
-from fedstrata.clients.store import StateStore
-from fedstrata.engines import make_engine
 from fedstrata.errors import CheckpointError, SpecError
-from fedstrata.experiment import SPEC, Prepared, prepare
-from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.partitions import label_table
+from fedstrata.preparation import Prepared, prepare
+from fedstrata.run_folder import SPEC
+from fedstrata.simulation import Simulation
 from fedstrata.spec import Experiment
 
 
@@ -56,21 +53,11 @@ def strata_after(prepared: Prepared, rounds: int = 1) -> View:
     Raises:
         SpecError: The method's client sampler has no strata.
     """
-    spec, config = prepared.spec, prepared.config
-    _sampler(spec)
-    store = StateStore()
-    context = ClientContext(config, prepared.data, prepared.assignment, spec.method.objective_in_use())
-    engine = make_engine("local", context, store)
-    federation = Federation(engine, config, spec.availability, spec.method.name)
-    try:
-        federation.begin(0)
-        state = spec.method.init(federation, Weights(config.model.params(), config.model.buffers()))
-        for round in range(1, rounds + 1):
-            federation.begin(round)
-            state, _ = spec.method.run_round(federation, state)
-    finally:
-        engine.close()
-    return strata_of(prepared, state, rounds)
+    _sampler(prepared.spec)
+    with Simulation(prepared) as simulation:
+        for _ in range(rounds):
+            simulation.step()
+        return strata_of(prepared, simulation.state, rounds)
 
 
 def strata_of_folder(folder: Path) -> tuple[Prepared, View]:

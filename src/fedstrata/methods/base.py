@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -12,11 +12,10 @@ from pydantic import field_validator, model_validator
 
 from fedstrata.aggregation.base import AGGREGATORS, Aggregator, MeanBySize
 from fedstrata.config import Registry, Setting, under
-from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Extra, Fit, FitReply, Params, Weights
-from fedstrata.federation.reply_checks import Check, check_like, require_like
+from fedstrata.federation.messages import Fit, FitReply, Params, Weights
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import OBJECTIVES, CrossEntropy, Objective
 from fedstrata.records import Tree, record
@@ -32,6 +31,13 @@ class Method(Setting):
 
     paper: ClassVar[str] = ""
     """Where it comes from."""
+
+    handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    """How clients answer requests of the method's own: functions marked with ``fedstrata.clients.handling``."""
+
+    def all_handlers(self) -> tuple[Callable[..., Any], ...]:
+        """Its own handlers and those of its choices."""
+        return self.handlers
 
     def objective_in_use(self) -> Objective:
         """What clients minimise when they train locally."""
@@ -149,6 +155,10 @@ class Recipe(Method):
             self.aggregator or self.default_aggregator(),
         )
 
+    def all_handlers(self) -> tuple[Callable[..., Any], ...]:
+        """Its own handlers and those of its choices."""
+        return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
+
     def objective_in_use(self) -> Objective:
         """What clients minimise."""
         return self.choices()[2]
@@ -206,9 +216,9 @@ class Recipe(Method):
         keep, data_state, data_metrics = data.keep(federation, state.data, invited)
 
         message, counts = objective.message(state.objective), not data.private
-        request = Fit(federation.round, weights, message, keep, **effort(config), counts=counts)
         expected = objective.expected(weights, config)
-        replies = federation.ask(dict.fromkeys(invited, request), check=fit_check(weights, expected))
+        request = Fit(federation.round, weights, message, keep, **effort(config), counts=counts, expected=expected)
+        replies = federation.ask(dict.fromkeys(invited, request))
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         # A server optimiser with weight decay would move even what no client trains.
@@ -275,22 +285,6 @@ def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
         stacked = torch.stack([params[name] for params in models])
         total += float((stacked - stacked.mean(dim=0)).square().sum(dtype=torch.float64))
     return {"weight_diversity": total / len(models)}
-
-
-def fit_check(weights: Weights, expected: Extra) -> Check:
-    """A check that a trained model is like ``weights`` and its message like ``expected``."""
-    like = check_like(weights)
-
-    def check(reply: FitReply) -> None:
-        like(reply.weights)
-        if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
-            raise ReplyRefusedError("a negative count")
-        if reply.message.keys() != expected.keys():
-            raise ReplyRefusedError(f"message has {sorted(reply.message)}, expected {sorted(expected)}")
-        for name, tensors in expected.items():
-            require_like(reply.message[name], tensors, name)
-
-    return check
 
 
 METHODS: Registry[Method] = Registry(

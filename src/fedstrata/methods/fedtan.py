@@ -8,7 +8,7 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.handlers.fedtan import FitTogether
-from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, fit_check, training_metrics
+from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, training_metrics
 from fedstrata.nn.batchnorm import has_batchnorm
 
 
@@ -44,9 +44,7 @@ class FedTAN(Recipe):
         weights = state.weights
         selection, clients = sampler.select(federation, state.clients, weights)
         request = FitTogether(federation.round, weights, **effort(federation.config))
-        replies = federation.ask(
-            dict.fromkeys(selection.clients.tolist(), request), check=fit_check(weights, {}), together=True
-        )
+        replies = federation.ask(dict.fromkeys(selection.clients.tolist(), request), together=True)
         after, memory = aggregator.combine(weights, state.aggregator, selection, replies)
         state = RecipeState(
             weights=after,

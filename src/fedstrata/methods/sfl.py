@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from pydantic import field_validator
 
 from fedstrata.config import under
-from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.errors import SpecError
 from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
@@ -68,7 +68,7 @@ class SFL(Method):
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
         request = Visit(federation.round, **effort(config))
-        relayed = federation.relay([(client, request) for client in order], state.weights, check=_check)
+        relayed = federation.relay([(client, request) for client in order], state.weights)
         replies: list[VisitReply] = list(relayed.replies.values())
         seen = sum(reply.seen for reply in replies)
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
@@ -78,8 +78,3 @@ class SFL(Method):
 
     def _sampler(self) -> ClientSampler:
         return self.client_sampler or Uniform()
-
-
-def _check(reply: VisitReply) -> None:
-    if reply.samples < 0 or reply.seen < 0:
-        raise ReplyRefusedError("a negative count")

@@ -213,7 +213,7 @@ class Model:
             self.train_mode(training)
 
     def load_for_good(self, train: bool = False) -> Params:
-        """Like ``loaded``, for a model that stays loaded: nobody else may use it; ``reload`` and ``share`` change it.
+        """Like ``loaded``, for a model that stays loaded: nobody else may use it; ``share`` changes it.
 
         Raises:
             RuntimeError: Something is loaded already.
@@ -223,20 +223,8 @@ class Model:
         self.train_mode(train)
         return self._installed
 
-    def reload(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Install copies of other values inside ``loaded``; names and shapes are trusted.
-
-        Raises:
-            RuntimeError: Nothing is loaded.
-        """
-        if self._installed is None:
-            raise RuntimeError("reload() is for use inside 'with model.loaded(...)'")
-        self._part()
-        _copy_into(self._leaves, params)
-        _copy_into(self._others, buffers or {})
-
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Like ``reload``, but parameters are used where they lie, and only buffers are copied.
+        """Let a loaded module read other parameters where they lie; buffers are copied. Names and shapes are trusted.
 
         For passes that read the parameters: until the next load, nobody may change them, neither here nor there.
 

@@ -2,8 +2,7 @@
 
 An objective has a side at the client (a loss, an additive correction of the gradient, what to send back) and a side
 at the server (what to send out, what to do with what came back). Most override one or two methods. ``loss`` and
-``correction`` are pure functions of tensors, so the same code runs in a plain loop, vectorised over clients, and at a
-remote site.
+``correction`` are pure functions of tensors, so the same code runs in a plain loop and at a remote site.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -31,22 +29,10 @@ class Batch:
     Args:
         x: Inputs, shape (B, …), float32.
         y: Labels, shape (B,), int64.
-        real: Which of the samples are no padding, shape (B,), bool; None for all. Padding comes last.
     """
 
     x: Tensor
     y: Tensor
-    real: Tensor | None = None
-
-    def mean(self, losses: Tensor) -> Tensor:
-        """The mean of the real samples' values, a scalar.
-
-        Args:
-            losses: A value of every sample, shape (B,).
-        """
-        if self.real is None:
-            return losses.mean()
-        return torch.where(self.real, losses, 0.0).sum() / self.real.sum()
 
 
 Batches = Callable[[], Iterable[Batch]]
@@ -97,6 +83,9 @@ class Trained:
 
 class Objective(Setting):
     """Cross-entropy on the local data, and the hooks that other objectives override."""
+
+    handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
 
     # At the server.
 
@@ -158,11 +147,8 @@ class Objective(Setting):
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """The mean loss over a batch's real samples, a scalar."""
-        logits = model(params, batch.x)
-        if batch.real is None:
-            return F.cross_entropy(logits, batch.y)
-        return batch.mean(F.cross_entropy(logits, batch.y, reduction="none"))
+        """The mean loss over a batch, a scalar."""
+        return F.cross_entropy(model(params, batch.x), batch.y)
 
     def correction(self, params: Params, context: Context) -> Params | None:
         """What is added to the loss's gradient, by parameter; None for nothing."""
@@ -185,8 +171,8 @@ class PerSample(Objective):
     """An objective whose loss is the mean of the samples' own losses, which is all that it writes."""
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """The mean of ``losses`` over the real samples."""
-        return batch.mean(self.losses(model, params, batch, context))
+        """The mean of ``losses``."""
+        return self.losses(model, params, batch, context).mean()
 
     @abstractmethod
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:

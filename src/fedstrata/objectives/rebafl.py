@@ -111,7 +111,7 @@ class Rebalanced(PerSample):
         if self.mu:
             table = merged(context.received["own"], context.received["prototypes"])
             known = table["samples"] > 0
-            # Fixed shapes, so that clients with different classes can be stacked: known classes first.
+            # Known classes first.
             cycle = torch.argsort(known.logical_not().to(torch.uint8), stable=True)
             context = context.deriving(prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
         return context
@@ -124,11 +124,7 @@ class Rebalanced(PerSample):
         augmented, labels = self.augment(features.detach().flatten(1), batch.y, context)
         prior = None
         if self.relaxed:
-            # As a sum of one-hot rows: bincount cannot be vectorised over clients.
-            rows = labels[:, None] == torch.arange(logits.shape[1], device=labels.device)
-            if batch.real is not None:
-                rows = rows & batch.real[:, None]
-            counts = rows.sum(dim=0, dtype=torch.float32)
+            counts = torch.bincount(labels, minlength=logits.shape[1]).float()
             prior = log_prior(counts, self.epsilon)
         second = self._balanced(model.head(params, augmented), labels, prior)
         return self._balanced(logits, batch.y, context.derived.get("log_prior")) + self.mu * second

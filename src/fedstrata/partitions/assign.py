@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.data.subsets import by_class
+
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
@@ -194,40 +196,6 @@ def taken_from_largest(sizes: Ints, amount: int) -> Ints:
     givers = np.flatnonzero(given)
     given[givers[len(givers) - int(given.sum() - amount) :]] -= 1
     return given
-
-
-def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
-    """Whole numbers in proportion to ``shares`` that sum to ``total`` (Hamilton's method).
-
-    >>> largest_remainder(np.array([1.0, 1.0, 2.0]), 5).tolist()
-    [1, 1, 3]
-    """
-    exact = shares / shares.sum() * total
-    whole: Ints = np.floor(exact).astype(np.int64)
-    order = np.argsort(whole - exact, kind="stable")
-    whole[order[: total - int(whole.sum())]] += 1
-    return whole
-
-
-def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
-    """``size`` sample numbers, ascending, with the classes in proportion.
-
-    >>> stratified(np.array([0, 0, 0, 0, 1, 1]), 3, np.random.default_rng(0)).shape
-    (3,)
-    """
-    classes = int(codes.max()) + 1
-    pool, starts, sizes = by_class(codes, classes, rng)
-    quota = largest_remainder(sizes.astype(np.float64), size)
-    rank = np.arange(len(pool)) - starts[codes[pool]]
-    kept: Ints = np.sort(pool[rank < quota[codes[pool]]])
-    return kept
-
-
-def by_class(codes: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
-    """All samples class after class, shuffled within each; where each class begins; how many there are."""
-    shuffled = rng.permutation(len(codes))
-    sizes = np.bincount(codes, minlength=classes)
-    return shuffled[np.argsort(codes[shuffled], kind="stable")], np.cumsum(sizes) - sizes, sizes
 
 
 def ranks(ordered: Ints, classes: int) -> Ints:

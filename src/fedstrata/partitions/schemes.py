@@ -8,11 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
+from fedstrata.data.subsets import largest_remainder
 from fedstrata.errors import SpecError
 from fedstrata.partitions.assign import (
     cut_by_dirichlet,
     deal_by_mix,
-    largest_remainder,
     log_dirichlet,
     numbered,
     taken_from_largest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from fedstrata.history import History
+
+
+def plot(
+    history: History | Mapping[str, Sequence[History]], column: str = "accuracy", path: Path | str | None = None
+) -> Figure:
+    """Draw a column over the rounds; the picture is written too where a path is given.
+
+    Args:
+        history: A run, or the runs of each label as ``compare`` returns them.
+        column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
+        path: Where to write the picture; its suffix is the format.
+
+    Raises:
+        SpecError: There is no such column.
+    """
+    curves = history if isinstance(history, Mapping) else {history.method or "run": [history]}
+    return plot_curves(curves, column, path)
 
 
 def plot_curves(curves: Curves, column: str = "accuracy", path: Path | str | None = None) -> Figure:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +73,9 @@ class Strata:
 class ClientSampler(Setting):
     """Who takes part. State, where there is any, is a tree and goes through the methods explicitly."""
 
+    handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
+
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
         m = config.training.invited(config.clients)
@@ -133,6 +136,9 @@ class Uniform(ClientSampler):
 
 class DataSampler(Setting):
     """Which of their samples the clients use."""
+
+    handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
+    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.records import record
-from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.sampling.messages import SizeReport
 
 
 @record
@@ -31,12 +30,7 @@ class Sizes:
 
 def ask_sizes(federation: Federation) -> Sizes:
     """Ask every client for its plain n_k; who holds nothing or does not answer is never drawn."""
-
-    def check(reply: SizeReply) -> None:
-        if reply.samples < 0:
-            raise ReplyRefusedError(f"size {reply.samples} is impossible")
-
     request = SizeReport(federation.round, 0, 1.0)
-    replies = federation.ask(dict.fromkeys(federation.candidates().tolist(), request), check=check)
+    replies = federation.ask(dict.fromkeys(federation.candidates().tolist(), request))
     held = {client: reply.samples for client, reply in replies.items() if reply.samples}
     return Sizes(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))

@@ -19,7 +19,7 @@ from fedstrata.rng import rng
 from fedstrata.sampling.allocation import allocate
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.messages import Sketch
-from fedstrata.sampling.sketches import Sketches, check_sketch, learn, length, nobody, remember, sketch
+from fedstrata.sampling.sketches import Sketches, learn, nobody, remember, sketch
 from fedstrata.sampling.stratified import draw
 
 
@@ -118,8 +118,7 @@ class FedSSARSampler(ClientSampler):
         sketches = replace(state.sketches, sent=sent)
         unseen = np.setdiff1d(candidates, sketches.known)
         request = Sketch(federation.round, weights, self.coordinates)
-        check = check_sketch(length(weights.params, self.coordinates))
-        replies = federation.ask(dict.fromkeys(unseen.tolist(), request), check=check) if len(unseen) else {}
+        replies = federation.ask(dict.fromkeys(unseen.tolist(), request)) if len(unseen) else {}
         if replies:
             points = np.stack([reply.values.numpy() for reply in replies.values()])
             points = points - sent if self.features == "updates" else points

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import DataSampler
-from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.sampling.messages import SizeReport
 
 
 def truth_probability(epsilon: float, bound: int) -> float:
@@ -62,13 +61,8 @@ def ask_sizes(
     """
     bound = bound if epsilon is not None else 0
     alpha = truth_probability(epsilon, bound) if epsilon is not None else 1.0
-
-    def check(reply: SizeReply) -> None:
-        if reply.samples < 0 or (bound and not 1 <= reply.samples < bound):
-            raise ReplyRefusedError(f"size {reply.samples} is impossible")
-
     request = SizeReport(federation.round, bound, alpha)
-    replies = federation.ask({int(client): request for client in clients}, check=check)
+    replies = federation.ask({int(client): request for client in clients})
     return {client: reply.samples for client, reply in replies.items()}, bound, alpha
 
 
@@ -114,8 +108,8 @@ class FedSTaSData(DataSampler):
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
                 f"method.bound M = {self.bound} clips {clipped} of {config.clients} clients, which hold up to "
-                f"{int(config.sizes.max())} samples: the estimate of the total is biased downwards and more samples are "
-                "kept than requested; a larger M avoids that and adds noise",
+                f"{int(config.sizes.max())} samples: the estimate of the total is biased downwards and more samples "
+                "are kept than requested; a larger M avoids that and adds noise",
                 stacklevel=2,
             )
 

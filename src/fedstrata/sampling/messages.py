@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.federation.reply_checks import require_shape
 from fedstrata.records import record
-
-
-@record
-class SizeReport(Request):
-    """How many samples do you hold? With ``bound``, answered under local differential privacy.
-
-    Args:
-        round: The round, counted from 1.
-        bound: M, the public bound on the number of samples; 0 asks for the plain number.
-        alpha: The probability of the true (clipped) answer; see ``fedstrata.sampling.ldp``.
-    """
-
-    round: int
-    bound: int
-    alpha: float
+from fedstrata.sampling.quantization import restore
 
 
 @record
@@ -35,24 +28,25 @@ class SizeReply(Reply):
 
 
 @record
-class Compress(Request):
-    """Send the gradient of the local loss at ``weights``, squeezed into ``centres`` values (FedSTaS, IS).
+class SizeReport(Request):
+    """How many samples do you hold? With ``bound``, answered under local differential privacy.
 
     Args:
         round: The round, counted from 1.
-        weights: The global model.
-        centres: d', how many different values are left.
-        coordinates: K_desired, what a seeded random projection reduces the gradient to first; 0 for none.
+        bound: M, the public bound on the number of samples; 0 asks for the plain number.
+        alpha: The probability of the true (clipped) answer; see ``fedstrata.sampling.ldp``.
     """
 
-    round: int
-    weights: Weights
-    centres: int
-    coordinates: int
+    reply_type: ClassVar[type[Reply]] = SizeReply
 
-    def work(self, samples: int) -> float:
-        """One gradient over all samples."""
-        return float(samples)
+    round: int
+    bound: int
+    alpha: float
+
+    def check(self, reply: SizeReply) -> None:
+        """A size that can be."""
+        if reply.samples < 0 or (self.bound and not 1 <= reply.samples < self.bound):
+            raise ReplyRefusedError(f"size {reply.samples} is impossible")
 
 
 @record
@@ -69,26 +63,51 @@ class CompressReply(Reply):
     codes: Tensor
     length: int
 
+    def restored(self) -> NDArray[np.float32]:
+        """The gradient that it stands for, shape (length,).
+
+        Raises:
+            ValueError: The codes do not fit the length or the centres.
+        """
+        return restore(self.centres.numpy(), self.codes.numpy(), self.length)
+
 
 @record
-class Sketch(Request):
-    """Train once, starting at ``weights``, and send a sketch of the parameters that this leads to (FedSSAR).
-
-    Plain cross-entropy, on all samples: an objective's own state belongs to the rounds that a client takes part in.
+class Compress(Request):
+    """Send the gradient of the local loss at ``weights``, squeezed into ``centres`` values (FedSTaS, IS).
 
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        coordinates: K, the length of the sketch; 0 for the parameters themselves.
+        centres: d', how many different values are left.
+        coordinates: K_desired, what a seeded random projection reduces the gradient to first; 0 for none.
     """
+
+    reply_type: ClassVar[type[Reply]] = CompressReply
 
     round: int
     weights: Weights
+    centres: int
     coordinates: int
 
     def work(self, samples: int) -> float:
-        """One pass over all samples."""
+        """One gradient over all samples."""
         return float(samples)
+
+    def check(self, reply: CompressReply) -> None:
+        """Centres and codes that give a gradient of the right length."""
+        require_shape(reply.centres, (-1,), torch.float32, "centres")
+        require_shape(reply.codes, (-1,), torch.uint8, "codes")
+        d = sum(tensor.numel() for tensor in self.weights.params.values())
+        length = min(d, self.coordinates or d)
+        if reply.length != length or len(reply.centres) > self.centres:
+            raise ReplyRefusedError(
+                f"{reply.length} coordinates and {len(reply.centres)} centres, expected {length} and {self.centres}"
+            )
+        try:
+            reply.restored()
+        except (ValueError, IndexError, TypeError) as error:
+            raise ReplyRefusedError(str(error)) from error
 
 
 @record
@@ -103,20 +122,31 @@ class SketchReply(Reply):
 
 
 @record
-class LossReport(Request):
-    """How bad is the global model for you?
+class Sketch(Request):
+    """Train once, starting at ``weights``, and send a sketch of the parameters that this leads to (FedSSAR).
+
+    Plain cross-entropy, on all samples: an objective's own state belongs to the rounds that a client takes part in.
 
     Args:
         round: The round, counted from 1.
         weights: The global model.
+        coordinates: K, the length of the sketch; 0 for the parameters themselves.
     """
+
+    reply_type: ClassVar[type[Reply]] = SketchReply
 
     round: int
     weights: Weights
+    coordinates: int
 
     def work(self, samples: int) -> float:
-        """A forward pass over all samples: a third of a gradient."""
-        return samples / 3
+        """One pass over all samples."""
+        return float(samples)
+
+    def check(self, reply: SketchReply) -> None:
+        """A sketch of the right length."""
+        d = sum(tensor.numel() for tensor in self.weights.params.values())
+        require_shape(reply.values, (min(d, self.coordinates or d),), torch.float32, "the sketch")
 
 
 @record
@@ -128,3 +158,27 @@ class LossReply(Reply):
     """
 
     loss: float
+
+
+@record
+class LossReport(Request):
+    """How bad is the global model for you?
+
+    Args:
+        round: The round, counted from 1.
+        weights: The global model.
+    """
+
+    reply_type: ClassVar[type[Reply]] = LossReply
+
+    round: int
+    weights: Weights
+
+    def work(self, samples: int) -> float:
+        """A forward pass over all samples: a third of a gradient."""
+        return samples / 3
+
+    def check(self, reply: LossReply) -> None:
+        """Cross-entropy is not negative."""
+        if reply.loss < 0:
+            raise ReplyRefusedError(f"loss {reply.loss} is impossible")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 from pydantic import PositiveInt
 
-from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.client_sizes import ask_sizes
-from fedstrata.sampling.messages import LossReply, LossReport
+from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
@@ -54,12 +54,8 @@ class PowerOfChoice(ClientSampler):
             return Selection.plain(clients, 0), state
         chosen = federation.rng("candidates").choice(clients, size=d, replace=False, p=sizes / sizes.sum())
 
-        def check(reply: LossReply) -> None:
-            if reply.loss < 0:
-                raise ReplyRefusedError(f"loss {reply.loss} is impossible")
-
         request = LossReport(federation.round, weights)
-        replies = federation.ask(dict.fromkeys(chosen.tolist(), request), check=check)
+        replies = federation.ask(dict.fromkeys(chosen.tolist(), request))
         asked = np.fromiter(replies, dtype=np.int64)
         losses = np.array([reply.loss for reply in replies.values()])
         worst = np.lexsort((federation.rng("client-sampling").permutation(len(asked)), -losses))[:m]

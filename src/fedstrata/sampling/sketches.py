@@ -16,11 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import FitReply, Params
-from fedstrata.federation.reply_checks import Check
 from fedstrata.records import record
-from fedstrata.sampling.messages import SketchReply
 from fedstrata.sampling.quantization import bucketed, project, signs
 
 TOGETHER = 1 << 18
@@ -86,12 +83,6 @@ def _flat(params: Params) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
 
 
-def length(params: Params, coordinates: int) -> int:
-    """How long a sketch is."""
-    d = sum(tensor.numel() for tensor in params.values())
-    return min(d, coordinates or d)
-
-
 def remember(state: Sketches, clients: NDArray[np.int64], points: NDArray[np.float32]) -> Sketches:
     """Put new sketches in the place of the old ones.
 
@@ -147,15 +138,3 @@ def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, se
         return state
     points = sketches([reply.weights.params for reply in replies.values()], coordinates, seed)
     return remember(state, np.fromiter(replies, dtype=np.int64), points - state.sent if updates else points)
-
-
-def check_sketch(expected: int) -> Check:
-    """A check that a reply holds a sketch of the right length."""
-
-    def check(reply: SketchReply) -> None:
-        if reply.values.dtype != torch.float32 or tuple(reply.values.shape) != (expected,):
-            raise ReplyRefusedError(
-                f"a sketch {tuple(reply.values.shape)} {reply.values.dtype}, expected ({expected},) torch.float32"
-            )
-
-    return check

@@ -8,22 +8,19 @@ from dataclasses import field, replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
-from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.reply_checks import Check
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
-from fedstrata.sampling.messages import Compress, CompressReply
-from fedstrata.sampling.quantization import restore
+from fedstrata.sampling.messages import Compress
 from fedstrata.sampling.row_store import RowStore
 from fedstrata.sampling.sketches import sketch, sketches
 
@@ -234,13 +231,11 @@ class Stratified(ClientSampler):
             introduced = federation.rng("introduce").choice(unseen, size=m, replace=False)
             asked = np.union1d(np.intersect1d(state.participants, candidates), introduced)
         request = Compress(federation.round, weights, self.centres, self.coordinates)
-        d = sum(tensor.numel() for tensor in weights.params.values())
-        length = min(d, self.coordinates or d)
-        replies = federation.ask({int(client): request for client in asked}, check=_check(length, self.centres))
+        replies = federation.ask({int(client): request for client in asked})
         if not replies:
             return state, candidates[:0] if refresh == "all" else candidates
         fresh = np.array(sorted(replies), dtype=np.int64)
-        restored = np.stack([_point(replies[int(client)]) for client in fresh])
+        restored = np.stack([replies[int(client)].restored() for client in fresh])
         # Who was just asked and did not answer is not there: inviting it would waste a place.
         return state.learned(fresh, restored), fresh if refresh == "all" else candidates
 
@@ -249,30 +244,6 @@ class Stratified(ClientSampler):
 
     def _uses_updates(self, config: FederationConfig) -> bool:
         return self._refreshes(config) == "participants" and self.gradients != "asked"
-
-
-def _point(reply: CompressReply) -> NDArray[np.float32]:
-    return restore(reply.centres.numpy(), reply.codes.numpy(), reply.length)
-
-
-def _check(length: int, centres: int) -> Check:
-    def check(reply: CompressReply) -> None:
-        if reply.centres.dtype != torch.float32 or reply.codes.dtype != torch.uint8:
-            raise ReplyRefusedError(
-                f"centres {reply.centres.dtype} and codes {reply.codes.dtype}, expected float32 and uint8"
-            )
-        if reply.centres.ndim != 1 or reply.codes.ndim != 1:
-            raise ReplyRefusedError("centres and codes must be vectors")
-        if reply.length != length or len(reply.centres) > centres:
-            raise ReplyRefusedError(
-                f"{reply.length} coordinates and {len(reply.centres)} centres, expected {length} and {centres}"
-            )
-        try:
-            _point(reply)
-        except (ValueError, IndexError, TypeError) as error:
-            raise ReplyRefusedError(str(error)) from error
-
-    return check
 
 
 def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> NDArray[np.int64]:

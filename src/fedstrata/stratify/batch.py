@@ -11,11 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.accounting import Summed
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Params, Weights
-from fedstrata.federation.reply_checks import Check, require_like
+from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.records import Tree
 from fedstrata.stratify.messages import Gradient, GradientReply, Reserve, ReserveReply
@@ -83,7 +81,6 @@ def _batch(federation: Federation, plan: BatchPlan, batch: int, weights: Weights
             return None
         total = federation.ask_sum(
             dict.fromkeys(work, request),
-            check=_gradient_check(weights.params),
             together=together,
             work=work,
         )
@@ -205,10 +202,6 @@ class BatchPlan:
         for client, own in theirs.items():
             reply = replies.get(client)
             missing = reply.missing.numpy() if reply is not None else np.ones(len(own), dtype=bool)
-            if len(missing) != len(own):
-                self.federation.note("refused", [client], f"{len(missing)} answers to {len(own)} positions")
-                self._leave({client})
-                missing = np.ones(len(own), dtype=bool)
             self.owner[own[missing]] = -1
             still_open.append(own[missing])
             if reply is not None:
@@ -257,12 +250,3 @@ class BatchPlan:
             p: np.array([self._share[p][int(client)] for client in clients], dtype=np.float64)
             for p, clients in self.available.items()
         }
-
-
-def _gradient_check(params: Params) -> Check:
-    def check(reply: GradientReply) -> None:
-        require_like(reply.gradient, params, "gradient")
-        if reply.samples < 1:
-            raise ReplyRefusedError(f"{reply.samples} samples in a batch")
-
-    return check

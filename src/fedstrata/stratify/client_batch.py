@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata.clients.client import Client, answers, answers_fused
+from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handling import handles, handles_sum
 from fedstrata.federation.messages import ClientId, Params, Reply
 from fedstrata.nn.batchnorm import federated
 from fedstrata.nn.model import Model
@@ -105,7 +106,7 @@ def refilled(client: Client, pools: Mapping[int, Pool], request: Reserve | Steps
     return result
 
 
-@answers(Reserve)
+@handles(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
     """Set one sample aside for every position as long as the placeholder's pool lasts."""
     before = client.state.get(STATE)
@@ -139,7 +140,7 @@ def set_aside(client: Client, batch: int) -> Ints:
     return indices
 
 
-@answers(Gradient)
+@handles(Gradient)
 def gradient(client: Client, request: Gradient) -> GradientReply:
     """The client's part of a batch; BatchNorm's statistics are those of all parts together."""
     indices = set_aside(client, request.batch)
@@ -152,7 +153,7 @@ def gradient(client: Client, request: Gradient) -> GradientReply:
         return summed_gradient(client.context, model, params, request, indices)
 
 
-@answers_fused(Gradient)
+@handles_sum(Gradient)
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
     """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is."""
     indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])

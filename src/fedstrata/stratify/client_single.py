@@ -10,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.clients.client import Client, carries, carries_fused
+from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handling import handles_hop, handles_relay
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.nn.model import Model
@@ -71,7 +72,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
     return client.indices[places], before.steps, reply
 
 
-@carries(Steps)
+@handles_hop(Steps)
 def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, StepsReply]:
     """The steps of one task, on the model that came."""
     indices, steps, reply = draw_samples(client, request)
@@ -83,7 +84,7 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
     return stepper.weights(), replace(reply, loss=losses.sum())
 
 
-@carries_fused(Steps)
+@handles_relay(Steps)
 class FusedSteps:
     """All tasks of a relay in one pass: clients only draw samples, and the steps run in blocks.
 
@@ -125,7 +126,7 @@ class FusedSteps:
                 self._flush()
         self._last = None
 
-    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+    def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """The model after all tasks, and the replies with their losses."""
         self._flush()
         # No step changes names or shapes; a model that nobody moved is the one that set out.

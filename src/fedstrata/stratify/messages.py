@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+import torch
 from torch import Tensor
 
+from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Params, Reply, Request, Weights
+from fedstrata.federation.reply_checks import require_like, require_shape
 from fedstrata.records import record, same
-
-
-@record
-class LabelReport(Request):
-    """Which labels do you hold, and how many samples of each?"""
 
 
 @record
@@ -27,25 +27,17 @@ class LabelReply(Reply):
 
 
 @record
-class Reserve(Request):
-    """Set samples aside for the batches to come (Stratify, Algorithm 4: training request).
+class LabelReport(Request):
+    """Which labels do you hold, and how many samples of each?"""
 
-    Args:
-        round: The epoch, counted from 1.
-        batches: The batch of every position asked of this client, int64, ascending.
-        labels: The placeholder wanted at every position, int64.
-        refill: Placeholders whose pools start anew, int64.
-        fresh: Whether an earlier reservation of this epoch is forgotten first.
-        window: The part of each label's samples, in the order in which they arrive, that is there: from and to, in
-            [0, 1].
-    """
+    reply_type: ClassVar[type[Reply]] = LabelReply
 
-    round: int
-    batches: Tensor
-    labels: Tensor
-    refill: Tensor
-    fresh: bool
-    window: tuple[float, float] = (0.0, 1.0)
+    def check(self, reply: LabelReply) -> None:
+        """Every label once, with how many samples of it."""
+        if reply.labels.dtype != torch.int64 or reply.labels.shape != reply.counts.shape or reply.labels.ndim != 1:
+            raise ReplyRefusedError("labels and counts must be whole numbers, one count for each label")
+        if len(torch.unique(reply.labels)) != len(reply.labels) or bool((reply.counts < 1).any()):
+            raise ReplyRefusedError("a label twice, or a count below 1")
 
 
 @record
@@ -62,18 +54,32 @@ class ReserveReply(Reply):
 
 
 @record
-class Gradient(Request):
-    """The gradient of the summed loss over what was set aside for one batch (Stratify, Algorithm 4).
+class Reserve(Request):
+    """Set samples aside for the batches to come (Stratify, Algorithm 4: training request).
 
     Args:
         round: The epoch, counted from 1.
-        batch: Which batch of the epoch.
-        weights: The global model.
+        batches: The batch of every position asked of this client, int64, ascending.
+        labels: The placeholder wanted at every position, int64.
+        refill: Placeholders whose pools start anew, int64.
+        fresh: Whether an earlier reservation of this epoch is forgotten first.
+        window: The part of each label's samples, in the order in which they arrive, that is there: from and to, in
+            [0, 1].
     """
 
+    reply_type: ClassVar[type[Reply]] = ReserveReply
+
     round: int
-    batch: int
-    weights: Weights
+    batches: Tensor
+    labels: Tensor
+    refill: Tensor
+    fresh: bool
+    window: tuple[float, float] = (0.0, 1.0)
+
+    def check(self, reply: ReserveReply) -> None:
+        """One answer a position."""
+        require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
+        require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
 
 
 @record
@@ -94,26 +100,27 @@ class GradientReply(Reply):
 
 
 @record
-class Steps(Request):
-    """One SGD step on one sample for each placeholder, on the travelling model (Stratify, Algorithm 3).
+class Gradient(Request):
+    """The gradient of the summed loss over what was set aside for one batch (Stratify, Algorithm 4).
 
     Args:
         round: The epoch, counted from 1.
-        labels: The placeholders to train, in order, int64.
-        refill: Placeholders whose pools start anew, int64.
-        fresh: Whether what was drawn earlier in this epoch is forgotten first.
-        window: See ``Reserve``.
+        batch: Which batch of the epoch.
+        weights: The global model.
     """
 
-    round: int
-    labels: Tensor
-    refill: Tensor
-    fresh: bool
-    window: tuple[float, float] = (0.0, 1.0)
+    reply_type: ClassVar[type[Reply]] = GradientReply
 
-    def work(self, samples: int) -> float:
-        """A sample for each placeholder."""
-        return float(len(self.labels))
+    round: int
+    batch: int
+    weights: Weights
+
+    def check(self, reply: GradientReply) -> None:
+        """A gradient of the parameters' shapes, buffers like those that were sent, over some samples."""
+        require_like(reply.gradient, self.weights.params, "gradient")
+        require_like(reply.buffers, self.weights.buffers, "buffers")
+        if reply.samples < 1:
+            raise ReplyRefusedError(f"{reply.samples} samples in a batch")
 
 
 @record
@@ -129,3 +136,35 @@ class StepsReply(Reply):
     missing: Tensor
     exhausted: Tensor
     loss: Tensor
+
+
+@record
+class Steps(Request):
+    """One SGD step on one sample for each placeholder, on the travelling model (Stratify, Algorithm 3).
+
+    Args:
+        round: The epoch, counted from 1.
+        labels: The placeholders to train, in order, int64.
+        refill: Placeholders whose pools start anew, int64.
+        fresh: Whether what was drawn earlier in this epoch is forgotten first.
+        window: See ``Reserve``.
+    """
+
+    reply_type: ClassVar[type[Reply]] = StepsReply
+
+    round: int
+    labels: Tensor
+    refill: Tensor
+    fresh: bool
+    window: tuple[float, float] = (0.0, 1.0)
+
+    def work(self, samples: int) -> float:
+        """A sample for each placeholder."""
+        return float(len(self.labels))
+
+    def check(self, reply: StepsReply) -> None:
+        """One answer a label, and the loss as one number."""
+        require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
+        require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
+        if reply.loss.ndim != 0 or not reply.loss.is_floating_point():
+            raise ReplyRefusedError("the loss must be one number")

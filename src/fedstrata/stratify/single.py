@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree
@@ -39,7 +38,7 @@ def single_epoch(federation: Federation, weights: Weights, route: Route) -> tupl
     loss, samples, hops = torch.zeros(()), 0, federation.accounting.hops
     while route.open():
         # More than one relay only where an engine learnt of a failure too late to go on in the same.
-        relayed = federation.relay(route.tasks(), weights, check=_check, heard=route.heard)
+        relayed = federation.relay(route.tasks(), weights, heard=route.heard)
         weights = relayed.weights
         for reply in relayed.replies.values():
             loss = loss + reply.loss
@@ -144,9 +143,6 @@ class Route:
     def heard(self, position: int, reply: StepsReply | None) -> None:
         """What became of a task; None where the hop failed, now or, as it turns out, earlier."""
         task = self._sent[position]
-        if reply is not None and len(reply.missing) != len(task.places):
-            self.federation.note("refused", [task.client], f"{len(reply.missing)} answers to {len(task.places)} labels")
-            reply = None
         if reply is None:
             self._leave(task.client)
             self._put_back(self._trained.get(position, task.places))
@@ -235,10 +231,3 @@ class Route:
         """A client that failed or is not there is not chosen again in this epoch."""
         self._replan()
         self.available[:, client] = self._holding[:, client] = False
-
-
-def _check(reply: StepsReply) -> None:
-    if reply.missing.dtype != torch.bool or reply.missing.ndim != 1:
-        raise ReplyRefusedError("what is missing must be one bool a label")
-    if reply.loss.ndim != 0 or not reply.loss.is_floating_point():
-        raise ReplyRefusedError("the loss must be one number")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.data.dataset import Dataset
 from fedstrata.errors import SpecError
 from fedstrata.nn.model import Model
+
+CPU = torch.device("cpu")
 
 RESIDENT = 0.25
 """Share of a GPU's memory that the data set may take; a larger one is copied there piece by piece."""
@@ -69,3 +73,10 @@ def placed(context: ClientContext) -> Placed:
         if size <= RESIDENT * torch.cuda.get_device_properties(device).total_memory:
             data = data.to(device)
     return Placed(device, model, data)
+
+
+def moved(tree: Any, device: torch.device) -> Any:
+    """A tree of tables and tensors on a device."""
+    if isinstance(tree, Tensor):
+        return tree.to(device)
+    return {key: moved(item, device) for key, item in tree.items()} if isinstance(tree, Mapping) else tree

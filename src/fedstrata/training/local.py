@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from fedstrata.objectives.base import Batch, Context, Objective, Trained
 from fedstrata.records import Tree
 from fedstrata.rng import torch_seeded
 from fedstrata.settings import Training
+from fedstrata.training.devices import CPU, moved, placed
 from fedstrata.training.manual_sgd import ManualSGD
 
 GATHER_LIMIT = 128 << 20
@@ -33,14 +33,15 @@ class LocalData:
     Args:
         client: Whose.
         chosen: Which of its samples, by their place among its own.
+        device: Where the batches are wanted.
     """
 
-    def __init__(self, client: Client, chosen: NDArray[np.int64]) -> None:
-        self.client, self.chosen = client, chosen
+    def __init__(self, client: Client, chosen: NDArray[np.int64], device: torch.device = CPU) -> None:
+        self.client, self.chosen, self.device = client, chosen, device
         features = int(np.prod(client.context.data.shape))
         # BatchNorm has no statistics of a single sample: a last one alone joins the batch before it.
         self.pairs = client.context.once(normalises)
-        self._all = client.samples(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
+        self._all = self._gathered(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -48,10 +49,14 @@ class LocalData:
     def batch(self, places: NDArray[np.int64] | slice) -> Batch:
         """Samples by their place among the chosen."""
         if self._all is None:
-            return Batch(*self.client.samples(self.chosen[places]))
+            return Batch(*self._gathered(self.chosen[places]))
         x, y = self._all
         where = places if isinstance(places, slice) else torch.from_numpy(places)
         return Batch(x[where], y[where])
+
+    def _gathered(self, chosen: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        x, y = self.client.samples(chosen)
+        return x.to(self.device), y.to(self.device)
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
         """All samples once, in their own order."""
@@ -91,7 +96,7 @@ class LocalData:
         if self._all is None:
             return None
         x, y = self._all
-        where = torch.from_numpy(order)
+        where = torch.from_numpy(order).to(self.device)
         if x.dim() != 4:
             return Batch(x.index_select(0, where), y.index_select(0, where))
         # Pixel by pixel, as the data set gives them.
@@ -135,24 +140,29 @@ def train(
     SGD with momentum μ and weight decay λ on the objective's gradient g plus its correction r (each step):
     d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
     """
-    training, model = client.context.config.training, client.model
+    training, device = client.context.config.training, data.device
+    model = client.model if device == CPU else client.context.once(placed).model
     objective = objective or client.context.objective
     counts = np.bincount(client.labels[data.chosen], minlength=client.context.config.classes)
     lr = training.lr_at(round)
+    if device != CPU:
+        weights = Weights(moved(weights.params, device), moved(weights.buffers, device))
+        message, kept = moved(message, device), moved(kept, device)
     context = Context(
         start=weights.params,
-        counts=torch.from_numpy(counts).float(),
+        counts=torch.from_numpy(counts).float().to(device),
         received=message,
         kept=kept,
         lr=lr,
     )
-    with computing(training):
+    with computing(training, device.type):
         context = objective.client_init(model, context)
-    by_hand = training.precision == "float32" and is_plain(objective, "loss", "trains")
+    by_hand = device == CPU and training.precision == "float32" and is_plain(objective, "loss", "trains")
     chain = client.context.once(manual_sgd_of) if by_hand else None
     losses: list[Tensor] = []
     seen = 0
-    with _workbench(client, weights, chain, objective, round) as params:
+    seeded = torch_seeded(client.context.config.seed, "layers", round, client.number, device)
+    with _workbench(model, weights, chain, objective, seeded) as params:
         step = _stepper(model, params, objective, context, training, chain)
         for batch in data.shuffled(training, client.rng("batches", round)):
             losses.append(step(batch))
@@ -161,8 +171,11 @@ def train(
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         else:
             after = Weights(params, weights.buffers)
-        with torch.no_grad(), computing(training), _finishing(model, after, objective, chain):
+        with torch.no_grad(), computing(training, device.type), _finishing(model, after, objective, chain):
             extra, kept = objective.client_final(Trained(after.params, len(losses), model, data.in_order), context)
+    if device != CPU:
+        after = Weights(moved(after.params, CPU), moved(after.buffers, CPU))
+        extra, kept = moved(extra, CPU), moved(kept, CPU)
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 
@@ -189,17 +202,20 @@ def normalises(context: ClientContext) -> bool:
 
 @contextmanager
 def _workbench(
-    client: Client, weights: Weights, chain: ManualSGD | None, objective: Objective, round: int
+    model: Model,
+    weights: Weights,
+    chain: ManualSGD | None,
+    objective: Objective,
+    seeded: AbstractContextManager[None],
 ) -> Iterator[Params]:
     """Parameters to train: those of the module, or for a chain, which needs no module, plain tensors."""
-    seeded = torch_seeded(client.context.config.seed, "layers", round, client.number)
     if chain is None:
-        with seeded, client.model.loaded(weights.params, weights.buffers, train=True) as params:
+        with seeded, model.loaded(weights.params, weights.buffers, train=True) as params:
             yield params
     else:
         # Such layers draw no random numbers.
         with nullcontext() if is_plain(objective, "correction", "client_final") else seeded:
-            yield client.model.laid_out(weights.params)
+            yield model.laid_out(weights.params)
 
 
 def _finishing(
@@ -220,7 +236,7 @@ def _stepper(
     if chain is None:
 
         def by_autograd(batch: Batch) -> Tensor:
-            with computing(training):
+            with computing(training, batch.x.device.type):
                 loss = objective.loss(model, params, batch, context)
             # A parameter that the loss does not reach has no gradient; correction and decay still move it.
             gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
@@ -281,8 +297,3 @@ def clipped(gradient: list[Tensor] | tuple[Tensor, ...], limit: float) -> list[T
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
     shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
     return list(torch._foreach_mul(gradient, shrinkage))
-
-
-def mean_of(values: list[Any]) -> float:
-    """The mean, 0 for nothing."""
-    return float(np.mean(values)) if values else 0.0

@@ -15,17 +15,18 @@ from fedstrata.clients.store import StateStore
 from fedstrata.data import from_arrays
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
-from fedstrata.federation.engine import Failure, FederationConfig
+from fedstrata.federation.engine import Engine, Failure, FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Reply, Request
+from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.partitions import Assignment
 from fedstrata.settings import Training
+from fedstrata.simulation import HANDLERS
 from fedstrata.stratify.masking.key_store import KeyRing
 
 
-class Wire:
+class Wire(Engine):
     """Every message crosses as bytes, as it does between machines.
 
     ``received`` is all that came to the server. ``cut`` names the kinds of request that a client no longer answers:
@@ -52,13 +53,16 @@ class Wire:
                 outcomes[k] = records.decode(self.received[-1])
         return outcomes | {k: Failure("connection lost") for k in requests if k in self.gone}
 
-    def ask_fused(self, requests: Mapping[int, Request]) -> Reply | None:
-        reply = self.engine.ask_fused(requests)
+    def ask_sum(self, requests: Mapping[int, Request]) -> Reply | None:
+        reply = self.engine.ask_sum(requests)
         self.received.append(records.encode(reply))
         return reply
 
-    def settle(self, accepted: Iterable[int]) -> None:
-        self.engine.settle(accepted)
+    def commit(self, accepted: Iterable[int]) -> None:
+        self.engine.commit(accepted)
+
+    def hop(self, client: int, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
+        return self.engine.hop(client, task, weights)
 
     def close(self) -> None:
         self.engine.close()
@@ -106,7 +110,7 @@ def build(
     config = FederationConfig(
         7, Training(), Model(nn.Linear(1, data.classes)), data.classes, len(holdings), assignment.sizes
     )
-    context = ClientContext(config, data, assignment, CrossEntropy(), keys=keys or SHARED)
+    context = ClientContext(config, data, assignment, CrossEntropy(), HANDLERS, keys=keys or SHARED)
     site = Site(Wire(LocalEngine(context, StateStore())), config, Always(), "toy")
     site.begin(0)
     return site

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from fedstrata import records
-from fedstrata.clients.client import reply_kind
 from fedstrata.engines.local import refuse_random
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import (
@@ -34,9 +33,9 @@ from fedstrata.engines.nvflare.wire import (
     read,
 )
 from fedstrata.errors import FedstrataError, WireError
-from fedstrata.federation.engine import Failure, FederationConfig, Note
+from fedstrata.federation.engine import Engine, EngineEvent, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.federation.reply_checks import check_like, defect_of
+from fedstrata.federation.reply_checks import defect_of
 from fedstrata.records import Message
 
 BEGIN_SECONDS = 300.0
@@ -61,7 +60,7 @@ class Line(Protocol):
         """
 
 
-class NVFlareEngine:
+class NVFlareEngine(Engine):
     """Clients at sites, which keep their data and their states.
 
     Args:
@@ -75,6 +74,8 @@ class NVFlareEngine:
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
     """
+
+    keeps_states = True
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class NVFlareEngine:
         self._run, self._spec, self._agreed = run, spec, agreed
         self._sites = sorted(set(homes))
         self._news: dict[str, list[Message]] = {site: [] for site in self._sites}
-        self._notes: list[Note] = []
+        self._pending_events: list[EngineEvent] = []
         self._absent: dict[str, str] = {}
         self._lost: set[str] = set()
         self._unsaved: set[str] = set()
@@ -103,7 +104,7 @@ class NVFlareEngine:
         self._journeys = 0
         self._pool = ThreadPoolExecutor(min(len(self._sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
-    def begin(self, round: int) -> None:
+    def restore(self, round: int) -> None:
         """Let every site make its clients ready, with their states after ``round``; 0 to start anew.
 
         A site that cannot is left out of this run, and a note says why.
@@ -119,13 +120,13 @@ class NVFlareEngine:
             clients = self._clients_of(site)
             if isinstance(outcome, FedstrataError):
                 self._absent[site] = f"site {site} takes no part: {outcome}"
-                self._notes.append(("absent", clients, self._absent[site]))
+                self._pending_events.append(("absent", clients, self._absent[site]))
             elif outcome.round != round:
                 reason = f"site {site} has its clients' states of round {outcome.round}, not {round}"
-                self._notes.append(("state lost", clients, reason))
+                self._pending_events.append(("state lost", clients, reason))
             elif lost := [client for client in outcome.lost if client in clients]:
                 reason = f"site {site} has no states of clients that lived elsewhere up to round {round}"
-                self._notes.append(("state lost", lost, reason))
+                self._pending_events.append(("state lost", lost, reason))
         if len(self._absent) == len(self._sites):
             raise FedstrataError(f"no site takes part; {'; '.join(self._absent.values())}")
 
@@ -137,12 +138,12 @@ class NVFlareEngine:
                 self._unsaved.discard(site)
             elif site not in self._unsaved:
                 self._unsaved.add(site)
-                self._notes.append(("state not stored", self._clients_of(site), str(outcome)))
+                self._pending_events.append(("state not stored", self._clients_of(site), str(outcome)))
 
-    def notes(self) -> Iterator[Note]:
+    def events(self) -> Iterator[EngineEvent]:
         """What happened since it was last asked."""
-        while self._notes:
-            yield self._notes.pop(0)
+        while self._pending_events:
+            yield self._pending_events.pop(0)
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """One message to every site, with the questions to its clients."""
@@ -173,10 +174,6 @@ class NVFlareEngine:
         finally:
             self.sums.close(group)
 
-    def ask_fused(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """None: no site sees another's data."""
-        return None
-
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """One hop with the model sent there and back."""
         self._exchange += 1
@@ -193,14 +190,14 @@ class NVFlareEngine:
             return Failure("it sent no model back")
         return outcome.weights, reply
 
-    def ride(self, kind: type[Request], weights: Weights) -> SiteRelay | None:
-        """A relay from site to site, or None where the model goes through the server."""
+    def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
+        """A relay from site to site, or hop by hop where the model goes through the server."""
         if not self.direct:
-            return None
+            return super().relay(kind, weights)
         self._journeys += 1
         return SiteRelay(self, self._journeys, weights)
 
-    def settle(self, accepted: Iterable[ClientId]) -> None:
+    def commit(self, accepted: Iterable[ClientId]) -> None:
         """Sites learn with the next message what counts."""
         counted = set(accepted)
         for site, clients in self._asked.items():
@@ -287,7 +284,7 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
     if isinstance(outcome, Failed):
         error = None if outcome.bystander else ClientRaisedError(outcome.reason)
         return Failure(outcome.reason, error, outcome.bystander)
-    wanted = reply_kind(type(request))
+    wanted = request.reply_type
     if isinstance(outcome, wanted):
         return outcome
     return Failure(
@@ -308,8 +305,7 @@ class SiteRelay:
     """
 
     def __init__(self, engine: NVFlareEngine, number: int, weights: Weights) -> None:
-        self._engine, self._number, self._cargo = engine, number, weights
-        self._check = check_like(weights)
+        self._engine, self._number, self._weights = engine, number, weights
         self._trail: list[int] = []
         """The hops after which the model can be had, in order: the last of each site."""
         self._outcomes: list[Reply | Failure] = []
@@ -325,7 +321,7 @@ class SiteRelay:
         while True:
             base = self._trail[-1] if self._trail else -1
             holder = self._home(base) if base >= 0 else ""
-            weights = self._cargo if base < 0 else None
+            weights = self._weights if base < 0 else None
             number = len(self._outcomes)
             exchange = self._engine.next_exchange()
             body = Hop(exchange, self._number, number, client, task, holder, base, weights, False)
@@ -356,9 +352,9 @@ class SiteRelay:
         self._clients.append(client)
         self._trail = [hop for hop in self._trail if self._home(hop) != site] + [number]
 
-    def arrive(self) -> tuple[Weights, list[Reply | Failure]]:
+    def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Fetch the model, and let the sites keep what counts."""
-        weights = self._cargo
+        weights = self._weights
         while self._trail:
             base = self._trail[-1]
             found = self._fetch(base)
@@ -375,7 +371,7 @@ class SiteRelay:
         outcome = self._engine.send(self._home(base), Fetch(self._number, base), Weights)
         if isinstance(outcome, FedstrataError):
             return outcome
-        if defect := defect_of(outcome, self._check):
+        if defect := defect_of(outcome, lambda found: found.require_like(self._weights)):
             return FedstrataError(defect)
         found: Weights = outcome
         return found

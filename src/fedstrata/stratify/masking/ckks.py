@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,13 @@ class Sealer:
         if (part.size(), part.coeff_modulus_size(), part.scale) != (2, levels, scale) or part.is_transparent():
             raise ReplyRefusedError("a ciphertext of another scale, level or size")
         return cipher
+
+
+# Loading a context takes longer than everything else about a small federation: it is checked once, then used.
+@lru_cache(maxsize=4)
+def sealer(public: bytes, parameters: Parameters) -> Sealer:
+    """The sealer of a public key; see ``Sealer``."""
+    return Sealer(public, parameters)
 
 
 class Opener(Sealer):

@@ -11,16 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.records import record
 from fedstrata.stratify.masking.ckks import COMPARING, Cipher
 from fedstrata.stratify.masking.messages import (
     Compare,
-    CompareReply,
     Enlist,
-    Enlisted,
     PublicKeys,
     SealedLabels,
     SealLabels,
@@ -71,15 +68,7 @@ class PackedList(UniqueList[SealedLabels]):
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
         """See ``UniqueList``."""
-
-        def check(reply: SealedLabels) -> None:
-            self.public.check_key(reply.key)
-            if not 1 <= len(reply.sheets) <= self.grid.sheets(self.classes):
-                raise ReplyRefusedError(f"{len(reply.sheets)} sheets for {self.classes} classes")
-            for sheet in reply.sheets:
-                self._load(sheet)
-
-        return self.ask(dict.fromkeys(clients, SealLabels(self.classes)), check)
+        return self.ask(dict.fromkeys(clients, SealLabels(self.classes, self.public)))
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
         """See ``UniqueList``."""
@@ -95,7 +84,7 @@ class PackedList(UniqueList[SealedLabels]):
             which = torch.tensor([sheet for sheet, _ in order[client]], dtype=torch.int64)
             requests[client] = Compare(self.classes, which, differences)
         held = {}
-        for client, reply in self.ask(requests, self._check_places).items():
+        for client, reply in self.ask(requests).items():
             found = self._resolve(reply.places.numpy(), order[client])
             if found is None or self.grid.sheets(len(found)) != len(clients[client].sheets):
                 self.refuse(client, "a match where the list has no entry, or another number of labels than it sent")
@@ -106,17 +95,8 @@ class PackedList(UniqueList[SealedLabels]):
     def enlist(self, client: ClientId, sealed: SealedLabels, labels: Ints) -> bool:
         """See ``UniqueList``."""
         places = self._free[: len(labels)]
-        pages = {place // self.grid.width for place in places}
-
-        def check(reply: Enlisted) -> None:
-            self.public.check_key(reply.key)
-            if reply.pages.keys() != pages:
-                raise ReplyRefusedError(f"pages {sorted(reply.pages)}, expected {sorted(pages)}")
-            for data in reply.pages.values():
-                self._load(data)
-
-        request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64))
-        reply = ask_one(self.federation, client, request, check)
+        request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64), self.public)
+        reply = ask_one(self.federation, client, request)
         if reply is None:
             return False
         for page, data in reply.pages.items():
@@ -134,11 +114,6 @@ class PackedList(UniqueList[SealedLabels]):
         product = (sheet - page) * factors.tolist() + self.sealer.seal(mask, product=True)
         data: bytes = product.serialize()
         return data
-
-    def _check_places(self, reply: CompareReply) -> None:
-        places = reply.places
-        if places.dtype != torch.int64 or places.ndim != 1 or len(places) > self.classes:
-            raise ReplyRefusedError(f"places {places.dtype} {tuple(places.shape)}, expected at most {self.classes}")
 
     def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
         """Placeholders, from what the client answered about ciphertexts in shuffled order."""

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.records import record
 from fedstrata.stratify.masking.ckks import Cipher
-from fedstrata.stratify.masking.messages import CompareOne, CompareOneReply, PublicKeys, SealedPairs, SealPairs
+from fedstrata.stratify.masking.messages import CompareOne, PublicKeys, SealedPairs, SealPairs
 from fedstrata.stratify.masking.public_keys import Public, ask_one
 from fedstrata.stratify.masking.unique_list import UniqueList
 
@@ -49,16 +48,7 @@ class PrintedList(UniqueList[SealedPairs]):
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedPairs]:
         """See ``UniqueList``."""
-
-        def check(reply: SealedPairs) -> None:
-            self.public.check_key(reply.key)
-            if len(reply.labels) != len(reply.counts) or len(reply.labels) > self.classes:
-                raise ReplyRefusedError(f"{len(reply.labels)} labels and {len(reply.counts)} counts")
-            for label, count in zip(reply.labels, reply.counts, strict=True):
-                self._load(label)
-                self.public.counting.load(count, length=1)
-
-        replies = self.ask(dict.fromkeys(clients, SealPairs()), check)
+        replies = self.ask(dict.fromkeys(clients, SealPairs(self.public, self.classes)))
         self.counts |= {client: reply.counts for client, reply in replies.items()}
         return replies
 
@@ -71,7 +61,7 @@ class PrintedList(UniqueList[SealedPairs]):
                 label = self._load(data)
                 # One label at a time: all differences of a client would take gigabytes.
                 request = CompareOne(tuple((label - entry).serialize() for entry in self.entries))
-                reply = ask_one(self.federation, client, request, self._check_entry)
+                reply = ask_one(self.federation, client, request)
                 if reply is None:
                     break
                 found.append(reply.entry)
@@ -86,7 +76,3 @@ class PrintedList(UniqueList[SealedPairs]):
 
     def _load(self, data: bytes) -> Cipher:
         return self.public.comparing.load(data, length=1)
-
-    def _check_entry(self, reply: CompareOneReply) -> None:
-        if not -1 <= reply.entry < len(self.entries):
-            raise ReplyRefusedError(f"entry {reply.entry} of a list of {len(self.entries)}")

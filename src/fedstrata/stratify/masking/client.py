@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata.clients.client import Client, answers
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles
 from fedstrata.errors import FedstrataError
 from fedstrata.rng import rng
 from fedstrata.stratify.client_batch import PLACEHOLDERS
 from fedstrata.stratify.masking.ckks import COUNTING, Opener
+from fedstrata.stratify.masking.key_store import ring_of
 from fedstrata.stratify.masking.messages import (
     Assign,
     Assigned,
@@ -52,18 +54,20 @@ def presented(client: Client) -> tuple[Ints, Ints]:
     """A client's labels in the order in which it presents them, and how many samples it has of each; both (L,)."""
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
-    order = rng(context.keys.order_seed(context.config.seed), "label-order", 0, client.number).permutation(len(labels))
+    order = rng(ring_of(context).order_seed(context.config.seed), "label-order", 0, client.number).permutation(
+        len(labels)
+    )
     return labels[order].astype(np.int64), counts[order].astype(np.int64)
 
 
-@answers(LabelReport)
+@handles(LabelReport)
 def report_labels(client: Client, request: LabelReport) -> LabelReply:
     """The labels held, and how many samples of each, in the clear."""
     labels, counts = presented(client)
     return LabelReply(torch.from_numpy(labels), torch.from_numpy(counts))
 
 
-@answers(Assign)
+@handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
     """Remember which class each placeholder stands for."""
     labels, _ = presented(client)
@@ -77,35 +81,35 @@ def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
     client.state[PLACEHOLDERS] = dict(zip(placeholders.tolist(), labels.tolist(), strict=True))
 
 
-@answers(OpenKeys)
+@handles(OpenKeys)
 def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
     """The public halves of the keys that all clients share."""
-    keys = client.context.keys.make()
+    keys = ring_of(client.context).make()
     return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
 
 
-@answers(TagReport)
+@handles(TagReport)
 def report_tags(client: Client, request: TagReport) -> TagReply:
     """Every label under the keyed hash."""
-    keys, names = client.context.keys.open(), client.context.data.class_names
+    keys, names = ring_of(client.context).open(), client.context.data.class_names
     labels, _ = presented(client)
     tags = b"".join(tag(keys.prf, names[label]) for label in labels.tolist())
     return TagReply(keys.name, torch.from_numpy(np.frombuffer(tags, dtype=np.uint8).reshape(-1, TAG_SIZE).copy()))
 
 
-@answers(SealLabels)
+@handles(SealLabels)
 def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
     """All labels, packed."""
-    keys = client.context.keys.open()
+    keys = ring_of(client.context).open()
     labels, _ = presented(client)
     sheets = SlotLayout(request.classes).sheets_of(labels)
     return SealedLabels(keys.name, tuple(keys.comparing.seal(sheet).serialize() for sheet in sheets))
 
 
-@answers(Compare)
+@handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
     """Which scrambled differences are zero."""
-    keys, grid = client.context.keys.open(), SlotLayout(request.classes)
+    keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
     opened = [
@@ -115,28 +119,28 @@ def compare(client: Client, request: Compare) -> CompareReply:
     return CompareReply(torch.from_numpy(grid.find(opened, request.sheets.numpy(), len(labels))))
 
 
-@answers(Enlist)
+@handles(Enlist)
 def enlist(client: Client, request: Enlist) -> Enlisted:
     """Entries for the unique list."""
-    keys, grid = client.context.keys.open(), SlotLayout(request.classes)
+    keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     pages = grid.entries(labels[request.labels.numpy()], request.places.numpy())
     return Enlisted(keys.name, {page: keys.comparing.seal(values).serialize() for page, values in pages.items()})
 
 
-@answers(SealPairs)
+@handles(SealPairs)
 def seal_pairs(client: Client, request: SealPairs) -> SealedPairs:
     """One ciphertext for each label and each count, as printed."""
-    keys = client.context.keys.open()
+    keys = ring_of(client.context).open()
     labels, counts = presented(client)
     sealed = tuple(keys.comparing.seal([label]).serialize() for label in labels.tolist())
     return SealedPairs(keys.name, sealed, tuple(keys.counting.seal([n]).serialize() for n in counts.tolist()))
 
 
-@answers(CompareOne)
+@handles(CompareOne)
 def compare_one(client: Client, request: CompareOne) -> CompareOneReply:
     """Which difference is zero, as printed: the client sees them all."""
-    opener = client.context.keys.open().comparing
+    opener = ring_of(client.context).open().comparing
     zeros = [place for place, data in enumerate(request.differences) if _open_one(opener, data) == 0]
     if len(zeros) > 1:
         raise FedstrataError("a comparison contradicts itself: a label is on the unique list twice")
@@ -147,10 +151,10 @@ def _open_one(opener: Opener, data: bytes) -> int:
     return int(opener.open_whole(opener.load(data, length=1), tolerance=_WHOLE)[0])
 
 
-@answers(CountReport)
+@handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
     """Encrypted counts by placeholder; and remember which class each of them stands for."""
-    keys = client.context.keys.open()
+    keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
     _remember(client, labels, placeholders)
@@ -160,10 +164,10 @@ def report_counts(client: Client, request: CountReport) -> CountReply:
     return CountReply(keys.name, tuple(keys.counting.seal(page).serialize() for page in pages))
 
 
-@answers(OpenTotals)
+@handles(OpenTotals)
 def open_totals(client: Client, request: OpenTotals) -> Totals:
     """Decrypted sums over clients, rounded: what CKKS leaves of its error would tell about the secret key."""
-    keys = client.context.keys.open()
+    keys = ring_of(client.context).open()
     if request.packed:
         opener = keys.counting
         pages = [
@@ -175,7 +179,7 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
     return Totals(torch.from_numpy(totals))
 
 
-@answers(ShareReport)
+@handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
     """The client's part of all samples under each of its placeholders."""
     _, counts = presented(client)

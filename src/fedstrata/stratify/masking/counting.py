@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.stratify.masking.ckks import COUNTING, Cipher
-from fedstrata.stratify.masking.messages import CountReply, CountReport, OpenTotals, ShareReply, ShareReport, Totals
+from fedstrata.stratify.masking.messages import CountReply, CountReport, OpenTotals, ShareReport
 from fedstrata.stratify.masking.public_keys import Public, ask_until
 
 Ints = NDArray[np.int64]
@@ -40,18 +39,12 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     def load(reply: CountReply) -> list[Cipher]:
         return [public.counting.load(data, length=slots) for data in reply.pages]
 
-    def check(reply: CountReply) -> None:
-        public.check_key(reply.key)
-        if len(reply.pages) != -(-size // slots):
-            raise ReplyRefusedError(f"{len(reply.pages)} pages of counts for {size} placeholders")
-        load(reply)
-
     counted: Held = {}
     clients = list(held)
     for begin in range(0, len(clients), TOGETHER):
         chunk = clients[begin : begin + TOGETHER]
-        requests = {client: CountReport(torch.from_numpy(names[held[client]]), size) for client in chunk}
-        for client, reply in federation.ask(requests, check=check).items():
+        requests = {client: CountReport(torch.from_numpy(names[held[client]]), size, public) for client in chunk}
+        for client, reply in federation.ask(requests).items():
             pages = load(reply)
             sums = [total.add_(page) for total, page in zip(sums, pages, strict=True)] if sums else pages
             counted[client] = held[client]
@@ -99,18 +92,10 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
     size = len(names)
     if size == 0 or not held:
         return np.zeros(size, dtype=np.int64)
-    holders = np.bincount(np.concatenate(list(held.values())), minlength=size)
-
-    def check(reply: Totals) -> None:
-        totals = reply.totals
-        if totals.dtype != torch.int64 or totals.shape != (size,):
-            raise ReplyRefusedError(f"totals {totals.dtype} {tuple(totals.shape)}, expected whole numbers ({size},)")
-        found = totals.numpy()[names]
-        if (found < holders).any() or (found[holders == 0] != 0).any():
-            raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
-
-    request = OpenTotals(pages, size, packed)
-    _, reply = ask_until(federation, held, request, check, "decrypt the totals")
+    holders = np.zeros(size, dtype=np.int64)
+    holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=size)
+    request = OpenTotals(pages, size, packed, holders)
+    _, reply = ask_until(federation, held, request, "decrypt the totals")
     totals: Ints = reply.totals.numpy()[names]
     return totals
 
@@ -126,19 +111,9 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     Returns:
         For each client that answered the counts under its placeholders; none at all where they contradict a total.
     """
-
-    def check(reply: ShareReply) -> None:
-        if reply.shares.dtype != torch.float64 or reply.shares.ndim != 1:
-            raise ReplyRefusedError(f"shares {reply.shares.dtype} {tuple(reply.shares.shape)}, expected float64 (L,)")
-        if bool(((reply.shares <= 0) | (reply.shares > 1)).any()):
-            raise ReplyRefusedError("a share outside (0, 1]")
-
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
     counts: Held = {}
-    for client, reply in federation.ask(requests, check=check).items():
-        if len(reply.shares) != len(held[client]):
-            federation.note("refused", [client], f"{len(reply.shares)} shares of {len(held[client])} placeholders")
-            continue
+    for client, reply in federation.ask(requests).items():
         counts[client] = np.rint(reply.shares.numpy() * totals[held[client]]).astype(np.int64)
     rest = totals - _per_placeholder(counts, held, len(totals))
     silent = {client: np.ones_like(placeholders) for client, placeholders in held.items() if client not in counts}

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata.errors import QuorumError, ReplyRefusedError, SpecError
+from fedstrata.errors import QuorumError, SpecError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.records import Tree, record
@@ -28,8 +28,7 @@ from fedstrata.stratify.masking.ckks import tenseal
 from fedstrata.stratify.masking.ckks_packed import PackedList
 from fedstrata.stratify.masking.ckks_paper import PrintedList
 from fedstrata.stratify.masking.counting import open_totals, shares, sum_packed, sum_printed
-from fedstrata.stratify.masking.messages import Assign, Assigned, PublicKeys, TagReply, TagReport
-from fedstrata.stratify.masking.prf import TAG_SIZE
+from fedstrata.stratify.masking.messages import Assign, Assigned, PublicKeys, TagReport
 from fedstrata.stratify.masking.public_keys import Public
 from fedstrata.stratify.masking.slot_layout import MOST_CLASSES, shuffled
 from fedstrata.stratify.messages import LabelReply, LabelReport
@@ -169,7 +168,7 @@ def _in_the_clear(
     federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
     watch("unique list")
-    replies = federation.ask(dict.fromkeys(clients, LabelReport()), check=_check_labels)
+    replies = federation.ask(dict.fromkeys(clients, LabelReport()))
     known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
@@ -188,16 +187,8 @@ def _by_tag(
 ) -> Roll:
     public = _public(federation, clients, before, comparing=False)
 
-    def check_tags(reply: TagReply) -> None:
-        public.check_key(reply.key)
-        tags = reply.tags
-        if tags.dtype != torch.uint8 or tags.ndim != 2 or tags.shape[1] != TAG_SIZE:
-            raise ReplyRefusedError(f"tags {tags.dtype} {tuple(tags.shape)}, expected bytes (L, {TAG_SIZE})")
-        if len(torch.unique(tags, dim=0)) != len(tags) or len(tags) > federation.config.classes:
-            raise ReplyRefusedError(f"{len(tags)} tags of {federation.config.classes} classes, or one twice")
-
     watch("unique list")
-    replies = federation.ask(dict.fromkeys(clients, TagReport()), check=check_tags)
+    replies = federation.ask(dict.fromkeys(clients, TagReport(public, federation.config.classes)))
     known: list[bytes] = list(before.register.tags) if before else []
     presented = {client: [bytes(tag) for tag in reply.tags.numpy()] for client, reply in replies.items()}
     watch("mapping")
@@ -290,10 +281,3 @@ def _assign(federation: Federation, held: Held, names: Ints) -> Held:
     requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
     replies: dict[ClientId, Assigned] = federation.ask(requests)
     return {client: held[client] for client in replies}
-
-
-def _check_labels(reply: LabelReply) -> None:
-    if reply.labels.dtype != torch.int64 or reply.labels.shape != reply.counts.shape or reply.labels.ndim != 1:
-        raise ReplyRefusedError("labels and counts must be whole numbers, one count for each label")
-    if len(torch.unique(reply.labels)) != len(reply.labels) or bool((reply.counts < 1).any()):
-        raise ReplyRefusedError("a label twice, or a count below 1")

@@ -1,7 +1,7 @@
 """The clients' keys: made by a client, shared by the clients, never seen by the server.
 
-``KeyRing`` is part of a client's world (``fedstrata.clients.client.ClientContext``). The server's side of enrolling,
-``fedstrata.labels``, lies below this package and cannot import it. Keys can be neither encoded into a message nor
+``KeyRing`` fills the slot ``keys`` of a client's context. Nothing on the server's side of enrolling can reach it.
+Keys can be neither encoded into a message nor
 written into a checkpoint, and pickling a ring carries only the name of its folder. The public halves leave it as
 bytes in a ``PublicKeys`` reply.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata import records
+from fedstrata.clients.context import ClientContext
 from fedstrata.errors import DataError, FedstrataError, WireError
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Opener, generate
 from fedstrata.stratify.masking.prf import KEY_SIZE, order_seed
@@ -206,3 +207,13 @@ class KeyRing:
 
 def _ring(folder: Path | None, create: bool) -> KeyRing:
     return KeyRing(folder, create=create)
+
+
+def ring_of(context: ClientContext) -> KeyRing:
+    """Where the clients of a process find their keys: what their context was given, or this machine's ring."""
+    ring: KeyRing = context.keys if context.keys is not None else context.once(_site_ring)
+    return ring
+
+
+def _site_ring(_: ClientContext) -> KeyRing:
+    return KeyRing.of_site()

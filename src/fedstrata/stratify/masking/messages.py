@@ -1,27 +1,23 @@
 """What server and clients say to each other when clients enrol: who holds which label, without saying which.
 
-A client *presents* its labels in an order of its own (``fedstrata.stratify.masking.client``), the same in every mode; "the
-i-th label" is meant in that order. Ciphertexts are TenSEAL's bytes. ``key`` is the fingerprint of the key they were
-made with.
+A client *presents* its labels in an order of its own (``fedstrata.stratify.masking.client``), the same in every mode;
+"the i-th label" is meant in that order. Ciphertexts are TenSEAL's bytes. ``key`` is the fingerprint of their key.
 """
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
+import torch
 from torch import Tensor
 
+from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request
-from fedstrata.records import record
-
-
-@record
-class OpenKeys(Request):
-    """Send the public keys of all clients; make the keys first if there are none.
-
-    Args:
-        comparing: Whether the key for comparisons is wanted beside that for counts.
-    """
-
-    comparing: bool
+from fedstrata.federation.reply_checks import require_shape
+from fedstrata.records import record, unsent
+from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, sealer
+from fedstrata.stratify.masking.prf import TAG_SIZE
+from fedstrata.stratify.masking.slot_layout import SlotLayout
 
 
 @record
@@ -40,14 +36,22 @@ class PublicKeys(Reply):
 
 
 @record
-class Assign(Request):
-    """From now on your labels go by these numbers.
+class OpenKeys(Request):
+    """Send the public keys of all clients; make the keys first if there are none.
 
     Args:
-        placeholders: One for each of the client's labels, int64.
+        comparing: Whether the key for comparisons is wanted beside that for counts.
     """
 
-    placeholders: Tensor
+    reply_type: ClassVar[type[Reply]] = PublicKeys
+
+    comparing: bool
+
+    def check(self, reply: PublicKeys) -> None:
+        """Keys that are public, and of our parameters."""
+        sealer(reply.counting, COUNTING)
+        if self.comparing:
+            sealer(reply.comparing, COMPARING)
 
 
 @record
@@ -62,8 +66,16 @@ class Assigned(Reply):
 
 
 @record
-class TagReport(Request):
-    """Send a keyed hash of each of your labels (mode ``prf``)."""
+class Assign(Request):
+    """From now on your labels go by these numbers.
+
+    Args:
+        placeholders: One for each of the client's labels, int64.
+    """
+
+    reply_type: ClassVar[type[Reply]] = Assigned
+
+    placeholders: Tensor
 
 
 @record
@@ -80,14 +92,25 @@ class TagReply(Reply):
 
 
 @record
-class SealLabels(Request):
-    """Send your labels encrypted, laid out for a list of ``classes`` unique labels (mode ``ckks``).
+class TagReport(Request):
+    """Send a keyed hash of each of your labels (mode ``prf``).
 
     Args:
-        classes: C.
+        public: The clients' public keys; stays at the server.
+        classes: C; stays at the server.
     """
 
-    classes: int
+    reply_type: ClassVar[type[Reply]] = TagReply
+
+    public: Any = unsent()
+    classes: Any = unsent()
+
+    def check(self, reply: TagReply) -> None:
+        """Every tag once, and no more than there are classes."""
+        self.public.check_key(reply.key)
+        require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
+        if len(torch.unique(reply.tags, dim=0)) != len(reply.tags) or len(reply.tags) > self.classes:
+            raise ReplyRefusedError(f"{len(reply.tags)} tags of {self.classes} classes, or one twice")
 
 
 @record
@@ -104,18 +127,26 @@ class SealedLabels(Reply):
 
 
 @record
-class Compare(Request):
-    """Scrambled differences between your labels and the unique list: which of them are zero?
+class SealLabels(Request):
+    """Send your labels encrypted, laid out for a list of ``classes`` unique labels (mode ``ckks``).
 
     Args:
         classes: C.
-        sheets: Which of the client's sheets each ciphertext compares, int64.
-        differences: Ciphertexts.
+        public: The clients' public keys; stays at the server.
     """
 
+    reply_type: ClassVar[type[Reply]] = SealedLabels
+
     classes: int
-    sheets: Tensor
-    differences: tuple[bytes, ...]
+    public: Any = unsent()
+
+    def check(self, reply: SealedLabels) -> None:
+        """Sheets for no more labels than there are classes."""
+        self.public.check_key(reply.key)
+        if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
+            raise ReplyRefusedError(f"{len(reply.sheets)} sheets for {self.classes} classes")
+        for sheet in reply.sheets:
+            self.public.comparing.load(sheet, length=COMPARING.slots)
 
 
 @record
@@ -131,18 +162,26 @@ class CompareReply(Reply):
 
 
 @record
-class Enlist(Request):
-    """Some of your labels are new: send them for the unique list.
+class Compare(Request):
+    """Scrambled differences between your labels and the unique list: which of them are zero?
 
     Args:
         classes: C.
-        labels: Which of the client's labels, int64.
-        places: Where on the list each one goes: page times the grid's width, plus the column. int64.
+        sheets: Which of the client's sheets each ciphertext compares, int64.
+        differences: Ciphertexts.
     """
 
+    reply_type: ClassVar[type[Reply]] = CompareReply
+
     classes: int
-    labels: Tensor
-    places: Tensor
+    sheets: Tensor
+    differences: tuple[bytes, ...]
+
+    def check(self, reply: CompareReply) -> None:
+        """A place a label."""
+        require_shape(reply.places, (-1,), torch.int64, "places")
+        if len(reply.places) > self.classes:
+            raise ReplyRefusedError(f"{len(reply.places)} places for {self.classes} classes")
 
 
 @record
@@ -159,8 +198,32 @@ class Enlisted(Reply):
 
 
 @record
-class SealPairs(Request):
-    """Send [E(l), E(n(l))] for every label (mode ``ckks-paper``)."""
+class Enlist(Request):
+    """Some of your labels are new: send them for the unique list.
+
+    Args:
+        classes: C.
+        labels: Which of the client's labels, int64.
+        places: Where on the list each one goes: page times the grid's width, plus the column. int64.
+        public: The clients' public keys; stays at the server.
+    """
+
+    reply_type: ClassVar[type[Reply]] = Enlisted
+
+    classes: int
+    labels: Tensor
+    places: Tensor
+    public: Any = unsent()
+
+    def check(self, reply: Enlisted) -> None:
+        """A ciphertext for every page that gets an entry, and no other."""
+        self.public.check_key(reply.key)
+        width = SlotLayout(self.classes).width
+        pages = {place // width for place in self.places.tolist()}
+        if reply.pages.keys() != pages:
+            raise ReplyRefusedError(f"pages {sorted(reply.pages)}, expected {sorted(pages)}")
+        for data in reply.pages.values():
+            self.public.comparing.load(data, length=COMPARING.slots)
 
 
 @record
@@ -179,14 +242,27 @@ class SealedPairs(Reply):
 
 
 @record
-class CompareOne(Request):
-    """Differences between one of your labels and every entry of the unique list (mode ``ckks-paper``).
+class SealPairs(Request):
+    """Send [E(l), E(n(l))] for every label (mode ``ckks-paper``).
 
     Args:
-        differences: E(l − u), one for each entry.
+        public: The clients' public keys; stays at the server.
+        classes: C; stays at the server.
     """
 
-    differences: tuple[bytes, ...]
+    reply_type: ClassVar[type[Reply]] = SealedPairs
+
+    public: Any = unsent()
+    classes: Any = unsent()
+
+    def check(self, reply: SealedPairs) -> None:
+        """A count for each label."""
+        self.public.check_key(reply.key)
+        if len(reply.labels) != len(reply.counts) or len(reply.labels) > self.classes:
+            raise ReplyRefusedError(f"{len(reply.labels)} labels and {len(reply.counts)} counts")
+        for label, count in zip(reply.labels, reply.counts, strict=True):
+            self.public.comparing.load(label, length=1)
+            self.public.counting.load(count, length=1)
 
 
 @record
@@ -201,16 +277,21 @@ class CompareOneReply(Reply):
 
 
 @record
-class CountReport(Request):
-    """Your labels go by these numbers; send the encrypted number of samples of each.
+class CompareOne(Request):
+    """Differences between one of your labels and every entry of the unique list (mode ``ckks-paper``).
 
     Args:
-        placeholders: One for each of the client's labels, int64.
-        size: P, how many placeholders there are.
+        differences: E(l − u), one for each entry.
     """
 
-    placeholders: Tensor
-    size: int
+    reply_type: ClassVar[type[Reply]] = CompareOneReply
+
+    differences: tuple[bytes, ...]
+
+    def check(self, reply: CompareOneReply) -> None:
+        """An entry of the list."""
+        if not -1 <= reply.entry < len(self.differences):
+            raise ReplyRefusedError(f"entry {reply.entry} of a list of {len(self.differences)}")
 
 
 @record
@@ -227,18 +308,28 @@ class CountReply(Reply):
 
 
 @record
-class OpenTotals(Request):
-    """Decrypt sums over clients.
+class CountReport(Request):
+    """Your labels go by these numbers; send the encrypted number of samples of each.
 
     Args:
-        pages: Encrypted totals by placeholder.
-        size: P.
-        packed: Whether a ciphertext holds many totals (or one each, mode ``ckks-paper``).
+        placeholders: One for each of the client's labels, int64.
+        size: P, how many placeholders there are.
+        public: The clients' public keys; stays at the server.
     """
 
-    pages: tuple[bytes, ...]
+    reply_type: ClassVar[type[Reply]] = CountReply
+
+    placeholders: Tensor
     size: int
-    packed: bool
+    public: Any = unsent()
+
+    def check(self, reply: CountReply) -> None:
+        """Pages for all placeholders."""
+        self.public.check_key(reply.key)
+        if len(reply.pages) != -(-self.size // COUNTING.slots):
+            raise ReplyRefusedError(f"{len(reply.pages)} pages of counts for {self.size} placeholders")
+        for data in reply.pages:
+            self.public.counting.load(data, length=COUNTING.slots)
 
 
 @record
@@ -253,16 +344,29 @@ class Totals(Reply):
 
 
 @record
-class ShareReport(Request):
-    """What part of all samples of each of your placeholders do you hold?
-
-    Only asked for weighted selection.
+class OpenTotals(Request):
+    """Decrypt sums over clients.
 
     Args:
-        totals: N(p) for each of the client's labels, int64.
+        pages: Encrypted totals by placeholder.
+        size: P.
+        packed: Whether a ciphertext holds many totals (or one each, mode ``ckks-paper``).
+        holders: How many clients hold each placeholder, int64, shape (P,); stays at the server.
     """
 
-    totals: Tensor
+    reply_type: ClassVar[type[Reply]] = Totals
+
+    pages: tuple[bytes, ...]
+    size: int
+    packed: bool
+    holders: Any = unsent()
+
+    def check(self, reply: Totals) -> None:
+        """At least a sample for each holder, and none of what nobody holds."""
+        require_shape(reply.totals, (self.size,), torch.int64, "totals")
+        found, holders = reply.totals.numpy(), self.holders
+        if (found < holders).any() or (found[holders == 0] != 0).any():
+            raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
 
 
 @record
@@ -274,3 +378,24 @@ class ShareReply(Reply):
     """
 
     shares: Tensor
+
+
+@record
+class ShareReport(Request):
+    """What part of all samples of each of your placeholders do you hold?
+
+    Only asked for weighted selection.
+
+    Args:
+        totals: N(p) for each of the client's labels, int64.
+    """
+
+    reply_type: ClassVar[type[Reply]] = ShareReply
+
+    totals: Tensor
+
+    def check(self, reply: ShareReply) -> None:
+        """A share in (0, 1] for each label."""
+        require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
+        if bool(((reply.shares <= 0) | (reply.shares > 1)).any()):
+            raise ReplyRefusedError("a share outside (0, 1]")

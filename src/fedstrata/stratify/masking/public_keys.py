@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request
-from fedstrata.federation.reply_checks import Check
-from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Sealer
+from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Sealer, sealer
 from fedstrata.stratify.masking.messages import OpenKeys, PublicKeys
 
 
-def ask_one(federation: Federation, client: ClientId, request: Request, check: Check | None = None) -> Any:
+def ask_one(federation: Federation, client: ClientId, request: Request) -> Any:
     """One client's reply, or None; why is an event."""
     try:
-        return federation.ask({client: request}, check=check).get(client)
+        return federation.ask({client: request}).get(client)
     except ClientsFailedError as error:
         # It was the only one asked and the first of its kind: the others may still answer.
         federation.accounting.failed.add(client)
@@ -26,7 +25,7 @@ def ask_one(federation: Federation, client: ClientId, request: Request, check: C
 
 
 def ask_until(
-    federation: Federation, clients: Iterable[ClientId], request: Request, check: Check, purpose: str
+    federation: Federation, clients: Iterable[ClientId], request: Request, purpose: str
 ) -> tuple[ClientId, Any]:
     """The first of the clients that answers, and its reply.
 
@@ -34,7 +33,7 @@ def ask_until(
         QuorumError: Nobody does; with what the last one's failure was.
     """
     for client in clients:
-        reply = ask_one(federation, client, request, check)
+        reply = ask_one(federation, client, request)
         if reply is not None:
             return client, reply
     reasons = [event["reason"] for event in federation.events if event["kind"] in ("failed", "refused")]
@@ -59,32 +58,20 @@ class Public:
         Raises:
             QuorumError: Nobody does.
         """
-        _, keys = ask_until(
-            federation, clients, OpenKeys(comparing), lambda reply: _must_be_public(reply, comparing), "send keys"
-        )
+        _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
         return cls(keys)
 
     @cached_property
     def counting(self) -> Sealer:
         """For counts."""
-        return _sealer(self.keys.counting, COUNTING)
+        return sealer(self.keys.counting, COUNTING)
 
     @cached_property
     def comparing(self) -> Sealer:
         """For comparisons."""
-        return _sealer(self.keys.comparing, COMPARING)
+        return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
         """Refuse what was made with other keys."""
         if key != self.keys.key:
             raise ReplyRefusedError(f"encrypted with the keys {key!r}, the others have {self.keys.key!r}")
-
-
-# Loading a context takes longer than everything else about a small federation: it is checked, then used.
-_sealer = lru_cache(maxsize=4)(Sealer)
-
-
-def _must_be_public(reply: PublicKeys, comparing: bool) -> None:
-    _sealer(reply.counting, COUNTING)
-    if comparing:
-        _sealer(reply.comparing, COMPARING)

@@ -1,8 +1,8 @@
 """The unique list under encryption, at the server: which clients share a label (Stratify §IV-A).
 
 What the two protocols have in common: client after client until the list is complete, then everybody else against
-the complete list. ``fedstrata.stratify.masking.ckks_packed`` and ``fedstrata.stratify.masking.ckks_paper`` say how labels are compared. The server
-holds public keys only: it learns what clients answer, which is where zeros are.
+the complete list. The modules ``ckks_packed`` and ``ckks_paper`` beside this one say how labels are compared. The
+server holds public keys only: it learns what clients answer, which is where zeros are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request
-from fedstrata.federation.reply_checks import Check
 from fedstrata.stratify.masking.messages import SealedLabels, SealedPairs
 from fedstrata.stratify.masking.public_keys import Public, ask_one
 
@@ -103,10 +102,10 @@ class UniqueList(Generic[S]):
         self.federation.accounting.failed.add(client)
         self.federation.note("refused", [client], f"client {client} in round {self.federation.round}: {defect}")
 
-    def ask(self, requests: Mapping[ClientId, Request], check: Check) -> dict[ClientId, Any]:
+    def ask(self, requests: Mapping[ClientId, Request]) -> dict[ClientId, Any]:
         """One exchange; a single client that raises an exception is a client that does not answer."""
         if len(requests) == 1:
             ((client, request),) = requests.items()
-            reply = ask_one(self.federation, client, request, check)
+            reply = ask_one(self.federation, client, request)
             return {} if reply is None else {client: reply}
-        return self.federation.ask(requests, check=check)
+        return self.federation.ask(requests)

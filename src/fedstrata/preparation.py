@@ -1,0 +1,151 @@
+"""An experiment that was checked and is ready to run: data, partition and model, each loaded once."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedstrata.config import under
+from fedstrata.data import Dataset, from_arrays
+from fedstrata.errors import SpecError
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
+from fedstrata.nn.memory_format import lay_out
+from fedstrata.nn.model import Model
+from fedstrata.nn.zoo import make_model
+from fedstrata.partitions import Assignment
+from fedstrata.partitions.server_data import ServerData
+from fedstrata.spec import Experiment
+
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+Arrays = Dataset | Mapping[str, Any] | Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An experiment that was checked and is ready to run.
+
+    Args:
+        spec: What was asked for.
+        data: The data set.
+        assignment: Which samples belong to whom.
+        config: What server and clients agree on.
+    """
+
+    spec: Experiment
+    data: Dataset
+    assignment: Assignment
+    config: FederationConfig
+
+
+def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | Model | None = None) -> Prepared:
+    """Load the data, split them and check everything that can be wrong before anything is written.
+
+    Args:
+        spec: The experiment.
+        data: Data of your own instead of the spec's: a ``Dataset``, ``(x_train, y_train, x_test, y_test)``, or a
+            mapping with these keys.
+        model: A module of your own instead of the spec's; what it holds is where training starts.
+
+    Raises:
+        SpecError: A setting does not fit the data, the federation or another setting.
+        DataError: The data are missing or damaged.
+    """
+    dataset = spec.data.load(spec.seed) if data is None else as_dataset(data, spec)
+    assignment = under("partition", lambda: spec.partition.split(dataset, spec.seed))
+    return assemble(spec, dataset, assignment, model)
+
+
+def assemble(
+    spec: Experiment,
+    dataset: Dataset,
+    assignment: Assignment,
+    model: nn.Module | Model | None = None,
+    *,
+    sizes_known: bool = True,
+) -> Prepared:
+    """An experiment on data that were loaded and split already, and checked against them.
+
+    Args:
+        spec: The experiment.
+        dataset: The data.
+        assignment: Which samples belong to whom; as far as it is known here.
+        model: See ``prepare``.
+        sizes_known: Whether the assignment is that of all clients; not where sites keep their own data.
+
+    Raises:
+        SpecError: A setting does not fit the data, the federation or another setting.
+    """
+    if isinstance(model, (nn.Module, Model)):
+        made = model if isinstance(model, Model) else Model(lay_out(model, dataset.shape))
+        _check_outputs(made, dataset)
+    elif model is None:
+        made = make_model(spec.model, dataset.shape, dataset.classes, spec.seed)
+    else:
+        raise SpecError("model", "expected an nn.Module or a fedstrata Model; names go into the spec", model)
+    federate_batchnorm(made.module)
+    _check_start(made, spec)
+    config = FederationConfig(
+        seed=spec.seed,
+        training=spec.training,
+        model=made,
+        classes=dataset.classes,
+        clients=len(assignment),
+        sizes=assignment.sizes if sizes_known else None,
+        server_data=ServerData(dataset, assignment) if sizes_known else None,
+        weight_diversity=spec.evaluation.weight_diversity,
+    )
+    under("availability", lambda: spec.availability.check(config.clients))
+    spec.method.check(config)
+    return Prepared(spec, dataset, assignment, config)
+
+
+def _check_start(model: Model, spec: Experiment) -> None:
+    """A model that replies can be like, and that can be evaluated."""
+    for name, tensor in {**model.params(), **model.buffers()}.items():
+        if not torch.isfinite(tensor).all():
+            problem = (
+                f"{name} holds NaN or infinity, and replies that do are refused; register_buffer(persistent=False) "
+            )
+            raise SpecError("model", problem + "keeps a constant out of what travels")
+    local = spec.training.batch_norm == "local" and has_batchnorm(model.module)
+    if local and spec.evaluation.batch_size == 1:
+        problem = "with batch_norm = 'local' batches are evaluated with their own statistics, which take two samples"
+        raise SpecError("evaluation.batch_size", problem, 1)
+
+
+def _check_outputs(model: Model, dataset: Dataset) -> None:
+    """A module of the user's own gives a logit for every class."""
+    needed = (
+        f"a batch of shape (B, {', '.join(map(str, dataset.shape))}) and gives logits of shape (B, {dataset.classes})"
+    )
+    x = dataset.inputs(slice(0, 2))
+    try:
+        with torch.no_grad(), model.loaded(model.params(), model.buffers()) as params:
+            found = model(params, x)
+    except Exception as error:
+        raise SpecError("model", f"a model takes {needed}; this one failed: {error}") from error
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != (len(x), dataset.classes):
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+        raise SpecError("model", f"a model takes {needed}; this one gave {shape} for {len(x)} samples")
+
+
+def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
+    """Arrays of the user's own as a data set."""
+    if isinstance(data, Dataset):
+        return data
+    if isinstance(data, Mapping):
+        accepted = inspect.signature(from_arrays).parameters
+        if wrong := [key for key in data if key not in accepted] + [key for key in ARRAYS if key not in data]:
+            problem = f"a mapping has the keys {', '.join(ARRAYS)}, and may have others of from_arrays"
+            raise SpecError("data", problem, sorted(map(str, wrong)))
+        return from_arrays(**{"normalize": spec.data.normalize, **data})
+    if not isinstance(data, Sequence) or len(data) != len(ARRAYS):
+        problem = f"expected a Dataset, a mapping, or four arrays: {', '.join(ARRAYS)}"
+        raise SpecError("data", problem, f"{len(data)} of them" if isinstance(data, Sequence) else type(data).__name__)
+    return from_arrays(*data, normalize=spec.data.normalize)
