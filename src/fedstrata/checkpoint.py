@@ -20,6 +20,7 @@ from typing import Any
 from fedstrata import records
 from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, WireError
+from fedstrata.jsonl import replace_file
 from fedstrata.records import Tree
 
 KEEP = 2
@@ -162,12 +163,7 @@ def _prune(folder: Path) -> None:
 
 
 def _write(path: Path, data: bytes) -> str:
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    part.rename(path)
+    replace_file(path, data)
     return _digest(data)
 
 

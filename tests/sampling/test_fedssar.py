@@ -13,7 +13,7 @@ from fedstrata import records
 from fedstrata.federation.availability import Bernoulli
 from fedstrata.sampling import fedssar
 from fedstrata.sampling.fedssar import FedSSARSampler, cluster, shares
-from fedstrata.sampling.sketches import Sketches, learn, nobody, remember, sketch
+from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 
 
 def groups(*sizes: int, noise: float = 0.05, d: int = 6) -> np.ndarray:
@@ -197,7 +197,7 @@ def test_a_sketch_keeps_distances_of_long_models():
 
 def test_new_sketches_replace_old_ones():
     state = remember(nobody(), np.array([5, 2]), np.array([[5.0], [2.0]], dtype=np.float32))
-    state = remember(state, np.array([3, 5]), np.array([[3.0], [50.0]], dtype=np.float32))
+    state = state.with_rows(np.array([3, 5]), np.array([[3.0], [50.0]], dtype=np.float32))
     assert state.known.tolist() == [2, 3, 5]
     assert state.points.ravel().tolist() == [2, 3, 50]
     assert learn(state, {}, 0, 0, False) is state

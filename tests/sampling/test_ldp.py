@@ -11,7 +11,7 @@ import pytest
 
 from fedstrata.clients.client import Client
 from fedstrata.handlers.sampling import report_size
-from fedstrata.sampling.ldp import estimated_total, randomised_size, truth_probability
+from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
 from fedstrata.sampling.messages import SizeReport
 
 

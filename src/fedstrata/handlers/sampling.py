@@ -10,7 +10,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.handlers.fit import starting_point
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.sampling.ldp import randomised_size
+from fedstrata.sampling.client_sizes import randomised_size
 from fedstrata.sampling.messages import (
     Compress,
     CompressReply,

@@ -22,7 +22,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.client_sizes import Sizes, ask_sizes
+from fedstrata.sampling.client_sizes import Sizes
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 
 LARGEST = 5000
@@ -108,7 +108,7 @@ class Clustered(ClientSampler):
 
     def init(self, federation: Federation) -> Tree:
         """The sizes; no updates yet."""
-        return ClusteredState(ask_sizes(federation), nobody(), federation.config.seed)
+        return ClusteredState(Sizes.ask(federation), nobody(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Arrange those who may be invited, draw one from each distribution."""

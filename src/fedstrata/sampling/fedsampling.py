@@ -14,7 +14,8 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
-from fedstrata.sampling.ldp import FedSTaSData, ask_sizes, estimated_total
+from fedstrata.sampling.client_sizes import ask_sizes, estimated_total
+from fedstrata.sampling.ldp import FedSTaSData
 
 
 class Everyone(ClientSampler):

@@ -19,7 +19,7 @@ from fedstrata.rng import rng
 from fedstrata.sampling.allocation import allocate
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.messages import Sketch
-from fedstrata.sampling.sketches import Sketches, learn, nobody, remember, sketch
+from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 from fedstrata.sampling.stratified import draw
 
 
@@ -122,7 +122,7 @@ class FedSSARSampler(ClientSampler):
         if replies:
             points = np.stack([reply.values.numpy() for reply in replies.values()])
             points = points - sent if self.features == "updates" else points
-            sketches = remember(sketches, np.fromiter(replies, dtype=np.int64), points)
+            sketches = sketches.with_rows(np.fromiter(replies, dtype=np.int64), points)
         return replace(state, sketches=sketches)
 
 

@@ -2,68 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import DataSampler
-from fedstrata.sampling.messages import SizeReport
-
-
-def truth_probability(epsilon: float, bound: int) -> float:
-    """α = (e^ε − 1) / (e^ε + M − 2), with which the randomised response is ε-LDP (FedSTaS, Lemma 2.4, Eq. 11).
-
-    >>> round(truth_probability(3.0, 100), 4)
-    0.1616
-    """
-    # Both sides divided by e^ε, which overflows where ε is large.
-    return -math.expm1(-epsilon) / (1 + (bound - 2) * math.exp(-epsilon))
-
-
-def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """R = min(n, M − 1) with probability α, else uniform on {1, …, M − 1}.
-
-    Args:
-        size: n_k, the true number of samples.
-        bound: M.
-        alpha: α.
-        generator: Randomness.
-    """
-    truthful, other = generator.random() < alpha, int(generator.integers(1, bound))
-    # The response's range is {1, …, M − 1}: a client without data answers 1, or ε-LDP would not hold for it.
-    return max(1, min(size, bound - 1)) if truthful else other
-
-
-def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float:
-    """ñ = (Σ r_k − (1 − α) M m / 2) / α, at least 1: unbiased where no n_k exceeds M − 1 (FedSTaS, Eq. 7).
-
-    >>> estimated_total([10, 20], bound=100, alpha=1.0)
-    30.0
-    """
-    m = len(responses)
-    return max(1.0, (sum(responses) - (1 - alpha) * bound * m / 2) / alpha)
-
-
-def ask_sizes(
-    federation: Federation, clients: Iterable[int], epsilon: float | None, bound: int
-) -> tuple[dict[int, int], int, float]:
-    """Ask clients how many samples they hold, under ε-LDP where there is an ε.
-
-    Returns:
-        The answers of those who answered, and the M and α that turn them into an estimate (0 and 1 without an ε).
-    """
-    bound = bound if epsilon is not None else 0
-    alpha = truth_probability(epsilon, bound) if epsilon is not None else 1.0
-    request = SizeReport(federation.round, bound, alpha)
-    replies = federation.ask({int(client): request for client in clients})
-    return {client: reply.samples for client, reply in replies.items()}, bound, alpha
+from fedstrata.sampling.client_sizes import ask_sizes, estimated_total
 
 
 @record

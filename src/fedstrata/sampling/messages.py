@@ -34,7 +34,7 @@ class SizeReport(Request):
     Args:
         round: The round, counted from 1.
         bound: M, the public bound on the number of samples; 0 asks for the plain number.
-        alpha: The probability of the true (clipped) answer; see ``fedstrata.sampling.ldp``.
+        alpha: The probability of the true (clipped) answer; see ``fedstrata.sampling.client_sizes``.
     """
 
     reply_type: ClassVar[type[Reply]] = SizeReply

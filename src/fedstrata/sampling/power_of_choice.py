@@ -11,7 +11,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
-from fedstrata.sampling.client_sizes import ask_sizes
+from fedstrata.sampling.client_sizes import Sizes
 from fedstrata.sampling.messages import LossReport
 
 
@@ -42,7 +42,7 @@ class PowerOfChoice(ClientSampler):
 
     def init(self, federation: Federation) -> Tree:
         """The sizes."""
-        return ask_sizes(federation)
+        return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Draw the candidates, ask them for their loss, take the m largest; equal losses in random order."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedstrata.federation.messages import FitReply, Params
 from fedstrata.records import record
 from fedstrata.sampling.quantization import bucketed, project, signs
+from fedstrata.sampling.row_store import RowStore
 
 TOGETHER = 1 << 18
 """Parameters that are sketched at once: what stays in a cache."""
@@ -30,19 +31,34 @@ class Sketches:
 
     Args:
         known: Those clients, ascending, int64.
-        points: Their sketches, shape (len(known), K), float32.
+        rows: Their sketches, len(known) rows of length K.
         sent: The sketch of the model that went out last, shape (K,), float32; empty before the first round.
     """
 
     known: NDArray[np.int64]
-    points: NDArray[np.float32]
+    rows: RowStore
     sent: NDArray[np.float32]
+
+    @property
+    def points(self) -> NDArray[np.float32]:
+        """The sketches, shape (len(known), K); not to be written to."""
+        return self.rows.whole()
+
+    def with_rows(self, clients: NDArray[np.int64], points: NDArray[np.float32]) -> Sketches:
+        """With the sketches of some clients, ascending, renewed or added.
+
+        Args:
+            clients: Whose are new, shape (n,).
+            points: The new ones, shape (n, K).
+        """
+        known, rows = self.rows.joined(self.known, clients, points)
+        return replace(self, known=known, rows=rows)
 
 
 def nobody() -> Sketches:
     """No client is known."""
     empty = np.empty(0, dtype=np.float32)
-    return Sketches(np.empty(0, dtype=np.int64), np.empty((0, 0), dtype=np.float32), empty)
+    return Sketches(np.empty(0, dtype=np.int64), RowStore.of(np.empty((0, 0), dtype=np.float32)), empty)
 
 
 def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
@@ -83,47 +99,6 @@ def _flat(params: Params) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
 
 
-def remember(state: Sketches, clients: NDArray[np.int64], points: NDArray[np.float32]) -> Sketches:
-    """Put new sketches in the place of the old ones.
-
-    Args:
-        state: What is remembered.
-        clients: Whose are new, shape (n,).
-        points: The new ones, shape (n, K).
-    """
-    known, merged = renewed(state.known, state.points, clients, points)
-    return replace(state, known=known, points=merged)
-
-
-def renewed(
-    known: NDArray[np.int64], points: NDArray[np.float32], clients: NDArray[np.int64], new: NDArray[np.float32]
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Rows of some clients put in the place of their old ones, or added.
-
-    Args:
-        known: Clients that have a row, ascending.
-        points: Their rows.
-        clients: Clients with a new row, ascending.
-        new: Their new rows.
-
-    Returns:
-        ``known`` and ``points`` afterwards; new arrays.
-    """
-    if len(clients) == 0:
-        return known, points
-    there = np.isin(clients, known)
-    if there.all():
-        merged = points.copy()
-    else:
-        everybody = np.union1d(known, clients)
-        merged = np.empty((len(everybody), new.shape[1]), dtype=np.float32)
-        if len(known):
-            merged[np.searchsorted(everybody, known)] = points
-        known = everybody
-    merged[np.searchsorted(known, clients)] = new
-    return known, merged
-
-
 def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool) -> Sketches:
     """Sketch what the participants of a round sent.
 
@@ -137,4 +112,4 @@ def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, se
     if not replies:
         return state
     points = sketches([reply.weights.params for reply in replies.values()], coordinates, seed)
-    return remember(state, np.fromiter(replies, dtype=np.int64), points - state.sent if updates else points)
+    return state.with_rows(np.fromiter(replies, dtype=np.int64), points - state.sent if updates else points)

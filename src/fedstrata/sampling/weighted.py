@@ -11,7 +11,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
-from fedstrata.sampling.client_sizes import ask_sizes
+from fedstrata.sampling.client_sizes import Sizes
 
 
 class Weighted(ClientSampler):
@@ -37,7 +37,7 @@ class Weighted(ClientSampler):
 
     def init(self, federation: Federation) -> Tree:
         """The sizes."""
-        return ask_sizes(federation) if self.by == "size" else None
+        return Sizes.ask(federation) if self.by == "size" else None
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Draw."""
