@@ -68,7 +68,7 @@ class JobSpec:
     def homes(self, there: Sequence[str]) -> list[str]:
         """The site of every client: consecutive clients share one where there are fewer sites than clients.
 
-        >>> Plan("run-0.toml", "", 5).homes(["a", "b"])
+        >>> JobSpec("run-0.toml", "", 5).homes(["a", "b"])
         ['a', 'a', 'a', 'b', 'b']
         """
         if self.sites:

@@ -73,7 +73,7 @@ def quantize(values: NDArray[np.float32], centres: int) -> tuple[NDArray[np.floa
     Returns:
         The centres, ascending, shape (min(d', different values),), and every coordinate's centre, shape (d,).
 
-    >>> X, codes = squeeze(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
+    >>> X, codes = quantize(np.array([0.0, 9.0, 0.2, 8.8], dtype=np.float32), 2)
     >>> X.round(2).tolist(), codes.tolist()
     ([0.10000000149011612, 8.899999618530273], [0, 1, 0, 1])
     """

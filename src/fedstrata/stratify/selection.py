@@ -45,7 +45,7 @@ def assign_runs(
         The client of every position, −1 where nobody is available, shape (L,).
 
     >>> both = np.array([[True, True], [True, False]])  # placeholder 0: clients 0 and 1; placeholder 1: client 0
-    >>> assign_runs(np.array([0, 1, 0]), both, chunk_size=3, retain=1.0, draw=np.random.default_rng(0)).tolist()
+    >>> assign_runs(np.array([0, 1, 0]), both, chunk_size=3, retain=1.0, generator=np.random.default_rng(0)).tolist()
     [0, 0, 0]
     """
     clients = np.flatnonzero(available.any(axis=0))

@@ -64,7 +64,7 @@ class ManualSGD:
         blocks: The convolutions at its beginning, if any.
         names: The names of each linear layer's weight (out, in) and bias (out,), "" for no bias.
 
-    >>> chain = Chain.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
+    >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}
     >>> loss = chain.step(params, torch.ones(1, 1), torch.tensor([1]), lr=1.0)
     >>> round(loss.item(), 4), params["1.weight"].flatten().tolist()

@@ -45,8 +45,8 @@ class TracedSGD:
     Raises:
         Exception: The loss cannot be traced: whatever the tracer raised.
 
-    >>> line = StraightLine(lambda p, x, y: (p["w"] @ x[0] - y[0]).square(), {"w": torch.zeros(2)},
-    ...                     torch.ones(1, 2), torch.ones(1))
+    >>> line = TracedSGD(lambda p, x, y: (p["w"] @ x[0] - y[0]).square(), {"w": torch.zeros(2)},
+    ...                  torch.ones(1, 2), torch.ones(1))
     >>> line.run(torch.ones(1, 2), torch.ones(1), lr=0.25), line.params()
     (tensor([1.]), {'w': tensor([0.5000, 0.5000])})
     """

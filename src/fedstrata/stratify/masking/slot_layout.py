@@ -49,8 +49,8 @@ class SlotLayout:
         classes: C, the number of entries that the unique list has room for.
         slots: Numbers in a ciphertext.
 
-    >>> grid = Grid(10)
-    >>> grid.width, grid.rows, grid.pages, grid.prime
+    >>> layout = SlotLayout(10)
+    >>> layout.width, layout.rows, layout.pages, layout.prime
     (10, 409, 1, 13)
     """
 
