@@ -196,7 +196,7 @@ def test_a_sketch_keeps_distances_of_long_models():
 
 
 def test_new_sketches_replace_old_ones():
-    state = remember(nobody(), np.array([5, 2]), np.array([[5.0], [2.0]], dtype=np.float32))
+    state = nobody().with_rows(np.array([2, 5]), np.array([[2.0], [5.0]], dtype=np.float32))
     state = state.with_rows(np.array([3, 5]), np.array([[3.0], [50.0]], dtype=np.float32))
     assert state.known.tolist() == [2, 3, 5]
     assert state.points.ravel().tolist() == [2, 3, 50]

@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.nn.batchnorm import ReduceGroup
+from fedstrata.nn.batchnorm import ReduceGroup, SharedNorm
 
 
 @contextmanager
@@ -57,8 +55,9 @@ def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) ->
             layer.running_var.copy_(var)
         if layer.num_batches_tracked is not None:
             layer.num_batches_tracked.add_(1)
-    result: Tensor = _AverageNorm.apply(  # type: ignore[no-untyped-call]
-        x, layer.weight, layer.bias, mean, var, own[0].to(x.dtype), share, layer.eps, group
+    count = max(x.numel() // x.shape[1], 1)
+    result: Tensor = SharedNorm.apply(  # type: ignore[no-untyped-call]
+        x, layer.weight, layer.bias, mean, var, own[0].to(x.dtype), share, count, layer.eps, group
     )
     return result
 
@@ -69,52 +68,3 @@ def _own_statistics(x: Tensor, axes: list[int]) -> Tensor:
         return torch.zeros(2, x.shape[1], dtype=torch.float64)
     var, mean = torch.var_mean(x, axes, correction=0)
     return torch.stack([mean, var]).double()
-
-
-class _AverageNorm(torch.autograd.Function):
-    """y = γ (x − μ̄) / √(σ̄² + ε) + β, with μ̄ = Σ p_i μ_i and σ̄² = Σ p_i σ_i²."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        own_mean: Tensor,
-        share: float,
-        eps: float,
-        group: ReduceGroup,
-    ) -> Tensor:
-        """Normalise ``x`` with given statistics."""
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        inverse = torch.rsqrt(var + eps)
-        normal = (x - mean.view(shape)) * inverse.view(shape)
-        ctx.save_for_backward(x, weight, normal, inverse, own_mean)
-        ctx.share, ctx.group = share, group
-        y = normal if weight is None else normal * weight.view(shape)
-        return y if bias is None else y + bias.view(shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """∂F/∂x = ∂F/∂x̂ / √(σ̄² + ε) + ∇μ̄ / m + 2 (x − μ_i) ∇σ̄² / m, with ∇ averaged over the clients."""
-        x, weight, normal, inverse, own_mean = ctx.saved_tensors
-        shape = [1, -1] + [1] * (x.dim() - 2)
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        grad_bias, grad_weight = grad.sum(axes), (grad * normal).sum(axes)
-        scale = inverse if weight is None else inverse * weight
-        # ∂F/∂μ = −Σ ∂F/∂x̂ / √(σ² + ε), and ∂F/∂σ² = −½ Σ ∂F/∂x̂ x̂ / (σ² + ε).
-        own = torch.stack([-grad_bias * scale, -0.5 * grad_weight * scale * inverse])
-        total = ctx.group.all_reduce_sum(ctx.share * own.double()).to(x.dtype)
-        count = max(x.numel() // x.shape[1], 1)
-        to_mean, to_var = (total / count).unbind()
-        grad_x = grad * scale.view(shape) + to_mean.view(shape)
-        grad_x = grad_x + 2 * (x - own_mean.view(shape)) * to_var.view(shape)
-        return (
-            grad_x,
-            None if weight is None else grad_weight,
-            grad_bias if ctx.needs_input_grad[2] else None,
-            *[None] * 6,
-        )

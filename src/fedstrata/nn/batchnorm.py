@@ -52,8 +52,9 @@ class _FederatedBatchNorm(_BatchNorm):
         with torch.no_grad():
             mean, var, count = _union_statistics(x, group)
             self._update_running(mean, var, count)
-        result: Tensor = _UnionNorm.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, mean.to(x.dtype), var.to(x.dtype), count, self.eps, group
+        mean, var = mean.to(x.dtype), var.to(x.dtype)
+        result: Tensor = SharedNorm.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, mean, var, mean, 1.0, count, self.eps, group
         )
         return result
 
@@ -112,8 +113,12 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
     return mean, (squares - mean.square()).clamp_(min=0.0), m
 
 
-class _UnionNorm(torch.autograd.Function):
-    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), with μ and σ² of the union batch, of which ``x`` is a part."""
+class SharedNorm(torch.autograd.Function):
+    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), with μ and σ² that are sums over the group, of which ``x`` has a part.
+
+    In the backward pass each member brings ``share`` times what its part adds to ∂J/∂μ and ∂J/∂σ²; the sums over the
+    group, divided by ``count``, go on into its own inputs, whose distance from ``centre`` is what moves its variance.
+    """
 
     @staticmethod
     def forward(
@@ -123,20 +128,22 @@ class _UnionNorm(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         var: Tensor,
+        centre: Tensor,
+        share: float,
         count: int,
         eps: float,
         group: ReduceGroup,
     ) -> Tensor:
         """Normalise ``x`` with given statistics."""
-        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
-        ctx.count, ctx.group = count, group
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), centre)
+        ctx.share, ctx.count, ctx.group = share, count, group
         return F.batch_norm(x, mean, var, weight, bias, training=False, eps=eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """∂J/∂x = (∂J/∂x̂ − Σ ∂J/∂x̂ / m − x̂ Σ x̂ ∂J/∂x̂ / m) / √(σ² + ε), with sums over the union batch."""
-        x, weight, mean, inverse = ctx.saved_tensors
+        """∂J/∂x = (∂J/∂x̂ − Σ ∂J/∂x̂ / m − (x − centre) / √(σ² + ε) Σ x̂ ∂J/∂x̂ / m) / √(σ² + ε)."""
+        x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)
         normal = (x - _by_channel(mean, x)).mul_(_by_channel(inverse, x))
         # ∂J/∂β and ∂J/∂γ stay local: the server adds the clients' gradients.
@@ -144,13 +151,15 @@ class _UnionNorm(torch.autograd.Function):
         grad_x = None
         if ctx.needs_input_grad[0]:
             scale = torch.ones_like(mean) if weight is None else weight
-            total = ctx.group.all_reduce_sum((local * scale).double()) / ctx.count
-            plain, along = total.to(x.dtype)
+            own = local * scale if ctx.share == 1.0 else local * scale * ctx.share
+            plain, along = (ctx.group.all_reduce_sum(own.double()) / ctx.count).to(x.dtype)
+            if centre is not mean:
+                normal = (x - _by_channel(centre, x)).mul_(_by_channel(inverse, x))
             grad_x = torch.addcmul(_by_channel(plain, x), normal, _by_channel(along, x))
             grad_x = (grad * _by_channel(scale, x)).sub_(grad_x).mul_(_by_channel(inverse, x))
         grad_weight = local[1] if ctx.needs_input_grad[1] else None
         grad_bias = local[0] if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, *[None] * 7
 
 
 _FEDERATED: dict[type[nn.Module], type[_FederatedBatchNorm]] = {
