@@ -17,7 +17,8 @@ from fedstrata.nn.averagednorm import averaged
 from fedstrata.objectives.base import Context
 from fedstrata.records import record
 from fedstrata.rng import torch_seeded
-from fedstrata.training.local import LocalData, _Step
+from fedstrata.training.local import LocalData
+from fedstrata.training.sgd import SGD
 
 
 @record
@@ -57,14 +58,14 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
     data = LocalData(client, np.arange(len(client)))
     lr = training.lr_at(request.round)
     context = Context(request.weights.params, torch.zeros(shared.config.classes), {}, None, lr)
-    step = _Step(training, lr)
+    sgd = SGD(training, lr)
     losses: list[Tensor] = []
     seen = 0
     with (
         torch_seeded(shared.config.seed, "layers", request.round, client.number),
         model.loaded(request.weights.params, request.weights.buffers, train=True) as params,
     ):
-        names, leaves = list(params), list(params.values())
+        leaves = list(params.values())
         if len(data) == 0 and group is not None:
             # Somebody without a sample adds nothing, but the others wait for what it adds.
             with averaged(model.module, group, 0.0):
@@ -75,7 +76,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
             with tandem:
                 loss = shared.objective.loss(model, params, batch, context)
                 gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-            step(leaves, list(gradient), None, names)
+            sgd.step(leaves, gradient)
             losses.append(loss.detach())
             seen += len(batch.y)
             _freeze(model.module)

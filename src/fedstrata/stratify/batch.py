@@ -19,7 +19,7 @@ from fedstrata.records import Tree
 from fedstrata.stratify.messages import Gradient, GradientReply, Reserve, ReserveReply
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.selection import select_batches
-from fedstrata.training.local import clipped
+from fedstrata.training.sgd import clipped
 
 Ints = NDArray[np.int64]
 

@@ -21,7 +21,7 @@ from fedstrata.records import record
 from fedstrata.rng import torch_seeded
 from fedstrata.stratify.client_batch import STATE, Pool, new_pool, refilled
 from fedstrata.stratify.messages import Steps, StepsReply
-from fedstrata.training.local import clipped
+from fedstrata.training.sgd import SGD
 from fedstrata.training.traced_sgd import TracedSGD
 
 Ints = NDArray[np.int64]
@@ -256,20 +256,15 @@ class AutogradStepper:
         self._weights = weights
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """One step a sample, in order: w ← w − η (clip(g) + λ w)."""
+        """One step a sample, in order."""
         model, training = self._model, self._world.config.training
         losses = []
         with model.loaded(self._weights.params, self._weights.buffers, train=True) as params:
-            leaves = list(params.values())
+            leaves, sgd = list(params.values()), SGD(training, lr)
             for sample, label in zip(torch.split(x, 1), torch.split(y, 1), strict=True):
                 loss = _loss(self._world, model, params, sample, label)
                 gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-                with torch.no_grad():
-                    if training.clip is not None:
-                        gradient = tuple(clipped(gradient, training.clip))
-                    if training.weight_decay:
-                        torch._foreach_mul_(leaves, 1 - lr * training.weight_decay)
-                    torch._foreach_add_(leaves, gradient, alpha=-lr)
+                sgd.step(leaves, gradient)
                 losses.append(loss.detach())
             after = {name: tensor.detach().clone() for name, tensor in params.items()}
             self._weights = Weights(after, model.current_buffers())

@@ -22,6 +22,7 @@ from fedstrata.rng import torch_seeded
 from fedstrata.settings import Training
 from fedstrata.training.devices import CPU, moved, placed
 from fedstrata.training.manual_sgd import ManualSGD
+from fedstrata.training.sgd import SGD
 
 GATHER_LIMIT = 128 << 20
 """Bytes of inputs up to which a client's samples are made floats once a round, and not once a batch."""
@@ -232,7 +233,12 @@ def _stepper(
     """What trains ``params`` on a batch and returns the loss before that."""
     names = [name for name in params if objective.trains(name, model)]
     trained = [params[name] for name in names]
-    step = _Step(training, context.lr)
+    sgd = SGD(training, context.lr)
+
+    def correction(params: Params) -> list[Tensor] | None:
+        found = objective.correction(params, context)
+        return None if found is None else [found[name] for name in names]
+
     if chain is None:
 
         def by_autograd(batch: Batch) -> Tensor:
@@ -240,7 +246,7 @@ def _stepper(
                 loss = objective.loss(model, params, batch, context)
             # A parameter that the loss does not reach has no gradient; correction and decay still move it.
             gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-            step(trained, list(gradient), objective.correction(params, context), names)
+            sgd.step(trained, gradient, correction(params))
             return loss.detach()
 
         return by_autograd
@@ -250,7 +256,7 @@ def _stepper(
 
     def by_hand(batch: Batch) -> Tensor:
         loss, gradient = chain.gradient(params, batch.x, batch.y)
-        step(trained, gradient, objective.correction(params, context), names)
+        sgd.step(trained, gradient, correction(params))
         return loss
 
     return by_hand
@@ -259,41 +265,3 @@ def _stepper(
 def is_plain(objective: Objective, *hooks: str) -> bool:
     """Whether an objective leaves these hooks as they are."""
     return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)
-
-
-class _Step:
-    """One fused SGD step after another, with its momentum."""
-
-    def __init__(self, training: Training, lr: float) -> None:
-        self.training, self.lr = training, lr
-        self.velocity: list[Tensor] | None = None
-
-    @torch.no_grad()
-    def __call__(
-        self, params: list[Tensor], gradient: list[Tensor], correction: Params | None, names: list[str]
-    ) -> None:
-        # Never in place on what autograd returned: two parameters' gradients may be the same tensor.
-        if correction is not None:
-            gradient = list(torch._foreach_add(gradient, [correction[name] for name in names]))
-        if self.training.clip is not None:
-            gradient = clipped(gradient, self.training.clip)
-        if self.training.weight_decay:
-            gradient = list(torch._foreach_add(gradient, params, alpha=self.training.weight_decay))
-        if self.training.momentum:
-            if self.velocity is None:
-                self.velocity = [g.clone() for g in gradient]
-            else:
-                torch._foreach_mul_(self.velocity, self.training.momentum)
-                torch._foreach_add_(self.velocity, gradient)
-            gradient = self.velocity
-        torch._foreach_add_(params, gradient, alpha=-self.lr)
-
-
-def clipped(gradient: list[Tensor] | tuple[Tensor, ...], limit: float) -> list[Tensor]:
-    """A gradient scaled down so that its norm over all tensors is at most ``limit``.
-
-    Never in place: two parameters' gradients may be the same tensor.
-    """
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
-    shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
-    return list(torch._foreach_mul(gradient, shrinkage))
