@@ -1,0 +1,231 @@
+"""What each path that exists for speed wins over the plain one, in turns in one run.
+
+    make bench-paths
+    python benchmarks/fast_paths.py [--pairs 15] [--only manual traced …] [--results benchmarks/results]
+
+A path stays where it wins at least 1.2 times on the work that it is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from paired import Ratio, in_turns, ratio_of
+
+import fedstrata as fs
+from fedstrata.simulation import Simulation
+
+Works = tuple[Callable[[], float | None], Callable[[], float | None]]
+"""The plain path and the fast one."""
+
+
+def images(count: int) -> fs.Dataset:
+    """Random images of ten classes: how fast they are trained does not depend on what they show."""
+    draw = np.random.default_rng(0)
+    y = np.arange(count) % 10
+    x = (draw.integers(0, 200, size=(count, 28, 28)) + 5 * y[:, None, None]).astype(np.uint8)
+    return fs.from_arrays(x, y, x[:100], y[:100])
+
+
+def simulation(clients: int, samples: int, **tables: Any) -> Simulation:
+    """A federation of equal clients, after a round that warms up."""
+    training = {"rounds": 10_000, "local_epochs": 1, "batch_size": 20, "lr": 0.05, "workers": 1}
+    table = {"partition": {"name": "iid", "clients": clients}, "evaluation": {"every": 0}, **tables}
+    table["training"] = training | tables.get("training", {})
+    spec = fs.Experiment.from_table(table)
+    made = Simulation(fs.prepare(spec, data=images(clients * samples)))
+    made.step()
+    return made
+
+
+def stepping(made: Simulation) -> Callable[[], None]:
+    return lambda: made.step() and None
+
+
+def manual(model: str) -> Works:
+    """Backward passes written by hand against autograd."""
+    from fedstrata.training.local import manual_sgd_of
+
+    plain = simulation(10, 300, model=model)
+    plain.context.prepared[manual_sgd_of] = None
+    return stepping(plain), stepping(simulation(10, 300, model=model))
+
+
+def traced(model: str) -> Works:
+    """Single-sample steps replayed from a trace against autograd."""
+    from fedstrata.stratify import client_single
+
+    method = {"name": "stratify", "mode": "single", "cap": 30}
+    plain, fast = (simulation(10, 60, model=model, method=method) for _ in range(2))
+    last = plain.context.once(client_single._Last)
+    last.model, last.stepper = (
+        plain.context.config.model,
+        client_single.AutogradStepper(plain.context, plain.context.config.model),
+    )
+    return stepping(plain), stepping(fast)
+
+
+def team(model: str) -> Works:
+    """Two worker processes against one."""
+    settings = {"clients_per_round": 10}
+    return (
+        stepping(simulation(10, 600, model=model, training=settings)),
+        stepping(simulation(10, 600, model=model, training=settings | {"workers": 2})),
+    )
+
+
+def fused(model: str) -> Works:
+    """The sum of a Stratify batch in one pass against one pass a client."""
+    method = {"name": "stratify", "cap": 200}
+    return (
+        stepping(simulation(100, 60, model=model, method=method, training={"execution": "per-client"})),
+        stepping(simulation(100, 60, model=model, method=method)),
+    )
+
+
+def incremental_kmeans(_: str) -> Works:
+    """Strata of 10,000 clients of whom 100 are renewed: k-means goes on, or begins anew."""
+    from fedstrata.sampling.allocation import spread
+    from fedstrata.sampling.incremental_kmeans import Clusters
+    from fedstrata.sampling.row_store import RowStore
+    from fedstrata.sampling.stratified import stratify
+
+    draw = np.random.default_rng(0)
+    groups = draw.normal(size=(10, 2048)).astype(np.float32)
+    rows = RowStore.of(groups[draw.integers(10, size=10_000)] + draw.normal(size=(10_000, 2048)).astype(np.float32))
+    clusters = Clusters.of(rows, stratify(rows.whole(), 10, 0, 1)).converged(rows)
+    renewed = np.sort(draw.choice(10_000, 100, replace=False))
+    fresh = rows.take(renewed) + draw.normal(size=(100, 2048)).astype(np.float32)
+
+    def plain() -> None:
+        matrix = rows.whole().copy()
+        matrix[renewed] = fresh
+        strata = stratify(matrix, 10, 0, 2)
+        spread(matrix, strata, 10)
+
+    def fast() -> None:
+        left = clusters.without(renewed, rows.take(renewed))
+        after = rows.renewed(renewed, fresh)
+        left.converged(after).spread(after.norms)
+
+    return plain, fast
+
+
+def exact_kmeans(_: str) -> Works:
+    """The exact 1-D k-means of a gradient of 178,110 values: by bounds, or by the whole dynamic programme."""
+    from fedstrata.sampling import quantization
+
+    values = np.random.default_rng(0).standard_t(3, size=178_110).astype(np.float32)
+
+    def within(small: int) -> Callable[[], None]:
+        def work() -> None:
+            before, quantization.SMALL = quantization.SMALL, small
+            try:
+                quantization.quantize(values, 9)
+            finally:
+                quantization.SMALL = before
+
+        return work
+
+    return within(1 << 40), within(quantization.SMALL)
+
+
+def memory(model: str) -> Works:
+    """Freed memory kept by the process, or given back to the system as glibc does by itself."""
+
+    def child(keep: bool) -> Child:
+        environment = os.environ | ({} if keep else {"MALLOC_TRIM_THRESHOLD_": "131072"})
+        return Child([sys.executable, __file__, "--serve", model], environment)
+
+    return child(keep=False).seconds, child(keep=True).seconds
+
+
+class Child:
+    """A process that runs a round whenever it is asked to."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
+
+    def seconds(self) -> float:
+        """How long the round takes."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+
+def serve(model: str) -> None:
+    """Run a round for every line that comes."""
+    made = simulation(10, 300, model=model)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        made.step()
+        print(time.perf_counter() - began, flush=True)
+
+
+PATHS: dict[str, tuple[Callable[[str], Works], str, str]] = {
+    "manual, MLP": (manual, "mlp", "training/manual_sgd.py: FedAvg, 10 clients of 300 samples, batch 20"),
+    "manual, CNN": (manual, "cnn", "training/manual_sgd.py: the same with convolutions"),
+    "traced, MLP": (traced, "mlp", "training/traced_sgd.py: Stratify single"),
+    "traced, CNN": (traced, "cnn", "training/traced_sgd.py: the same with convolutions"),
+    "team, MLP": (team, "mlp", "engines/team.py: 10 clients of 600 samples, two processes"),
+    "team, CNN": (team, "cnn", "engines/team.py: the same with convolutions"),
+    "fused, MLP": (fused, "mlp", "stratify/client_batch.py: Stratify batch, 100 clients, one pass a batch"),
+    "incremental k-means": (incremental_kmeans, "", "sampling/incremental_kmeans.py: 10,000 clients, 100 renewed"),
+    "exact k-means": (exact_kmeans, "", "sampling/kmeans_1d.py: 178,110 values, 9 centres"),
+    "memory, CNN": (memory, "cnn", "process.py: FedAvg, freed memory kept"),
+    "memory, MLP": (memory, "mlp", "process.py: the same with an MLP"),
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--only", nargs="+", help="beginnings of names")
+    parser.add_argument("--results", type=Path, help="write fast_paths.json and .md there")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    with quiet():
+        if options.serve:
+            serve(options.serve)
+            return
+        found: dict[str, Ratio] = {}
+        for name, (make, model, _) in PATHS.items():
+            if options.only and not any(name.startswith(part) for part in options.only):
+                continue
+            found[name] = ratio_of(*in_turns(*make(model), options.pairs))
+            print(f"{name:22}{found[name]}", flush=True)
+    if options.results:
+        lines = ["| path | where | times as fast as the plain path (95 % interval) |", "|---|---|---|"]
+        lines += [f"| {name} | {PATHS[name][2]} | {ratio} |" for name, ratio in found.items()]
+        options.results.mkdir(parents=True, exist_ok=True)
+        (options.results / "fast_paths.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        table = {name: vars(ratio) for name, ratio in found.items()}
+        (options.results / "fast_paths.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
