@@ -13,7 +13,7 @@ from torch import nn
 
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.data import Dataset, from_arrays
+from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always, Availability
 from fedstrata.federation.engine import FederationConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fedstrata as fs
-from fedstrata.data.sources import folders
+from fedstrata.data.catalog import folders
 
 pytestmark = pytest.mark.skipif(
     not any((folder / "mnist.npz").is_file() for folder in folders()),

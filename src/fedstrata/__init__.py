@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
     from fedstrata.comparison import compare as compare
-    from fedstrata.data import Data as Data
-    from fedstrata.data import Dataset as Dataset
-    from fedstrata.data import from_arrays as from_arrays
+    from fedstrata.data.dataset import Dataset as Dataset
+    from fedstrata.data.dataset import from_arrays as from_arrays
+    from fedstrata.data.sources import Data as Data
     from fedstrata.experiment import run as run
     from fedstrata.federation.availability import Always as Always
     from fedstrata.federation.availability import Bernoulli as Bernoulli
@@ -83,9 +83,9 @@ _HOMES = {
     "History": "history",
     "Training": "settings",
     "Evaluation": "settings",
-    "Data": "data",
-    "Dataset": "data",
-    "from_arrays": "data",
+    "Data": "data.sources",
+    "Dataset": "data.dataset",
+    "from_arrays": "data.dataset",
     "Partition": "partitions",
     "Assignment": "partitions",
     "IID": "partitions",

@@ -142,7 +142,7 @@ def _in_processes(
                     future.result()
                 if watch is not None:
                     for key in futures.values():
-                        watch(*key, _rounds_done(folders[key]))
+                        watch(*key, rounds_done(folders[key]))
         except BaseException:
             # Runs that were begun can be resumed; waiting for them to end could take hours.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -155,7 +155,7 @@ def _die_when_interrupted() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _rounds_done(folder: Path) -> int:
+def rounds_done(folder: Path) -> int:
     """How far a run of another process is, by what it has written."""
     try:
         with (folder / METRICS).open("rb") as file:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedstrata.config import under
-from fedstrata.data import Dataset, from_arrays
+from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm

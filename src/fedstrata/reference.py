@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.config import Registry, Setting, plain
-from fedstrata.data import Data
+from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS, Recipe

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import NonNegativeInt, field_validator
 
 from fedstrata.config import Setting, build, under
-from fedstrata.data import Data
+from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
 from fedstrata.federation.availability import AVAILABILITIES, Always, Availability
 from fedstrata.methods.base import METHODS, Method

@@ -188,7 +188,9 @@ def test_the_command(run, tmp_path, capsys):
     said = " ".join(captured.out.split())
     assert "the attacker has 360 images from the test set; 2 steps an attack, seed 3." in said
     assert captured.out.count("  feature matching ") == 4
-    assert max(map(len, captured.out.splitlines())) <= 80
+    *told, written = captured.out.splitlines()
+    assert max(map(len, told)) <= 80
+    assert written.startswith(f"written to {out}: ")
     assert (out / "prototypes.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "prototypes.md").read_text().count("| 1 image |") == 4
     told = json.loads((out / "prototypes.json").read_text())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedstrata.data import from_arrays
+from fedstrata.data.dataset import from_arrays
 from fedstrata.errors import DataError
 
 BYTES = np.arange(4 * 3 * 2 * 3, dtype=np.uint8).reshape(4, 3, 2, 3)

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from fedstrata.data import Data
 from fedstrata.data.hub import from_hub, input_columns, label_column
+from fedstrata.data.sources import Data
 from fedstrata.errors import DataError, ExtraMissingError
 
 datasets = pytest.importorskip("datasets")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from fedstrata.config import build
-from fedstrata.data import Data, available
+from fedstrata.data.catalog import available
+from fedstrata.data.sources import Data
 from fedstrata.errors import DataError, SpecError
 
 

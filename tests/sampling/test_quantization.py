@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedstrata import records
-from fedstrata.data import Data
+from fedstrata.data.sources import Data
 from fedstrata.nn.zoo import MLP, make_model
 from fedstrata.sampling.messages import CompressReply
 from fedstrata.sampling.quantization import pack, project, quantize, restore

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedstrata.clients.context import ClientContext
-from fedstrata.data import Dataset
 from fedstrata.data.arrays import checked_inputs
+from fedstrata.data.dataset import Dataset
 from fedstrata.engines.nvflare.wire import Agreed, Begin
 from fedstrata.errors import DataError, SpecError
 from fedstrata.partitions import Assignment

@@ -37,6 +37,10 @@ class View:
     strata: NDArray[np.int64]
     labels: NDArray[np.int64]
 
+    def sizes(self) -> list[int]:
+        """Clients of each stratum."""
+        return [int((self.strata == h).sum()) for h in range(int(self.strata.max()) + 1)]
+
     def purity(self) -> float:
         """The share of all samples that bear their stratum's most frequent label, in [0, 1]."""
         largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]

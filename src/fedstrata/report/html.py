@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from fedstrata.history import STANDARD, History
 from fedstrata.jsonl import replace_file, write_json
 from fedstrata.report import plots, tables
-from fedstrata.report.console import summary_lines
 from fedstrata.report.draw import GRID, INK
 from fedstrata.report.runs import Run, by_data, histories, load_runs
+from fedstrata.report.summary import summary_lines
 
 if TYPE_CHECKING:
     from markupsafe import Markup

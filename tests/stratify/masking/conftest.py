@@ -12,7 +12,7 @@ from torch import nn
 from fedstrata import records
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.data import from_arrays
+from fedstrata.data.dataset import from_arrays
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import Engine, Failure, FederationConfig

@@ -1,7 +1,6 @@
 # ruff: noqa: E501  the table of bad specs has one a line
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,17 +14,6 @@ rounds = 1
 [partition]
 clients = 10
 """
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    """Commands write to the working directory unless told otherwise."""
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("FEDSTRATA_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
 
 BAD = {
     "unknown key": ("[partition]\nalfa = 0.1", "partition.alfa = 0.1: unknown key; accepted here: clients, min_size, alpha, balance; did you mean 'alpha'? (s.toml, line 2)"),
@@ -133,29 +121,6 @@ def test_usage_errors_have_code_2(capsys):
     assert "usage: fedstrata" in capsys.readouterr().err
 
 
-def test_run_writes_prints_and_draws(capsys, tmp_path):
-    Path("s.toml").write_text(BASE)
-    assert main(["run", "s.toml", "--out", "runs/one", "--set", "method=scaffold", "--set", "seed=3"]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""  # no bar where there is no terminal
-    assert "scaffold" in captured.out
-    assert "written to runs/one" in captured.out
-    names = {path.name for path in Path("runs/one").iterdir()}
-    assert names >= {"spec.toml", "metrics.jsonl", "summary.json", "model.safetensors", "partition.png", "accuracy.png"}
-    summary = json.loads(Path("runs/one/summary.json").read_text())
-    assert (summary["method"], summary["seed"], summary["rounds"]) == ("scaffold", 3, 1)
-    assert main(["run", "s.toml", "--out", "runs/one"]) == 2
-    assert "out = 'runs/one': holds a run already" in capsys.readouterr().err
-
-
-def test_a_run_without_out_gets_a_folder_of_its_own(capsys):
-    assert main(["run", "--set", "training.rounds=1", "--set", "partition.clients=5", "--quiet"]) == 0
-    [folder] = Path("runs").iterdir()
-    assert folder.name.startswith("fedavg-digits-")
-    assert (folder / "model.safetensors").exists()
-    capsys.readouterr()
-
-
 def test_an_interrupted_run_says_so(capsys, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
@@ -165,80 +130,6 @@ def test_an_interrupted_run_says_so(capsys, monkeypatch):
     error = capsys.readouterr().err
     assert error.startswith("fedstrata: interrupted; ")
     assert "fedstrata run --resume DIR" in error
-
-
-def test_failing_clients_are_told_in_one_line(capsys, tmp_path, monkeypatch):
-    lines = (
-        "import fedstrata as fs",
-        "class Fails(fs.Objective):",
-        "    def loss(*a):",
-        "        raise OSError('on fire')",
-    )
-    Path("fails.py").write_text("\n".join(lines))
-    monkeypatch.syspath_prepend(Path.cwd())
-    assert main(["run", "--set", "method.objective=fails:Fails", "--quiet", "--out", "out"]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("fedstrata: all 10 clients failed in round 1 of fedavg; client ")
-    assert "OSError: on fire (" in error
-    assert error.count("\n") == 1
-
-
-def test_methods_and_datasets_are_listed(capsys):
-    assert main(["methods"]) == 0
-    listed = capsys.readouterr().out
-    for name in ("fedavg", "scaffold", "fedsts", "fedstas", "stratify"):
-        assert name in listed
-    assert "Karimireddy" in listed
-    assert main(["datasets"]) == 0
-    assert "digits" in capsys.readouterr().out
-
-
-def test_partition_prints_its_table_and_draws_it(capsys):
-    assert main(["partition", "--set", "partition.clients=4", "--set", "partition.name=iid"]) == 0
-    out = capsys.readouterr().out
-    assert "partition.png" in out
-    assert Path("partition.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in Path().iterdir()] == ["partition.png"]
-
-
-def test_report_writes_a_page(capsys):
-    main(["run", "--set", "training.rounds=2", "--set", "partition.clients=5", "--quiet", "--out", "one"])
-    capsys.readouterr()
-    assert main(["report", "one"]) == 0
-    assert capsys.readouterr().out.strip() == "one/report.html"
-    assert "<html" in Path("one/report.html").read_text()
-
-
-def test_what_a_client_says_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
-    """Brackets in it are no markup, and nor are those in the name of a folder."""
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "saying.py").write_text(
-        "from fedstrata.objectives.base import CrossEntropy\n"
-        "class Saying(CrossEntropy):\n"
-        "    def begin(self, model, context):\n"
-        "        if context.counts[0] > 0:\n"
-        "            raise FileNotFoundError('cannot open [/data/x]')\n"
-        "        return context\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    Path("s.toml").write_text(
-        '[partition]\nname = "classes"\nclients = 10\nper_client = 1\n[training]\nrounds = 1\n'
-        '[method]\nobjective = "saying:Saying"\n'
-    )
-    assert main(["run", "s.toml", "--out", "lr[0.1]/[b]", "--quiet"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert " × failed; the first: client" in said
-    assert "cannot open [/data/x]" in said
-    assert "written to lr[0.1]/[b]" in said
-
-
-def test_runs_that_start_within_a_second_have_folders_of_their_own(monkeypatch):
-    monkeypatch.setattr("fedstrata.comparison.stamp", lambda: "now")
-    Path("s.toml").write_text(BASE)
-    for _ in range(3):
-        assert main(["run", "s.toml", "--quiet"]) == 0
-    names = sorted(path.name for path in Path("runs").iterdir())
-    assert names == ["fedavg-digits-now", "fedavg-digits-now-2", "fedavg-digits-now-3"]
 
 
 def test_what_the_system_refuses_is_one_line(capsys):

@@ -1,0 +1,109 @@
+"""What commands share: a spec with its overrides, errors that name a line, and the folder of a run."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fedstrata.errors import SpecError
+
+if TYPE_CHECKING:
+    from fedstrata.history import History
+    from fedstrata.spec import Experiment
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    """Where a command adds its parser."""
+
+R = TypeVar("R")
+
+
+def add_spec(parser: argparse.ArgumentParser, help: str = "a TOML file; all defaults without one") -> None:
+    """The arguments ``SPEC`` and ``--set``."""
+    parser.add_argument("spec", nargs="?", help=help)
+    add_overrides(parser)
+
+
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """The argument ``--set``."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="override a setting",
+    )
+
+
+def read_spec(path: str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The tables of the spec file, or none without one, with overrides applied."""
+    from fedstrata.spec import apply_override, read_table
+
+    if path is not None:
+        return read_table(path, overrides)
+    table: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(table, override)
+    return table
+
+
+def experiment(options: argparse.Namespace) -> Experiment:
+    """The experiment of ``SPEC`` and ``--set``."""
+    from fedstrata.spec import Experiment
+
+    table = read_spec(options.spec, options.overrides)
+    return located(options, lambda: Experiment.from_table(table))
+
+
+def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
+    """``work()``, whose errors name the line of the spec file."""
+    from fedstrata.spec import placed
+
+    try:
+        return work()
+    except SpecError as error:
+        # A key that --set gave stands in no file.
+        given = [override.partition("=")[0].strip() for override in options.overrides]
+        by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in given)
+        in_file = options.spec and Path(options.spec).is_file() and not by_hand
+        raise (placed(error, options.spec) if in_file else error) from None
+
+
+@contextmanager
+def run_folder(given: Path | None, name: str) -> Iterator[Path]:
+    """The folder that was given, else a new one under ``runs``: several processes may start within a second."""
+    from fedstrata.comparison import stamp
+
+    if given is not None:
+        yield given
+        return
+    base = Path("runs") / f"{name}-{stamp()}".replace(":", "-")
+    for number in itertools.count(1):
+        folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            break
+        except FileExistsError:
+            continue
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # Nothing was written, as the spec was wrong: nothing is left behind.
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+def show_run(history: History) -> None:
+    """Print how a run went."""
+    import rich
+
+    from fedstrata.report.summary import failures, summary_panel
+
+    rich.print(summary_panel(history))
+    if (problems := failures(history)) is not None:
+        print(problems)
+    print(f"written to {history.path}")

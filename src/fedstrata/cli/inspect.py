@@ -1,0 +1,218 @@
+"""What there is (``methods datasets settings``), what a spec means (``partition strata``), what a run left behind."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrata.cli.common import add_spec, experiment, located
+from fedstrata.errors import SpecError
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+
+def add_methods(commands: Commands) -> None:
+    """``fedstrata methods``."""
+    commands.add_parser("methods", help="what methods there are").set_defaults(work=_methods)
+
+
+def _methods(_: argparse.Namespace) -> int:
+    from fedstrata.cli.known import known
+
+    _columns(("method", "what it does", "paper"), known()["methods"])
+    return 0
+
+
+def add_datasets(commands: Commands) -> None:
+    """``fedstrata datasets``."""
+    commands.add_parser("datasets", help="what data sets there are").set_defaults(work=_datasets)
+
+
+def _datasets(_: argparse.Namespace) -> int:
+    from fedstrata.data.catalog import available, folders
+
+    _columns(
+        ("data set", "what it is", "found"),
+        [(name, description, "yes" if found else "no") for name, description, found in available()],
+    )
+    print(f"NAME.npz is looked for in {', '.join(map(str, folders()))}; a path and hub:owner/name work too")
+    return 0
+
+
+def add_settings(commands: Commands) -> None:
+    """``fedstrata settings``."""
+    parser = commands.add_parser("settings", help="what a spec can say: sections, names and keys")
+    parser.add_argument("section", nargs="?", help="such as availability or method.objective; all unless given")
+    parser.add_argument("name", nargs="?", help="one kind of it, such as bernoulli, or module:Class of your own")
+    parser.add_argument("--markdown", action="store_true", help="everything, as docs/spec.md has it")
+    parser.set_defaults(work=_settings)
+
+
+def _settings(options: argparse.Namespace) -> int:
+    from fedstrata.cli.known import find_kind, find_section, known
+
+    if options.markdown:
+        from fedstrata.reference import markdown
+
+        print(markdown())
+    elif options.section is None:
+        sections = known()["settings"]
+        _columns(("section", "names"), [(name, " ".join(section["kinds"])) for name, section in sections.items()])
+    elif options.name is not None:
+        kind = find_kind(options.section, options.name)
+        _keys(f"{options.section} {options.name}", kind["about"], kind["keys"])
+    else:
+        section = find_section(options.section)
+        common = section["common"]
+        if common:
+            _keys(options.section, "What most of them take.", common)
+        for name, kind in section["kinds"].items():
+            _keys(
+                f"{options.section} {name}".strip(), kind["about"], [row for row in kind["keys"] if row not in common]
+            )
+    return 0
+
+
+def _keys(title: str, about: str, rows: Sequence[Sequence[str]]) -> None:
+    import rich
+    from rich.text import Text
+
+    rich.print(Text(f"{title}: {about}"))
+    if rows:
+        _columns(("  key", "takes", "default", "what it is"), [(f"  {key}", *rest) for key, *rest in rows])
+    print()
+
+
+def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table whose cells wrap to the width of the terminal."""
+    import rich
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*headings, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    rich.print(table)
+
+
+def add_partition(commands: Commands) -> None:
+    """``fedstrata partition``."""
+    parser = commands.add_parser("partition", help="who gets which labels: a table and a picture")
+    add_spec(parser)
+    parser.add_argument("--out", type=Path, default=Path("partition.png"), help="the picture (default: partition.png)")
+    parser.set_defaults(work=_partition)
+
+
+def _partition(options: argparse.Namespace) -> int:
+    import rich
+
+    from fedstrata.config import under
+    from fedstrata.partitions import draw_partition, render_table
+
+    spec = experiment(options)
+    if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
+        raise SpecError("--out", "expected a picture: .png, .pdf or .svg", str(options.out))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    data = spec.data.load(spec.seed)
+    assignment = located(options, lambda: under("partition", lambda: spec.partition.split(data, spec.seed)))
+    draw_partition(assignment, data, options.out)
+    rich.print(render_table(assignment, data))
+    print(f"picture: {options.out}")
+    return 0
+
+
+def add_strata(commands: Commands) -> None:
+    """``fedstrata strata``."""
+    parser = commands.add_parser("strata", help="which clients a sampler takes for alike: a picture")
+    add_spec(parser, "a TOML file, or the folder of a run; all defaults without one")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds to run before looking, for a spec (default: 1)")
+    parser.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
+    parser.set_defaults(work=_strata)
+
+
+def _strata(options: argparse.Namespace) -> int:
+    from fedstrata.inspect.strata import draw, strata_after, strata_of_folder
+    from fedstrata.preparation import prepare
+
+    if options.rounds < 1:
+        raise SpecError("--rounds", "expected a whole number of at least 1", options.rounds)
+    if options.spec is not None and Path(options.spec).is_dir():
+        if options.overrides:
+            raise SpecError("--set", "a run's settings cannot change; give the spec instead of the folder")
+        prepared, view = strata_of_folder(Path(options.spec))
+    else:
+        spec = experiment(options)
+        prepared = located(options, lambda: prepare(spec))
+        view = strata_after(prepared, options.rounds)
+    draw(prepared, view, options.out)
+    sizes = view.sizes()
+    print(f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples bear their")
+    print(f"stratum's most frequent label; picture: {options.out}")
+    return 0
+
+
+def add_audit(commands: Commands) -> None:
+    """``fedstrata audit prototypes``."""
+    audits = commands.add_parser("audit", help="what a run gives away: attacks on what clients sent")
+    parser = audits.add_subparsers(required=True, metavar="WHAT").add_parser(
+        "prototypes", help="draw clients' images from the prototypes that they sent"
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/audit)")
+    parser.add_argument("--clients", type=int, default=3, help="clients to attack, at most (default: 3)")
+    parser.add_argument("--steps", type=int, default=300, help="optimisation steps of each attack (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
+    parser.add_argument(
+        "--held-out",
+        choices=("test", "spare"),
+        default="test",
+        help="the attacker's own images: the test set (the default), or training samples that no client holds",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(work=_audit_prototypes)
+
+
+def _audit_prototypes(options: argparse.Namespace) -> int:
+    import rich
+    from rich.text import Text
+
+    from fedstrata.audit.outcome import caption, to_rich, write
+    from fedstrata.audit.prototypes import audit_prototypes
+    from fedstrata.report.progress import Progress
+
+    with Progress(options.quiet) as progress:
+        audit = audit_prototypes(
+            options.run,
+            clients=options.clients,
+            steps=options.steps,
+            seed=options.seed,
+            held_out=options.held_out,
+            watch=lambda done, total, text: progress.show("audit", done, total, text),
+        )
+    out = options.out or options.run / "audit"
+    write(audit, out)
+    rich.print(Text(caption(audit)))
+    rich.print(to_rich(audit))
+    print(f"written to {out}: prototypes.png, prototypes.md, prototypes.json")
+    return 0
+
+
+def add_report(commands: Commands) -> None:
+    """``fedstrata report``."""
+    parser = commands.add_parser("report", help="one self-contained HTML page for runs and comparisons")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
+    parser.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
+    parser.set_defaults(work=_report)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from fedstrata.report.html import write_report
+
+    print(write_report(options.folders, options.out or options.folders[0] / "report.html"))
+    return 0
+
+
+COMMANDS = (add_methods, add_datasets, add_settings, add_partition, add_strata, add_audit, add_report)

@@ -1,0 +1,98 @@
+"""What there is to choose from, without the seconds that importing PyTorch takes: a table made from the code.
+
+It lies beside this file as ``known.json``. ``make reference`` writes it anew, and a test compares it with the code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstrata.errors import SpecError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fedstrata.config import Setting
+    from fedstrata.reference import Row
+
+FILE = Path(__file__).with_name("known.json")
+
+
+def known() -> dict[str, Any]:
+    """The table: ``methods``, rows of name, first sentence and paper, and ``settings``, the kinds of each section."""
+    table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return table
+
+
+def find_section(name: str) -> dict[str, Any]:
+    """A section: the ``common`` keys of its kinds, and the ``kinds`` by name.
+
+    Raises:
+        SpecError: There is none of that name.
+    """
+    sections = known()["settings"]
+    if name not in sections:
+        raise SpecError("section", f"there are: {', '.join(sections)}{nearest(name, sections)}", name)
+    found: dict[str, Any] = sections[name]
+    return found
+
+
+def find_kind(section: str, name: str) -> dict[str, Any]:
+    """What a section takes: a sentence ``about`` it and its ``keys``.
+
+    Args:
+        section: Such as ``"method.objective"``.
+        name: The kind; ``"module:Class"`` for one of the user's own, which is then imported.
+
+    Raises:
+        SpecError: There is no such section, or nothing of that name in it.
+    """
+    kinds = find_section(section)["kinds"]
+    if ":" in name:
+        from fedstrata.config import Registry
+        from fedstrata.reference import SECTIONS
+
+        if isinstance(registry := SECTIONS[section], Registry):
+            return _described(registry.find(name))
+    if name not in kinds:
+        raise SpecError("name", f"there are: {', '.join(kinds)}{nearest(name, kinds)}", name)
+    found: dict[str, Any] = kinds[name]
+    return found
+
+
+def collect() -> dict[str, Any]:
+    """The table as the code says it now."""
+    from fedstrata import reference
+    from fedstrata.methods.base import METHODS
+
+    methods = [(name, METHODS.find(name)) for name in METHODS]
+    return {
+        "methods": [[name, (method.__doc__ or "").strip().splitlines()[0], method.paper] for name, method in methods],
+        "settings": {
+            section: {
+                "common": _told(reference.common(section)),
+                "kinds": {name: _described(kind) for name, kind in reference.kinds(section)},
+            }
+            for section in reference.SECTIONS
+        },
+    }
+
+
+def _described(kind: type[Setting]) -> dict[str, Any]:
+    from fedstrata.reference import rows, summary
+
+    return {"about": summary(kind).replace("``", ""), "keys": _told(rows(kind))}
+
+
+def _told(rows: Iterable[Row]) -> list[list[str]]:
+    """Rows of settings as a terminal shows them."""
+    return [
+        [key, taken.replace("`", ""), default or "needed", meaning.replace("``", "")]
+        for key, taken, default, meaning in rows
+    ]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(collect(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,56 @@
+"""``fedstrata COMMAND``: the commands put together, and what happens when one fails.
+
+PyTorch, scikit-learn and matplotlib take seconds to import: a command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+
+from fedstrata import __version__
+from fedstrata.cli import deploy, inspect, run
+from fedstrata.errors import DataError, FedstrataError, SpecError
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, or 2 for bad input and 1 for any other failure we know of."""
+    options = parser().parse_args(arguments)
+    warnings.showwarning = _one_line
+    try:
+        code: int = options.work(options)
+        return code
+    except (SpecError, DataError) as error:
+        print(f"fedstrata: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except (FedstrataError, OSError) as error:
+        print(f"fedstrata: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        again = (
+            "go on from the last checkpoint with 'fedstrata run --resume DIR', or with the same 'compare … --out DIR'"
+        )
+        print(f"fedstrata: interrupted; {again}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands with their arguments; ``work`` of what it parses is the function to call."""
+    whole = argparse.ArgumentParser(
+        prog="fedstrata",
+        description="Federated learning that holds up when data are non-IID and clients drop out.",
+    )
+    whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
+    for family in (run, inspect, deploy):
+        for add in family.COMMANDS:
+            add(commands)
+    return whole
+
+
+def _one_line(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"fedstrata: warning: {message}", file=sys.stderr)

@@ -1,0 +1,113 @@
+"""``fedstrata run`` and ``fedstrata compare``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrata.cli.common import add_spec, located, read_spec, run_folder, show_run
+from fedstrata.errors import SpecError
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+
+def add_run(commands: Commands) -> None:
+    """``fedstrata run``."""
+    parser = commands.add_parser("run", help="run one experiment")
+    add_spec(parser)
+    parser.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
+    parser.add_argument("--engine", default="local", help="where clients live: local (the default), ray or nvflare")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(work=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from fedstrata.comparison import rounds_done
+    from fedstrata.experiment import run
+    from fedstrata.report.plots import plot_run
+    from fedstrata.report.progress import Progress
+    from fedstrata.run_folder import SPEC
+    from fedstrata.spec import COMPARE, Experiment
+
+    out, resume = options.out, options.resume is not None
+    if resume:
+        out = options.resume
+        if options.spec is not None or options.overrides or options.out is not None:
+            raise SpecError("--resume", "goes with the run's own spec: no SPEC, --set or --out", str(out))
+        if not (out / SPEC).is_file():
+            raise SpecError("--resume", "no run folder: it has no spec.toml", str(out))
+        spec = Experiment.from_toml(out / SPEC)
+    else:
+        table = read_spec(options.spec, options.overrides)
+        spec = located(options, lambda: Experiment.from_table(table))
+        if COMPARE in table:
+            note = f"[{COMPARE}] is for 'fedstrata compare'; this runs {spec.method.name} alone"
+            print(f"fedstrata: note: {note}", file=sys.stderr)
+    name = f"{spec.method.name}-{Path(spec.data.name).stem}"
+    with run_folder(out, name) as folder:
+        with Progress(options.quiet) as progress:
+            watch = progress.of_run(spec.method.name, spec.training.rounds, rounds_done(folder))
+            history = located(
+                options, lambda: run(spec, out=folder, engine=options.engine, resume=resume, callbacks=[watch])
+            )
+        plot_run(history, folder)
+    show_run(history)
+    return 0
+
+
+def add_compare(commands: Commands) -> None:
+    """``fedstrata compare``."""
+    parser = commands.add_parser("compare", help="several methods, several seeds, one table and one plot")
+    add_spec(parser)
+    parser.add_argument(
+        "--methods", help="comma-separated methods or labels of [compare.LABEL]; all labels unless given"
+    )
+    parser.add_argument("--seeds", help="comma-separated seeds (default: the spec's)")
+    parser.add_argument("--out", type=Path, help="the folder; runs/compare-DATA-TIME unless given")
+    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(work=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    import rich
+
+    from fedstrata.comparison import common_seed, compare
+    from fedstrata.report.progress import Progress
+    from fedstrata.report.tables import compare_table, to_rich
+    from fedstrata.spec import variants
+
+    if options.jobs is not None and options.jobs < 1:
+        raise SpecError("--jobs", "expected a whole number of at least 1", options.jobs)
+    labels = [label.strip() for label in options.methods.split(",")] if options.methods else None
+    table = read_spec(options.spec)
+    experiments = located(options, lambda: variants(table, labels, options.overrides))
+    first = next(iter(experiments.values()))
+    seeds = [common_seed(experiments)] if options.seeds is None else _seeds(options.seeds)
+    rounds = {(label, seed): spec.training.rounds for label, spec in experiments.items() for seed in seeds}
+    with (
+        run_folder(options.out, f"compare-{Path(first.data.name).stem}") as out,
+        Progress(options.quiet) as progress,
+    ):
+        watch = progress.of_runs(rounds)
+        runs = located(options, lambda: compare(experiments, seeds=seeds, out=out, jobs=options.jobs, watch=watch))
+    rich.print(to_rich(compare_table(runs)))
+    print(f"written to {out}: table.md, accuracy.png, report.html")
+    return 0
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise SpecError("--seeds", "expected comma-separated whole numbers", text) from None
+    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise SpecError("--seeds", "expected different whole numbers of at least 0", text)
+    return seeds
+
+
+COMMANDS = (add_run, add_compare)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from fedstrata.cli import main
+
+BASE = """[training]
+rounds = 1
+[partition]
+clients = 10
+"""
+
+
+def test_run_writes_prints_and_draws(capsys, tmp_path):
+    Path("s.toml").write_text(BASE)
+    assert main(["run", "s.toml", "--out", "runs/one", "--set", "method=scaffold", "--set", "seed=3"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""  # no bar where there is no terminal
+    assert "scaffold" in captured.out
+    assert "written to runs/one" in captured.out
+    names = {path.name for path in Path("runs/one").iterdir()}
+    assert names >= {"spec.toml", "metrics.jsonl", "summary.json", "model.safetensors", "partition.png", "accuracy.png"}
+    summary = json.loads(Path("runs/one/summary.json").read_text())
+    assert (summary["method"], summary["seed"], summary["rounds"]) == ("scaffold", 3, 1)
+    assert main(["run", "s.toml", "--out", "runs/one"]) == 2
+    assert "out = 'runs/one': holds a run already" in capsys.readouterr().err
+
+
+def test_a_run_without_out_gets_a_folder_of_its_own(capsys):
+    assert main(["run", "--set", "training.rounds=1", "--set", "partition.clients=5", "--quiet"]) == 0
+    [folder] = Path("runs").iterdir()
+    assert folder.name.startswith("fedavg-digits-")
+    assert (folder / "model.safetensors").exists()
+    capsys.readouterr()
+
+
+def test_failing_clients_are_told_in_one_line(capsys, tmp_path, monkeypatch):
+    lines = (
+        "import fedstrata as fs",
+        "class Fails(fs.Objective):",
+        "    def loss(*a):",
+        "        raise OSError('on fire')",
+    )
+    Path("fails.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(Path.cwd())
+    assert main(["run", "--set", "method.objective=fails:Fails", "--quiet", "--out", "out"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fedstrata: all 10 clients failed in round 1 of fedavg; client ")
+    assert "OSError: on fire (" in error
+    assert error.count("\n") == 1
+
+
+def test_what_a_client_says_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
+    """Brackets in it are no markup, and nor are those in the name of a folder."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "saying.py").write_text(
+        "from fedstrata.objectives.base import CrossEntropy\n"
+        "class Saying(CrossEntropy):\n"
+        "    def client_init(self, model, context):\n"
+        "        if context.counts[0] > 0:\n"
+        "            raise FileNotFoundError('cannot open [/data/x]')\n"
+        "        return context\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    Path("s.toml").write_text(
+        '[partition]\nname = "classes"\nclients = 10\nper_client = 1\n[training]\nrounds = 1\n'
+        '[method]\nobjective = "saying:Saying"\n'
+    )
+    assert main(["run", "s.toml", "--out", "lr[0.1]/[b]", "--quiet"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert " × failed; the first: client" in said
+    assert "cannot open [/data/x]" in said
+    assert "written to lr[0.1]/[b]" in said
+
+
+def test_runs_that_start_within_a_second_have_folders_of_their_own(monkeypatch):
+    monkeypatch.setattr("fedstrata.comparison.stamp", lambda: "now")
+    Path("s.toml").write_text(BASE)
+    for _ in range(3):
+        assert main(["run", "s.toml", "--quiet"]) == 0
+    names = sorted(path.name for path in Path("runs").iterdir())
+    assert names == ["fedavg-digits-now", "fedavg-digits-now-2", "fedavg-digits-now-3"]

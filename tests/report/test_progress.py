@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from fedstrata.report.progress import Progress
+
+RECORD = {"round": 3, "accuracy": 0.75, "clients_invited": 10, "clients_returned": 7}
+
+
+def terminal() -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, color_system=None, width=120)
+
+
+def written(console: Console) -> str:
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def last_line(console: Console, part: str) -> str:
+    return next(line for line in reversed(written(console).splitlines()) if part in line)
+
+
+def test_the_bar_of_a_run_shows_where_it_is() -> None:
+    console = terminal()
+    with Progress(console=console) as progress:
+        watch = progress.of_run("fed[avg]", 4)
+        watch({"round": 2, "accuracy": 0.8})
+        watch(RECORD)
+        watch(RECORD | {"round": 4, "accuracy": None})
+    last = last_line(console, "4/4")
+    assert "fed[avg]" in last
+    assert "accuracy 75.0 % (best 80.0 %)" in last
+    assert "clients 7/10" in last
+
+
+def test_a_resumed_run_starts_where_it_was() -> None:
+    console = terminal()
+    with Progress(console=console) as progress:
+        progress.of_run("fedavg", 40, done=30)
+    assert "accuracy – (best –)" in last_line(console, "30/40")
+
+
+def test_a_comparison_has_a_bar_for_all_rounds_and_one_for_each_run_that_goes_on() -> None:
+    console = terminal()
+    with Progress(console=console) as progress:
+        watch = progress.of_runs({("fedavg", 0): 10, ("fed[prox]", 0): 10})
+        watch("fedavg", 0, 10)
+        watch("fed[prox]", 0, 4)
+    shown = written(console)
+    assert "14/20" in last_line(console, "2 runs")
+    assert "4/10" in last_line(console, "fed[prox], seed 0")
+    assert "fedavg, seed 0" not in shown.split("2 runs")[-1]  # it is over
+
+
+def test_any_task_has_a_bar_and_a_note() -> None:
+    console = terminal()
+    with Progress(console=console) as progress:
+        progress.show("audit", 0, 4, "round 9 again")
+        progress.show("audit", 1, 8, "client 7: [variational]")
+    last = last_line(console, "audit")
+    assert "1/8" in last
+    assert "client 7: [variational]" in last
+
+
+@pytest.mark.parametrize(("quiet", "force"), [(True, True), (False, False)])
+def test_silent_where_nobody_watches(quiet: bool, force: bool) -> None:
+    console = Console(file=io.StringIO(), force_terminal=force)
+    with Progress(quiet, console) as progress:
+        progress.of_run("fedavg", 4)(RECORD)
+        progress.show("audit", 1, 4)
+    assert written(console) == ""
+
+
+def test_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        progress.of_run("fedavg", 4)(RECORD)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_bar_ends_with_an_error() -> None:
+    console = terminal()
+    with pytest.raises(RuntimeError, match="boom"), Progress(console=console):
+        raise RuntimeError("boom")
+    assert written(console).endswith("\x1b[?25h")  # the cursor is back

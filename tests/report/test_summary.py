@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from fedstrata.history import History
+from fedstrata.report.summary import failures, summary_panel
+
+RECORD = {"round": 3, "accuracy": 0.75, "clients_invited": 10, "clients_returned": 7}
+
+
+def written(console: Console) -> str:
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+def test_panel_tells_how_good_who_and_where(tmp_path: Path) -> None:
+    more = {"clients_dropped": 2, "clients_late": 1, "samples": 600, "bytes_up": 2_000_000, "seconds": 0.5}
+    history = History([RECORD | more | {"round": 1}, {"round": 2}], method="[moon]", seed=5, path=tmp_path)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary_panel(history))
+    text = written(console)
+    for part in (
+        "[moon], seed 5",
+        "75.00 % after 2 rounds",
+        "50 % in round 1",
+        "70.0 % of those invited, 2 dropped out, 1 late",
+        "600 samples in 0.5 s",
+        "2.0 MB by clients, 0.0 MB to clients",
+        str(tmp_path),
+    ):
+        assert part in text
+
+
+def test_panel_of_a_run_that_was_never_evaluated() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(summary_panel(History([{"round": 1}])))
+    assert "– after 1 round " in written(console)
+
+
+def test_what_went_wrong_is_counted_by_kind(tmp_path: Path) -> None:
+    history = History([RECORD], path=tmp_path)
+    assert failures(History([RECORD])) is None
+    assert failures(history) is None
+    events = [
+        {"round": 1, "kind": "dropped"},
+        {"round": 1, "kind": "failed", "reason": "client 3: on fire"},
+        {"round": 2, "kind": "refused", "reason": "NaN"},
+        {"round": 3, "kind": "failed", "reason": "client 4: no disk"},
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    told = f"2 × failed, 1 × refused; the first: client 3: on fire (all in {tmp_path / 'events.jsonl'})"
+    assert failures(history) == told
