@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from fedstrata.federation.availability import Always, Availability
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Weights
+from fedstrata.methods.base import Method
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
@@ -101,11 +103,20 @@ def tiny() -> Callable[..., Tiny]:
 
 
 class Started(Simulation):
-    """A run taken round by round, however many rounds its spec has."""
+    """A run taken round by round, however many rounds its spec has; its records leave out the clock."""
+
+    def step(self) -> dict[str, Any]:
+        record = super().step()
+        del record["seconds"]
+        return record
 
     @property
     def config(self) -> FederationConfig:
         return self.prepared.config
+
+    @property
+    def method(self) -> Method:
+        return self.spec.method
 
 
 @pytest.fixture

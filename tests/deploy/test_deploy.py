@@ -159,7 +159,7 @@ class _Line:
 
 @needs_nvflare
 def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(tmp_path: Path) -> None:
-    from fedstrata.deploy.config import Server, folder_of
+    from fedstrata.deploy.job import Server, folder_of
 
     old = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
     new = old.replace("rounds = 2", "rounds = 1")
@@ -179,7 +179,7 @@ def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(tmp_pa
 
 @needs_nvflare
 def test_nothing_is_imported_from_where_jobs_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedstrata.deploy.config import _settings
+    from fedstrata.deploy.job import _settings
 
     monkeypatch.chdir(tmp_path)
     before = [str(tmp_path), "", *(entry for entry in sys.path if entry)]

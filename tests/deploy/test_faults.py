@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import slowly
 
 import fedstrata as fs
 from fedstrata.deploy.federation import Sites
@@ -82,8 +83,8 @@ class Deployment:
 
 @pytest.fixture
 def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    # Sites find what the job names like a package of their own that they installed.
+    monkeypatch.setenv("PYTHONPATH", str(Path(slowly.__file__).parent), prepend=os.pathsep)
     spec = fs.Experiment.from_table(
         {
             "method": "slowly:Slow",

@@ -40,7 +40,7 @@ from fedstrata.federation.availability import Trace
 from fedstrata.federation.messages import Weights
 from fedstrata.jsonl import read_jsonl
 from fedstrata.methods.fedavg import FedAvg
-from fedstrata.objectives.base import CrossEntropy, Objective
+from fedstrata.objectives.base import CrossEntropy
 from fedstrata.preparation import Prepared, prepare
 from fedstrata.sampling.messages import SizeReply, SizeReport
 from fedstrata.simulation import run_prepared
@@ -185,7 +185,7 @@ def _go_off() -> None:
 @pytest.mark.parametrize("data", [pickle.dumps(_Bomb()), b"", b"\xff" * 40, _Bomb(), {"body": 1}])
 def test_a_site_refuses_a_pickle_and_other_garbage(sites: Callable[..., Sites], data: object) -> None:
     made = sites(_spec())
-    made.engine.begin(0)
+    made.engine.restore(0)
     with pytest.raises(SiteRefusedError, match=r"not a message of fedstrata|expected|too early"):
         read(made.hosts["a"].call(SERVER, data), Answers)
     assert not _Bomb.gone_off
@@ -262,7 +262,7 @@ def test_news_comes_again_until_a_message_was_answered(sites: Callable[..., Site
 
 def test_an_exchange_that_nobody_waits_for_any_more_is_refused(sites: Callable[..., Sites]) -> None:
     made = sites(_spec())
-    made.engine.begin(0)
+    made.engine.restore(0)
     ask = Ask(5, [0], [SizeReport(1, 0, 1.0)], [0], "", [])
     assert isinstance(read(made.hosts["a"].call(SERVER, records.encode(Envelope([], ask))), Answers), Answers)
     for number in (5, 4):
@@ -281,14 +281,14 @@ def test_an_exchange_that_nobody_waits_for_any_more_is_refused(sites: Callable[.
 )
 def test_a_site_answers_only_for_its_own_clients(sites: Callable[..., Sites], ask: Ask, problem: str) -> None:
     made = sites(_spec())
-    made.engine.begin(0)
+    made.engine.restore(0)
     with pytest.raises(SiteRefusedError, match=problem):
         read(made.hosts["a"].call(SERVER, records.encode(Envelope([], ask))), Answers)
 
 
 def test_another_site_may_only_fetch_the_model_of_a_relay(sites: Callable[..., Sites]) -> None:
     made = sites(_spec())
-    made.engine.begin(0)
+    made.engine.restore(0)
     for body in (Save(1), Ask(1, [0], [SizeReport(1, 0, 1.0)], [0], "", [])):
         with pytest.raises(SiteRefusedError, match="expected Fetch"):
             read(made.hosts["a"].call("b", records.encode(Envelope([], body))), Done, Answers)
@@ -433,8 +433,8 @@ def test_a_site_that_lost_its_states_says_so(sites: Callable[..., Sites], tmp_pa
     shutil.rmtree(tmp_path / "sites" / "b")
     sites(spec.model_copy(update={"training": spec.training})).run(tmp_path / "out", resume=True)
     made = sites(spec)
-    made.engine.begin(2)
-    assert [(kind, clients) for kind, clients, _ in made.engine.notes()] == [("state lost", [1])]
+    made.engine.restore(2)
+    assert [(kind, clients) for kind, clients, _ in made.engine.events()] == [("state lost", [1])]
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedavg"])
@@ -461,9 +461,9 @@ def test_clients_that_are_dealt_to_other_sites_have_lost_their_states_and_the_ev
     def resumed(homes: str) -> tuple[list[tuple[str, list[int]]], set[int]]:
         """What is said, and who has a state."""
         made = sites(spec, homes)
-        made.engine.begin(2)
+        made.engine.restore(2)
         made.engine.save(2)
-        notes = [(kind, clients) for kind, clients, _ in made.engine.notes()]
+        notes = [(kind, clients) for kind, clients, _ in made.engine.events()]
         return notes, {client for host in made.hosts.values() for client in host._running().store}
 
     assert resumed("abb") == ([], {0, 1, 2})
@@ -522,16 +522,15 @@ def test_a_site_loads_only_what_its_own_list_allows(
     assert _begin(brought, allow=None) == Begun(0, []), "a simulation is the user's own"
 
 
-class Broken(FedAvg):
-    """A method whose clients raise what they see."""
-
-    def default_objective(self) -> Objective:
-        return _Broken()
-
-
 class _Broken(CrossEntropy):
     def client_init(self, model: Any, context: Any) -> Any:
         raise ValueError("labels 3, 5 and 8")
+
+
+class Broken(FedAvg):
+    """A method whose clients raise what they see."""
+
+    objective = _Broken()
 
 
 @pytest.mark.parametrize("frank", [False, True])
@@ -617,8 +616,8 @@ def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
     sites: Callable[..., Sites], tmp_path: Path
 ) -> None:
     made = sites(_spec(), data={"a": tmp_path / "secret.npz"})
-    made.engine.begin(0)
-    (note,) = made.engine.notes()
+    made.engine.restore(0)
+    (note,) = made.engine.events()
     assert "a data file of its own" in note[2]
 
 
@@ -638,7 +637,7 @@ def test_dropout_layers_are_refused_before_anybody_is_asked(sites: Callable[...,
 
 def test_hops_without_a_model_are_refused(sites: Callable[..., Sites]) -> None:
     made = sites(_spec("sfl"))
-    made.engine.begin(0)
+    made.engine.restore(0)
     hop = Hop(1, 1, 0, 0, SizeReport(1, 0, 1.0), "", 0, None, True)
     with pytest.raises(FedstrataError, match="without a model"):
         read(made.hosts["a"].call(SERVER, records.encode(Envelope([], hop))), Hopped)

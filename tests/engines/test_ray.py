@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import dataclasses
 import logging
 import os
 import pickle
@@ -10,25 +10,29 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import matrix
 import pytest
+import raycases
 import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import experiment
+from fedstrata import simulation
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
+from fedstrata.federation.engine import Engine, HopByHop
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.jsonl import read_jsonl
 from fedstrata.preparation import prepare
+from fedstrata.simulation import make_context
 from fedstrata.stratify.masking.key_store import KeyRing
 
 ray = pytest.importorskip("ray")
@@ -37,44 +41,28 @@ from fedstrata.engines import ray as engine_module  # noqa: E402
 from fedstrata.engines.ray import RayEngine, WorkerPool  # noqa: E402
 from fedstrata.engines.ray_worker import WorkerPayload  # noqa: E402
 
-HERE = Path(__file__).parent
-
-
-def load(name: str) -> ModuleType:
-    """A module beside this one, under the name by which Ray's workers know it."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-matrix, raycases = load("matrix"), load("raycases")
-
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     """Two workers for all tests: most of the time of a short run is the start of processes."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    sys.path.insert(0, str(HERE))  # Ray hands it on to its workers.
     try:
         ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
         with WorkerPool(2) as pool:
             yield pool
     finally:
         ray.shutdown()
-        sys.path.remove(str(HERE))
 
 
 @pytest.fixture
 def run(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Any:
     """``fedstrata.run`` on these workers."""
-    monkeypatch.setattr(
-        experiment, "make_engine", lambda name, context, store, *_: RayEngine(context, store, pool=pool)
-    )
-    return fs.run
+
+    def make(name: str, context: ClientContext, store: StateStore) -> Engine:
+        return RayEngine(context, store, pool=pool) if name == "ray" else make_engine(name, context, store)
+
+    monkeypatch.setattr(simulation, "make_engine", make)
+    return partial(fs.run, engine="ray")
 
 
 def rows(history: fs.History) -> list[dict[str, Any]]:
@@ -82,8 +70,8 @@ def rows(history: fs.History) -> list[dict[str, Any]]:
 
 
 def context_of(spec: fs.Experiment, model: nn.Module | None = None) -> ClientContext:
-    found = prepare(spec, model=model)
-    return ClientContext(found.config, found.data, found.assignment, spec.method.objective_in_use())
+    context, own = make_context(prepare(spec, model=model)), [raycases.trouble]
+    return dataclasses.replace(context, handlers=context.handlers + own)
 
 
 def federation(engine: Any, context: ClientContext) -> Federation:
@@ -93,28 +81,17 @@ def federation(engine: Any, context: ClientContext) -> Federation:
 
 
 @pytest.mark.parametrize("label", matrix.MATRIX)
-def test_equal_bytes_and_equal_books(label: str, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if label in matrix.MASKED:
-        pytest.importorskip("tenseal")
-    spec = matrix.MATRIX[label]
-    here = fs.run(spec)
-    monkeypatch.setattr(
-        experiment, "make_engine", lambda name, context, store, *_: RayEngine(context, store, pool=pool)
-    )
-    there = fs.run(spec, engine="ray")
+def test_equal_bytes_and_equal_books(label: str, run: Any, local: Callable[[str], fs.History]) -> None:
+    here, there = local(label), run(matrix.MATRIX[label])
     assert matrix.final_bytes(here) == matrix.final_bytes(there)
     assert rows(here) == rows(there)
 
 
-def test_many_clients_in_a_call(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    base = matrix.MATRIX["scaffold"].to_spec()
+def test_many_clients_in_a_call(run: Any) -> None:
+    base = matrix.MATRIX["ask, state of the objective"].to_spec()
     base["partition"]["clients"], base["training"]["clients_per_round"] = 60, 40
     spec = fs.Experiment.from_table(base)
-    here = fs.run(spec)
-    monkeypatch.setattr(
-        experiment, "make_engine", lambda name, context, store, *_: RayEngine(context, store, pool=pool)
-    )
-    assert matrix.final_bytes(here) == matrix.final_bytes(fs.run(spec))
+    assert matrix.final_bytes(fs.run(spec)) == matrix.final_bytes(run(spec))
 
 
 def test_failures_are_told_as_in_the_local_engine(pool: WorkerPool) -> None:
@@ -173,17 +150,16 @@ def spans(away: bool) -> list[tuple[int, int]]:
     return [(1, 1), (3, 3)] if away else [(1, 3)]
 
 
-def test_a_run_goes_on_from_its_checkpoint(run: Any, tmp_path: Path) -> None:
-    table = matrix.MATRIX["scaffold"].to_spec() | {"evaluation": {"checkpoint_every": 1}}
-    spec = fs.Experiment.from_table(table)
-    whole = run(spec)
+def test_a_run_goes_on_from_its_checkpoint(run: Any, local: Callable[[str], fs.History], tmp_path: Path) -> None:
+    label = "ask, state of the objective"
+    spec = matrix.MATRIX[label]
 
     def stop(row: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         run(spec, out=tmp_path, callbacks=[stop])
-    assert matrix.final_bytes(run(spec, out=tmp_path, resume=True)) == matrix.final_bytes(whole)
+    assert matrix.final_bytes(run(spec, out=tmp_path, resume=True)) == matrix.final_bytes(local(label))
 
 
 def test_random_layers_cannot_run_together(pool: WorkerPool) -> None:
@@ -218,13 +194,13 @@ def test_a_world_has_no_more_luggage_than_its_clients_need() -> None:
 
 
 def test_a_session_that_was_there_before_stays(pool: WorkerPool) -> None:
-    context = context_of(matrix.MATRIX["fedavg"])
+    context = context_of(matrix.MATRIX["ask"])
     engine = RayEngine(context, StateStore(), workers=1)
     asked = federation(engine, context)
     assert list(asked.ask({0: raycases.Trouble(), 4 - 2: raycases.Trouble()})) == [0]
     weights = Weights(context.config.model.params(), {})
-    assert engine.ride(raycases.Trouble, weights) is None
-    assert engine.ask_fused({}) is None
+    assert isinstance(engine.relay(raycases.Trouble, weights), HopByHop)
+    assert engine.ask_sum({}) is None
     engine.close()
     assert ray.is_initialized()
 
@@ -259,7 +235,7 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks into /proc")
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text("[training]\nrounds = 100000\n[evaluation]\nevery = 0\n")
-    command = [sys.executable, "-m", "fedstrata.cli", "run", "spec.toml", "--engine", "ray", "--out", "run"]
+    command = [sys.executable, "-m", "fedstrata", "run", "spec.toml", "--engine", "ray", "--out", "run"]
     env = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     process = subprocess.Popen(
         command,
@@ -284,7 +260,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path: Path) -> None:
         said = process.communicate(timeout=60)[0].decode()
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
     assert process.returncode == 130, said
     assert "interrupted; go on" in said
     assert "WARNING" not in said

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.clients.client import answers
+from fedstrata.clients.handling import handles
 from fedstrata.engines import local, team
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Reply, Request
@@ -101,7 +101,7 @@ class Me(Reply):
 HERE = os.getpid()
 
 
-@answers(WhoAreYou)
+@handles(WhoAreYou)
 def me(client, request):
     if client.number == request.dies and os.getpid() != HERE:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -120,7 +120,7 @@ def asked(federation, **fields):
 @pytest.fixture
 def federation(tiny, eager):
     """Forty clients, two processes."""
-    made = tiny(40)
+    made = tiny(40, handlers=(me,))
     made.engine = LocalEngine(made.engine.context, made.store, workers=2)
     yield made
     made.engine.close()

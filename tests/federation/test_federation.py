@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,22 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import fedstrata as fs
-from fedstrata.clients.client import HANDLERS, Client, answers, carries
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles, handles_hop
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.errors import ClientsFailedError, FedstrataError, QuorumError, ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Reply, Request, Weights
+from fedstrata.handlers.fit import fit
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.records import encode, record
+from fedstrata.records import encode, record, unsent
 from fedstrata.sampling.messages import SizeReply, SizeReport
+from fedstrata.simulation import make_context
 from fedstrata.stratify.messages import Gradient, LabelReply, LabelReport, Reserve
-
-
-@record
-class Say(Request):
-    what: str
 
 
 @record
@@ -33,7 +32,19 @@ class Said(Reply):
     values: Tensor
 
 
-@answers(Say)
+@record
+class Say(Request):
+    reply_type: ClassVar[type[Reply]] = Said
+
+    what: str
+    unwanted: int = unsent(-1)
+
+    def check(self, reply: Said) -> None:
+        if reply.number == self.unwanted:
+            raise ReplyRefusedError("not you")
+
+
+@handles(Say)
 def say(client: Client, request: Say) -> Said:
     """Whatever the test asks for."""
     client.state["said"] = {"times": client.state.get("said", {"times": 0})["times"] + 1}
@@ -60,7 +71,7 @@ class Meet(Request):
     raises: int
 
 
-@answers(Meet)
+@handles(Meet)
 def meet(client: Client, request: Meet) -> Said:
     """Two sums over the group; one client may raise between them."""
     assert client.group is not None
@@ -77,7 +88,7 @@ class Pass(Request):
     way: str
 
 
-@carries(Pass)
+@handles_hop(Pass)
 def carry(client: Client, task: Pass, weights: Weights) -> tuple[Weights, Said]:
     """Add the client's number to every parameter."""
     if client.number == task.culprit and task.way == "raise":
@@ -88,6 +99,12 @@ def carry(client: Client, task: Pass, weights: Weights) -> tuple[Weights, Said]:
         name = next(iter(params))
         params[name] = {"nan": params[name] * torch.nan, "shape": params[name][:1]}[task.way]
     return Weights(params, weights.buffers), Said(client.number, torch.ones(1))
+
+
+@pytest.fixture
+def tiny(tiny):
+    """Builds a federation whose clients know these requests as well."""
+    return partial(tiny, handlers=(say, meet, carry))
 
 
 # Asking.
@@ -141,10 +158,10 @@ def test_there_are_only_so_many_clients(tiny):
 
 
 def test_a_question_that_nobody_declared(tiny):
-    with pytest.raises(FedstrataError, match="do not know how to answer Unheard: declare it with @answers"):
+    with pytest.raises(FedstrataError, match="do not know how to answer Unheard: name its handler in"):
         tiny().ask({0: Unheard()})
     federation = tiny()
-    with pytest.raises(ClientsFailedError, match="do not know how to carry Unheard: declare it with @carries"):
+    with pytest.raises(ClientsFailedError, match="do not know how to pass on Unheard: name its handler"):
         federation.relay([(0, Unheard()), (1, Unheard())], federation.weights)
 
 
@@ -155,6 +172,7 @@ def test_a_question_that_nobody_declared(tiny):
     ("what", "reason"),
     [
         ("nothing", "a NoneType is no message"),
+        ("another", "a SizeReport is no answer to Say, which wants Said"),
         ("text", "Said.number: input should be a valid integer"),
         ("array", "Said.values: input should be an instance of tensor"),
         ("nan", "NaN or infinity"),
@@ -180,13 +198,9 @@ def test_the_largest_finite_numbers_are_not_refused(tiny):
     assert len(federation.ask(dict.fromkeys(range(4), Say("3e38")))) == 4  # whose sum is infinite
 
 
-def test_a_methods_own_check(tiny):
-    def check(reply: Said) -> None:
-        if reply.number == 1:
-            raise ReplyRefusedError("not you")
-
+def test_a_request_checks_its_own_reply_at_the_server(tiny):
     federation = tiny()
-    assert list(federation.ask(dict.fromkeys(range(4), Say("1")), check=check)) == [0, 2, 3]
+    assert list(federation.ask(dict.fromkeys(range(4), Say("1", unwanted=1)))) == [0, 2, 3]
     assert federation.reasons("refused") == ["client 1 in round 1 of toy: not you"]
 
 
@@ -270,8 +284,9 @@ def test_a_missed_quorum_leaves_no_trace_at_the_clients():
     spec = fs.Experiment(method="scaffold", training={"clients_per_round": 4}, partition=fs.IID(clients=4))
     prepared = fs.prepare(spec)
     store = StateStore()
-    context = ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use())
-    federation = Federation(LocalEngine(context, store), prepared.config, fs.Bernoulli(p=0.5), "scaffold")
+    federation = Federation(
+        LocalEngine(make_context(prepared), store), prepared.config, fs.Bernoulli(p=0.5), "scaffold"
+    )
     weights = Weights(prepared.config.model.params(), prepared.config.model.buffers())
     federation.begin(1)
     request = Fit(1, weights, {"c": {n: torch.zeros_like(w) for n, w in weights.params.items()}}, 1.0, 1.0)
@@ -489,12 +504,10 @@ def test_the_work_of_a_fit_is_what_it_trains():
     ],
     ids=str,
 )
-def test_a_reply_that_no_arithmetic_can_use_costs_its_sender_alone(tiny, monkeypatch, change, reason):
-    federation = tiny(3)
-    real = HANDLERS[Fit]
-
+def test_a_reply_that_no_arithmetic_can_use_costs_its_sender_alone(tiny, change, reason):
+    @handles(Fit)
     def strange(client, request):
-        reply = real(client, request)
+        reply = fit(client, request)
         if client.number != 1:
             return reply
         if "samples" in change:
@@ -509,6 +522,6 @@ def test_a_reply_that_no_arithmetic_can_use_costs_its_sender_alone(tiny, monkeyp
             params[first] = params[first].to("meta")
         return replace(reply, weights=Weights(params, reply.weights.buffers))
 
-    monkeypatch.setitem(HANDLERS, Fit, strange)
+    federation = tiny(3, handlers=(strange,))
     assert sorted(federation.ask(federation.fits())) == [0, 2]
     assert reason in federation.reasons("refused")[0]

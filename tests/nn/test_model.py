@@ -280,15 +280,13 @@ def test_buffers_that_are_not_saved_do_not_travel():
 
 def test_a_model_that_stays_loaded():
     made = Model(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
-    with pytest.raises(RuntimeError, match="inside"):
-        made.reload(made.params())
     params = made.load_for_good(train=True)
     assert made.module.training
     with pytest.raises(RuntimeError, match="while it is loaded"):
         made.load_for_good()
     other = {name: tensor + 1 for name, tensor in made.params().items()}
     buffers = {name: tensor + 1 for name, tensor in made.buffers().items()}
-    made.reload(other, buffers)
+    made.share(other, buffers)
     assert all(torch.equal(params[name], tensor) for name, tensor in other.items())
     assert all(torch.equal(made.current_buffers()[name], tensor) for name, tensor in buffers.items())
     assert all(tensor.requires_grad for tensor in params.values())
@@ -298,23 +296,26 @@ def test_shared_parameters_are_read_where_they_lie_and_left_alone_afterwards():
     model = Model(
         nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(3, 2)).to(memory_format=torch.channels_last)
     )
-    with pytest.raises(RuntimeError, match="loaded"):
+    with pytest.raises(RuntimeError, match="inside"):
         model.share(model.params())
-    params = model.load_for_good()
+    initial = model.params()
     given = {name: tensor + 1 for name, tensor in model.params().items()}
     given["0.weight"] = given["0.weight"].contiguous()  # as it comes from a wire
     before = {name: tensor.clone() for name, tensor in given.items()}
     x = torch.randn(4, 2, 2, 2)
-    for _ in range(2):
-        model.share(given)
-        assert torch.equal(model(params, x), model({**given}, x))
-        assert params["2.weight"].data_ptr() == given["2.weight"].data_ptr()
-        assert params["0.weight"].is_contiguous(memory_format=torch.channels_last)
-    given["2.weight"] += 1
-    before["2.weight"] += 1
-    assert torch.equal(params["2.weight"], given["2.weight"])
-    model.reload({name: torch.zeros_like(tensor) for name, tensor in given.items()})
-    assert all(not tensor.any() for tensor in params.values())
+    with model.loaded(initial) as params:
+        for _ in range(2):
+            model.share(given)
+            assert torch.equal(model(params, x), model({**given}, x))
+            assert params["2.weight"].data_ptr() == given["2.weight"].data_ptr()
+            assert params["0.weight"].is_contiguous(memory_format=torch.channels_last)
+        given["2.weight"] += 1
+        before["2.weight"] += 1
+        assert torch.equal(params["2.weight"], given["2.weight"])
+    with model.loaded(initial) as params:
+        assert all(torch.equal(params[name], tensor) for name, tensor in initial.items())
+        for tensor in params.values():
+            tensor.data.zero_()
     assert all(torch.equal(given[name], tensor) for name, tensor in before.items())
 
 

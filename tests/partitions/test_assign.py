@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.partitions.assign import deal_by_mix, hold_classes, log_dirichlet, stratified, taken_from_largest
+from fedstrata.partitions.assign import deal_by_mix, hold_classes, log_dirichlet, taken_from_largest
 
 
 @pytest.mark.parametrize("alpha", [1e-9, 1e-3, 1.0, 1e9])
@@ -52,13 +52,3 @@ def test_holders_are_balanced_and_distinct(each, seed):
     assert len(set(zip(owner.tolist(), held.tolist(), strict=True))) == sum(each)
     holders = np.bincount(held, minlength=6)
     assert holders.max() - holders.min() <= 1
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.data())
-def test_stratified_keeps_proportions(counts, data):
-    size = data.draw(st.integers(1, sum(counts)))
-    codes = np.repeat(np.arange(len(counts)), counts)
-    kept = stratified(codes, size, np.random.default_rng(0))
-    assert len(np.unique(kept)) == size
-    amounts = np.bincount(codes[kept], minlength=len(counts))
-    assert np.abs(amounts - np.array(counts) * size / sum(counts)).max() < 1

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
+from fedstrata.simulation import make_context
 from fedstrata.stratify.client_batch import _Drawing
 from fedstrata.stratify.messages import Gradient, Reserve
 
@@ -352,19 +352,17 @@ def test_a_layer_that_draws_is_seeded_from_the_first_batch_on(balanced):
     with torch_seeded(0, "module"):
         module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5))
     prepared = prepare(spec_of("iid", clients=3), data=balanced, model=module)
-    context = ClientContext(
-        prepared.config, prepared.data, prepared.assignment, prepared.spec.method.objective_in_use()
-    )
+    context = make_context(prepared)
     engine = LocalEngine(context, StateStore())
     ask = {
         k: Reserve(1, torch.zeros(4, dtype=torch.int64), torch.arange(4), torch.empty(0).long(), True) for k in (0, 2)
     }
     engine.ask(ask, together=False)
-    engine.settle(ask)
+    engine.commit(ask)
     weights = Weights(prepared.config.model.params(), prepared.config.model.buffers())
     generator = torch.get_rng_state()
     # The first pass finds that the model draws and is repeated; later ones know.
-    replies = [engine.ask_fused(dict.fromkeys(ask, Gradient(1, 0, weights))) for _ in range(3)]
+    replies = [engine.ask_sum(dict.fromkeys(ask, Gradient(1, 0, weights))) for _ in range(3)]
     assert context.once(_Drawing).known
     assert torch.equal(torch.get_rng_state(), generator)
     for reply in replies:
@@ -373,7 +371,7 @@ def test_a_layer_that_draws_is_seeded_from_the_first_batch_on(balanced):
         assert int(reply.buffers["1.num_batches_tracked"]) == 1
         for name, tensor in reply.gradient.items():
             assert torch.equal(tensor, replies[0].gradient[name])
-    other = engine.ask_fused(dict.fromkeys(ask, Gradient(2, 0, weights)))
+    other = engine.ask_sum(dict.fromkeys(ask, Gradient(2, 0, weights)))
     assert other.loss != replies[0].loss
 
 

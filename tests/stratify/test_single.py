@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.errors import ClientsFailedError, SpecError
+from fedstrata.federation.engine import HopByHop
 from fedstrata.nn.zoo import MLP
 from fedstrata.preparation import prepare
-from fedstrata.stratify.messages import Steps
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.single import Route
 
@@ -69,6 +70,9 @@ class Listening:
         outcome = self.engine.hop(client, task, weights)
         self.heard.append((client, task, outcome))
         return outcome
+
+    def relay(self, kind, weights):
+        return HopByHop(self, weights)
 
 
 def spec_of(partition: str | dict, clients: int = 5, availability: object = "always", **rest: Any) -> fs.Experiment:
@@ -332,19 +336,40 @@ def test_batchnorm_is_refused(balanced):
         prepare(spec_of("iid"), data=balanced, model=module)
 
 
-def test_an_absurd_answer_is_not_believed(start, balanced):
-    """Somebody who answers for more labels than it was asked for trains no more."""
-    started = start(spec_of("iid", clients=2), balanced)
-    federation = started.federation
-    federation.begin(1)
-    route = Route(federation, started.state.holders, np.zeros(4, np.int64), chunk_size=1, retain=1.0, weighted=False)
-    from fedstrata.stratify.messages import StepsReply
+class Lying(Listening):
+    """Client 1 answers for what it was not asked."""
 
-    (liar, task), *_ = [next(route.tasks())]
-    assert isinstance(task, Steps)
-    route.heard(0, StepsReply(torch.zeros(7, dtype=torch.bool), torch.empty(0).long(), torch.zeros(())))
-    assert not route.available[:, liar].any()
-    assert federation.events[-1]["kind"] == "refused"
+    def __init__(self, engine: Any, lie: dict[str, torch.Tensor]) -> None:
+        super().__init__(engine)
+        self.lie = lie
+
+    def hop(self, client, task, weights):
+        moved, reply = super().hop(client, task, weights)
+        return moved, (dataclasses.replace(reply, **self.lie) if client == 1 else reply)
+
+
+@pytest.mark.parametrize(
+    ("lie", "problem"),
+    [
+        ({"missing": torch.zeros(7, dtype=torch.bool)}, "missing is (7,) torch.bool, expected"),
+        ({"missing": torch.zeros(1, dtype=torch.uint8)}, "missing is (1,) torch.uint8, expected (1,) torch.bool"),
+        ({"exhausted": torch.zeros(1)}, "exhausted is (1,) torch.float32, expected (-1,) torch.int64"),
+        ({"loss": torch.zeros(1)}, "the loss must be one number"),
+        ({"loss": torch.tensor(torch.nan)}, "NaN or infinity"),
+    ],
+)
+def test_an_absurd_answer_is_not_believed(start, balanced, lie, problem):
+    """Who sends one trains no more in this epoch: its step does not count, and others train what it would have."""
+    spec = spec_of("iid", clients=4, chunk_size=1, schedule="uncapped", training={"execution": "per-client"})
+    started = start(spec, balanced)
+    started.federation.engine = Lying(started.federation.engine, lie)
+    metrics = started.step()
+    assert (metrics["samples"], metrics["clients_failed"], metrics["clients_returned"]) == (200, 1, 3)
+    (event,) = started.federation.events
+    assert (event["kind"], event["clients"]) == ("refused", [1])
+    assert problem in event["reason"]
+    assert [client for client, *_ in started.federation.engine.heard].count(1) == 1
+    assert "stratify" not in started.store.get(1)
 
 
 def test_planning_an_epoch_of_mnist_takes_no_time(start):

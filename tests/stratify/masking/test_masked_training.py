@@ -18,11 +18,12 @@ pytest.importorskip("tenseal")
 import tenseal
 
 import fedstrata as fs
-from fedstrata import experiment, records
-from fedstrata.clients.context import ClientContext
+from fedstrata import records
 from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine
 from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.jsonl import read_jsonl
+from fedstrata.simulation import make_context, run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing, Keys
 from fedstrata.stratify.masking.messages import PublicKeys
 
@@ -81,45 +82,36 @@ def test_a_masked_run_resumes_without_enrolling_again(tmp_path: Path) -> None:
 
 
 def test_too_many_classes_and_a_missing_extra_are_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = experiment.prepare(spec("none")).config
+    config = fs.prepare(spec("none")).config
     with pytest.raises(SpecError, match="at most 60000 classes"):
         fs.Stratify(masking="ckks").check(type(config)(**{**vars(config), "classes": 60_001}))
     with pytest.raises(SpecError, match=r"method.masking = 'rot13': .*'none', 'prf', 'ckks' or 'ckks-paper'"):
         fs.Experiment.from_table({"method": {"name": "stratify", "masking": "rot13"}})
     monkeypatch.setitem(sys.modules, "tenseal", None)
     with pytest.raises(ExtraMissingError, match=re.escape("fedstrata[he]")):
-        experiment.prepare(spec("prf"))
+        fs.prepare(spec("prf"))
 
 
 NAMES = ["melanoma in situ", "naevus, benign", "-7700770077", "carcinoma"]
 
 
 @pytest.fixture
-def listened(wire: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, KeyRing]]:
+def listened(wire: Any) -> Callable[[str], tuple[Any, KeyRing]]:
     """Runs Stratify on classes with names that stick out, and gives the wire and the clients' keys."""
 
     def run(masking: str, selection: str = "uniform") -> tuple[Any, KeyRing]:
-        tapped = []
-
-        def tap(name: str, context: ClientContext, store: StateStore) -> Any:
-            tapped.append(wire(LocalEngineOf(context, store)))
-            return tapped[-1]
-
-        from fedstrata.engines.local import LocalEngine as LocalEngineOf
-
-        monkeypatch.setattr(experiment, "make_engine", tap)
         generator = np.random.default_rng(0)
         y = np.array(NAMES * 30)
         x = generator.normal(size=(120, 4)).astype(np.float32)
-        fs.run(
-            fs.Experiment(
-                partition=fs.Dirichlet(alpha=0.5, clients=5),
-                method=fs.Stratify(masking=masking, selection=selection),
-                training=fs.Training(rounds=1, batch_size=16, execution="per-client"),
-            ),
-            data=(x, y, x, y),
+        spec = fs.Experiment(
+            partition=fs.Dirichlet(alpha=0.5, clients=5),
+            method=fs.Stratify(masking=masking, selection=selection),
+            training=fs.Training(rounds=1, batch_size=16, execution="per-client"),
         )
-        return tapped[0], tapped[0].engine.context.keys
+        prepared, ring = fs.prepare(spec, data=(x, y, x, y)), KeyRing()
+        tapped = wire(LocalEngine(make_context(prepared, ring), StateStore()))
+        run_prepared(prepared, engine=tapped)
+        return tapped, ring
 
     return run
 

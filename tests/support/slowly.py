@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from fedstrata.methods.scaffold import SCAFFOLD
-from fedstrata.objectives.base import Objective
 from fedstrata.objectives.scaffold import Scaffold
 
 
@@ -21,5 +20,4 @@ class SlowScaffold(Scaffold):
 class Slow(SCAFFOLD):
     """Sites find it by name: like a package of their own that they installed."""
 
-    def default_objective(self) -> Objective:
-        return SlowScaffold()
+    objective = SlowScaffold()

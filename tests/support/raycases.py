@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fedstrata as fs
-from fedstrata.clients.client import answers
+from fedstrata.clients.handling import handles
 from fedstrata.federation.messages import Reply, Request
 from fedstrata.records import record
 
@@ -34,7 +34,7 @@ class Count(Reply):
     values: Tensor
 
 
-@answers(Trouble)
+@handles(Trouble)
 def trouble(client, request):
     times = client.state["times"] = client.state.get("times", 0) + 1
     if client.number == 1:

@@ -1,0 +1,59 @@
+"""A small spec for each verb and each kind of state: what all engines must compute to the same bits."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import safetensors.torch
+
+import fedstrata as fs
+
+CLIENTS = 3
+
+_NORMALISED = {"model": {"name": "resnet20"}, "training": {"local_steps": 2, "batch_size": 8, "batch_norm": "local"}}
+"""A model with BatchNorm, and few steps with it."""
+
+_TABLES: dict[str, dict[str, Any]] = {
+    "ask": {"method": "fedavg", "availability": {"name": "bernoulli", "p": 0.6}, "training": {"momentum": 0.9}},
+    "ask, state of the objective": {
+        "method": "scaffold",
+        "training": {"clients_per_round": 2, "rounds": 4},
+        "evaluation": {"every": 0, "checkpoint_every": 1},
+    },
+    "ask, state of BatchNorm": {"method": "fedavg", **_NORMALISED},
+    "sum, pools, masked labels": {"method": {"name": "stratify", "masking": "ckks", "cap": 5}},
+    "together, pools": {
+        "method": {"name": "stratify", "cap": 4},
+        "model": _NORMALISED["model"],
+        "training": {"batch_size": 20},
+    },
+    "relay": {"method": "sfl"},
+    "relay, pools": {"method": {"name": "stratify", "mode": "single", "cap": 4}},
+}
+
+
+def _spec(table: dict[str, Any]) -> fs.Experiment:
+    training = {"rounds": 2, "batch_size": 32, "lr": 0.05, "execution": "per-client", **table.get("training", {})}
+    if "local_steps" not in training:
+        training["local_epochs"] = 1
+    return fs.Experiment.from_table(
+        {
+            "data": "digits",
+            "partition": {"name": "dirichlet", "alpha": 0.5, "clients": CLIENTS},
+            "model": {"name": "mlp", "hidden": [16]},
+            "evaluation": {"every": 0},
+            **table,
+            "training": training,
+        }
+    )
+
+
+HE = importlib.util.find_spec("tenseal") is not None
+MATRIX = {label: _spec(table) for label, table in _TABLES.items() if HE or "masked" not in label}
+"""Experiments by what they stand for; without the extra ``he`` those that need none."""
+
+
+def final_bytes(history: fs.History) -> bytes:
+    """The final model, as ``model.safetensors`` holds it."""
+    return safetensors.torch.save(history.params)
