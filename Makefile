@@ -2,46 +2,57 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
+LEAN   := $(VENV)/.installed
+DEV    := $(VENV)/.installed-dev
 
-.PHONY: demo test check format bench bench-profile bench-scale bench-masking clean
+.PHONY: demo test check format reference bench bench-profile bench-scale bench-masking clean
 
-$(STAMP): pyproject.toml constraints.txt
+# What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.
+$(LEAN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	@# torch first: its wheel may be a local CPU build that pip must not be tempted to replace.
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(DEV): $(LEAN)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: $(STAMP)  ## Four methods on scikit-learn's digits with label skew and dropout: a table, plots and an HTML report.
+demo: $(LEAN)  ## Four methods on scikit-learn's digits with label skew and dropout: a table, plots and an HTML report.
 	rm -rf demo
 	$(BIN)/fedstrata partition examples/specs/demo.toml --out demo/partition.png
 	$(BIN)/fedstrata compare examples/specs/demo.toml --out demo
 	@echo "open demo/report.html"
 
-test: $(STAMP) check  ## All checks and all tests.
+test: $(DEV) check  ## All checks and all tests.
 	$(BIN)/python -m pytest
 
-check: $(STAMP)  ## Format, lint, types, import rules.
+check: $(DEV)  ## Format, lint, types, import rules.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(STAMP)
+format: $(DEV)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP)  ## fedstrata beside its peers, each in an environment of its own: docs/benchmarks.md. An hour.
+reference: $(DEV)  ## What is generated from the settings: the command line's table and those of docs/spec.md.
+	$(BIN)/python -m fedstrata.cli.known
+	{ sed '/^## .data./,$$d' docs/spec.md; $(BIN)/fedstrata settings --markdown; } > docs/spec.md.new
+	mv docs/spec.md.new docs/spec.md
+
+bench: $(DEV)  ## fedstrata beside its peers, each in an environment of its own: docs/benchmarks.md. An hour.
 	$(BIN)/python benchmarks/peers/bench.py --out docs/benchmarks.md
 
-bench-profile: $(STAMP)  ## Where a round's time goes, and how far from the centralised limit.
+bench-profile: $(DEV)  ## Where a round's time goes, and how far from the centralised limit.
 	$(BIN)/python benchmarks/peers/limit.py
 
-bench-scale: $(STAMP)  ## Memory and time of a round against the number of clients.
+bench-scale: $(DEV)  ## Memory and time of a round against the number of clients.
 	$(BIN)/python benchmarks/scale.py
 
-bench-masking: $(STAMP)  ## Time and bytes of masking labels: docs/masking.md.
+bench-masking: $(DEV)  ## Time and bytes of masking labels: docs/masking.md.
 	$(BIN)/python benchmarks/masking.py
 
 clean:
