@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from pydantic import PositiveInt
 
-from fedstrata.config import Registry, Setting, load_object, plain
+from fedstrata.config import FromRegistry, Registry, Setting, from_word, load_object, plain
 from fedstrata.errors import SpecError
 from fedstrata.methods.base import METHODS
 from fedstrata.settings import Evaluation, Training
@@ -76,6 +77,43 @@ def test_a_class_of_ones_own_is_called_by_its_path():
 def test_what_is_wrong_is_named(value, message):
     with pytest.raises(SpecError, match=message):
         SHAPES.parse(value)
+
+
+class Ink(Setting):
+    colour: str = "black"
+    width: PositiveInt = 1
+
+
+class Drawing(Setting):
+    """Fields that are read from a registry, or from a word."""
+
+    shape: Annotated[Shape, FromRegistry(SHAPES)] = Circle()
+    frame: Annotated[Shape, FromRegistry(SHAPES, default="circle")] | None = None
+    ink: Annotated[Ink, from_word(Ink, "colour")] = Ink()
+
+
+def test_a_field_takes_a_name_a_table_and_an_object():
+    for shape in ("circle", {"name": "circle"}, Circle()):
+        assert Drawing(shape=shape).shape == Circle()
+    assert Drawing(frame={"size": 3}).frame == Circle(size=3)
+    assert Drawing(ink="red").ink == Drawing(ink={"colour": "red"}).ink == Ink(colour="red")
+    assert Drawing.model_validate(Drawing(frame="circle").to_spec()) == Drawing(frame="circle")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"shape": "circel"}, r"^shape\.name = 'circel': no such shape; .*did you mean 'circle'"),
+        ({"shape": {"size": 2}}, r"^shape\.name: which shape\?"),
+        ({"shape": 3}, r"^shape = 3: a shape is a name or a table"),
+        ({"frame": {"siz": 2}}, r"^frame\.siz = 2: unknown key; .*; did you mean 'size'\?$"),
+        ({"frame": {"points": 2}}, r"^frame\.points = 2: unknown key; .* \(without a name this is 'circle'\)$"),
+        ({"ink": {"width": 0}}, r"^ink\.width = 0: input should be greater than 0"),
+    ],
+)
+def test_what_is_wrong_in_a_field_is_named_with_the_field(given, message):
+    with pytest.raises(SpecError, match=message):
+        Drawing(**given)
 
 
 def test_settings_do_not_change():

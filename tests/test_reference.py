@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 
@@ -34,6 +35,20 @@ def test_every_key_says_what_it_means_and_what_it_takes(section):
         for key, taken, _, meaning in rows(cls):
             assert meaning, f"{section} {name} {key} has no line under Args"
             assert taken != "anything", f"{section} {name} {key}"
+
+
+def words(kind) -> set[str]:
+    """The words that a type takes."""
+    if get_origin(kind) is Literal:
+        return {word for word in get_args(kind) if isinstance(word, str)}
+    return {word for part in get_args(kind) for word in words(part)}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_words_are_hyphenated(section):
+    for name, cls in kinds(section):
+        taken = {word for field in cls.model_fields.values() for word in words(field.annotation)}
+        assert not [word for word in {name, *taken} if "_" in word]
 
 
 def test_limits_and_defaults_are_those_of_the_settings():

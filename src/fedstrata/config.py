@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo
+from pydantic_core import CoreSchema
 
 from fedstrata.errors import SpecError, nearest
 
@@ -119,8 +121,61 @@ class Registry(Generic[T]):
             raise SpecError("", f"a {self.kind} is a name or a table with a name", value)
         if "name" not in value:
             raise SpecError("name", f"which {self.kind}? There are: {', '.join(self._paths)}")
-        cls = self.find(str(value["name"]))
-        return build(cls, {key: item for key, item in value.items() if key != "name"})
+        return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
+
+    def make(self, name: str, table: Mapping[str, Any]) -> T:
+        """An instance of the class called ``name``, with the settings of ``table``; raises as ``parse`` does."""
+        return build(self.find(name), table)
+
+
+@dataclass(frozen=True)
+class FromRegistry:
+    """Annotates a field that holds one of a registry's kinds: ``Annotated[Objective, FromRegistry(OBJECTIVES)]``.
+
+    The field takes a name, a table with a name or an instance, and its errors carry its key.
+
+    Args:
+        registry: What may be named.
+        default: What a table without a name describes; such a table is refused unless given.
+    """
+
+    registry: Registry[Any]
+    default: str = ""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return _read_by(self._parse).__get_pydantic_core_schema__(source, handler)
+
+    def _parse(self, value: object) -> object:
+        if not self.default or not isinstance(value, Mapping) or "name" in value:
+            return self.registry.parse(value)
+        try:
+            return self.registry.parse({"name": self.default, **value})
+        except SpecError as error:
+            if "unknown key" not in error.problem or "did you mean" in error.problem:
+                raise
+            problem = f"{error.problem} (without a name this is {self.default!r})"
+            raise SpecError(error.key, problem, error.value) from None
+
+
+def from_word(cls: type[Setting], key: str) -> BeforeValidator:
+    """Annotates a field that holds settings of one kind.
+
+    ``Annotated[Data, from_word(Data, "name")]`` takes a table or an instance, or a word that stands for a table with
+    ``name`` alone.
+    """
+
+    def parse(value: object) -> object:
+        table = {key: value} if isinstance(value, str) else value
+        return build(cls, table) if isinstance(table, Mapping) else value
+
+    return _read_by(parse)
+
+
+def _read_by(parse: Callable[[object], object]) -> BeforeValidator:
+    def read(value: object, info: ValidationInfo) -> object:
+        return under(info.field_name or "", lambda: parse(value))
+
+    return BeforeValidator(read)
 
 
 def build(cls: type[T], table: Mapping[str, Any]) -> T:

@@ -117,8 +117,11 @@ def _table(found: list[Row]) -> list[str]:
 
 
 def _meanings(cls: type[Setting]) -> dict[str, str]:
-    """What docstrings say about the keys, those of base classes too."""
+    """What docstrings say about the keys, those of base classes and of a recipe's choices too."""
     found: dict[str, str] = {}
+    if issubclass(cls, Recipe):
+        for key, link in cls.linked_settings.items():
+            found[key] = _meanings(type(cls.model_fields[link.choice].default))[link.key]
     for part in reversed(cls.__mro__):
         text = inspect.cleandoc(part.__doc__ or "") if isinstance(part, type) and issubclass(part, Setting) else ""
         _, _, arguments = text.partition("\nArgs:\n")

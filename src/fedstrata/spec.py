@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomli_w
-from pydantic import NonNegativeInt, field_validator
+from pydantic import NonNegativeInt
 
-from fedstrata.config import Setting, build, under
+from fedstrata.config import Setting, build, from_word
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
-from fedstrata.federation.availability import AVAILABILITIES, Always, Availability
-from fedstrata.methods.base import METHODS, Method
+from fedstrata.federation.availability import Always, AnyAvailability
+from fedstrata.methods.base import METHODS, AnyMethod
 from fedstrata.methods.fedavg import FedAvg
-from fedstrata.nn.zoo import MLP, ModelSpec, parse_model
-from fedstrata.partitions import PARTITIONS, Dirichlet, Partition
+from fedstrata.nn.zoo import MLP, AnyModel
+from fedstrata.partitions.base import AnyPartition
+from fedstrata.partitions.schemes import Dirichlet
 from fedstrata.settings import Evaluation, Training
 
 COMPARE = "compare"
@@ -48,38 +49,13 @@ class Experiment(Setting):
     """
 
     seed: NonNegativeInt = 0
-    data: Data = Data()
-    partition: Partition = Dirichlet(alpha=0.5)
-    availability: Availability = Always()
-    method: Method = FedAvg()
-    model: ModelSpec = MLP()
+    data: Annotated[Data, from_word(Data, "name")] = Data()
+    partition: AnyPartition = Dirichlet(alpha=0.5)
+    availability: AnyAvailability = Always()
+    method: AnyMethod = FedAvg()
+    model: AnyModel = MLP()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _data(cls, value: object) -> object:
-        return Data(name=value) if isinstance(value, str) else value
-
-    @field_validator("partition", mode="before")
-    @classmethod
-    def _partition(cls, value: object) -> object:
-        return _parsed("partition", PARTITIONS.parse, value, "dirichlet")
-
-    @field_validator("availability", mode="before")
-    @classmethod
-    def _availability(cls, value: object) -> object:
-        return _parsed("availability", AVAILABILITIES.parse, value, "always")
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _method(cls, value: object) -> object:
-        return _parsed("method", METHODS.parse, value, "fedavg")
-
-    @field_validator("model", mode="before")
-    @classmethod
-    def _model(cls, value: object) -> object:
-        return _parsed("model", parse_model, value, "mlp")
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
@@ -107,18 +83,6 @@ class Experiment(Setting):
     def to_toml(self) -> str:
         """As TOML; reading it back gives an equal experiment."""
         return tomli_w.dumps(self.to_spec())
-
-
-def _parsed(section: str, parse: Callable[[object], object], value: object, default: str) -> object:
-    """What a section describes; one without a name is of the default kind."""
-    if not isinstance(value, Mapping) or "name" in value:
-        return under(section, lambda: parse(value))
-    try:
-        return under(section, lambda: parse({"name": default, **value}))
-    except SpecError as error:
-        if "unknown key" not in error.problem or "did you mean" in error.problem:
-            raise
-        raise SpecError(error.key, f"{error.problem} (without a name this is {default!r})", error.value) from None
 
 
 def read_table(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
+import sys
 import tomllib
+import typing
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.aggregation.base import AGGREGATORS
+from fedstrata.aggregation.base import AGGREGATORS, HorvitzThompson, Mean, StratumMean
 from fedstrata.errors import SpecError
-from fedstrata.methods.base import weight_diversity
-from fedstrata.objectives.base import OBJECTIVES
+from fedstrata.methods.base import CHOICES, METHODS, setting_of, weight_diversity
+from fedstrata.objectives.base import OBJECTIVES, CrossEntropy
+from fedstrata.objectives.fedprox import Proximal
+from fedstrata.objectives.rebafl import Rebalanced
 from fedstrata.rng import torch_seeded
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
+from fedstrata.sampling.stratified import Stratified
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +124,120 @@ def test_choices_that_do_not_go_together_are_refused(small):
     with pytest.raises(SpecError, match="needs draws with replacement") as caught:
         fs.run(wanted, data=small)
     assert caught.value.key == "method.client_sampler.replacement"
+
+
+def test_a_setting_acts_in_its_choice():
+    assert fs.FedProx(mu=0.3).objective == Proximal(mu=0.3)
+    assert fs.FedSSAR(alpha=0.3, xi=0.2).choices()[::2] == (fs.FedSSAR(xi=0.2).client_sampler, Proximal(mu=0.3))
+    assert fs.FedSTS(strata=3).client_sampler == Stratified(strata=3)
+    assert fs.FedSTS().aggregator == StratumMean()
+    unbiased = fs.FedSTaS(strata=3, aggregation="horvitz-thompson")
+    assert unbiased.client_sampler == Stratified(strata=3, replacement=True)
+    assert unbiased.aggregator == HorvitzThompson()
+
+
+def test_limits_are_those_of_the_choice():
+    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+        fs.FedProx(mu=-1)
+    with pytest.raises(SpecError, match="greater than or equal to 0") as caught:
+        fs.Experiment.from_table({"method": {"name": "fedssar", "alpha": -1}})
+    assert caught.value.key == "method.alpha"
+
+
+@pytest.mark.parametrize(
+    ("method", "key", "choice"),
+    [
+        ({"name": "fedprox", "mu": 0.1, "objective": "cross-entropy"}, "mu", "objective"),
+        ({"name": "fedssar", "alpha": 0.1, "objective": "moon"}, "alpha", "objective"),
+        ({"name": "fedsts", "strata": 3, "client_sampler": "uniform"}, "strata", "client_sampler"),
+        (
+            {"name": "fedsts", "aggregation": "horvitz-thompson", "client_sampler": "uniform", "aggregator": "mean"},
+            "aggregation",
+            "aggregator",
+        ),
+    ],
+)
+def test_a_setting_of_a_choice_that_was_replaced_is_refused(method, key, choice):
+    with pytest.raises(SpecError, match=f"the method's own {choice}, which is replaced; set it there") as caught:
+        fs.Experiment.from_table({"method": method})
+    assert caught.value.key == f"method.{key}"
+
+
+def test_a_setting_that_shapes_two_choices_may_keep_one_of_them():
+    method = fs.FedSTS(aggregation="horvitz-thompson", aggregator=Mean())
+    assert method.client_sampler == Stratified(replacement=True)
+    assert method.aggregator == Mean()
+
+
+@pytest.mark.parametrize(
+    ("method", "table"),
+    [
+        (fs.FedProx(mu=0.3), {"name": "fedprox", "mu": 0.3}),
+        (fs.FedSSAR(objective=Proximal(mu=0.3)).model_copy(), {"name": "fedssar", "objective": {"name": "fedprox"}}),
+        (fs.FedProx(objective="cross-entropy"), {"name": "fedprox", "objective": {"name": "cross-entropy"}}),
+    ],
+)
+def test_a_spec_says_what_acts(method, table):
+    found = method.to_spec()
+    assert table["name"] == found["name"]
+    assert found.keys() >= table.keys()
+    assert not {"mu", "alpha"} & (found.keys() - table.keys())
+    assert METHODS.parse(found) == method
+    assert METHODS.parse(found).to_spec() == found
+
+
+class Strong(fs.FedProx):
+    objective = Proximal(mu=1.0)
+
+
+class Both(fs.FedSTS, fs.ReBaFL):
+    """Two methods' choices, and the settings of both."""
+
+
+def test_a_choice_that_is_assigned_anew_brings_its_defaults():
+    assert (Strong().mu, Strong().objective, Strong(mu=2).objective) == (1, Proximal(mu=1), Proximal(mu=2))
+    assert fs.FedProx().mu == 0.01
+    assert Both(strata=3, epsilon=0.5).choices()[::2] == (Stratified(strata=3), Rebalanced(epsilon=0.5))
+    assert {"strata", "aggregation", "epsilon"} < Both().to_spec().keys() - set(CHOICES)
+    assert METHODS.parse(Both(mu=0.2).to_spec()) == Both(mu=0.2)
+
+
+def test_what_cannot_be_declared_says_so():
+    with pytest.raises(TypeError, match=r"Unmade\.objective = <class .*>: expected an instance of a objective"):
+
+        class Unmade(fs.Recipe):
+            objective = Proximal
+
+    with pytest.raises(TypeError, match=r"Lost\.mu: CrossEntropy has no setting 'mu'"):
+
+        class Lost(fs.FedProx):
+            objective = CrossEntropy()
+
+    with pytest.raises(TypeError, match=r"Misspelt\.nu: Proximal has no setting 'nu'"):
+
+        class Misspelt(fs.FedProx):
+            nu: float = setting_of("objective")
+
+
+RECIPES = [method for name in METHODS if issubclass(method := METHODS.find(name), fs.Recipe)]
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_editors_are_told_the_types_that_the_choices_have(method):
+    """Each type is written at the recipe too, for tools that do not run the code."""
+    module = sys.modules[method.__module__]
+    body = next(n.body for n in ast.parse(inspect.getsource(module)).body if getattr(n, "name", "") == method.__name__)
+    written = {
+        statement.target.id: eval(ast.unparse(statement.annotation), vars(module))
+        for statement in body
+        if isinstance(statement, ast.AnnAssign) and "setting_of" in ast.unparse(statement)
+    }
+    assert method.linked_settings.keys() >= written.keys()
+    for name, kind in written.items():
+        link = method.linked_settings[name]
+        choice = method.model_fields[link.choice].default
+        assert typing.get_type_hints(type(choice))[link.key] == kind, f"{method.__name__}.{name}"
+        assert inspect.signature(method).parameters[name].default == getattr(choice, link.key)
 
 
 def test_weight_diversity_by_hand():

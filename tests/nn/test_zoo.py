@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstrata.errors import SpecError
-from fedstrata.nn import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, has_batchnorm, make_model, parse_model
+from fedstrata.nn import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, has_batchnorm, make_model
 from fedstrata.nn.resnet import ResNet9, ResNet18, ResNet20
 
 
@@ -69,9 +69,9 @@ def test_parameter_counts(spec, shape, classes, expected):
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_every_name_makes_a_model_with_features_and_round_trips(name):
-    spec = parse_model(name)
+    spec = MODELS.parse(name)
     assert spec.to_spec()["name"] == name
-    assert parse_model(spec.to_spec()) == spec
+    assert MODELS.parse(spec.to_spec()) == spec
     shape = (5,) if name == "tabular" else (1, 8, 8)
     model = make_model(spec, shape, 3, seed=0)
     features, logits = model.with_features(model.params(), torch.randn(2, *shape))
@@ -156,21 +156,21 @@ def test_a_model_that_does_not_fit_the_data_says_so(spec, shape, message):
 
 def test_a_factory_of_the_users_own_round_trips_with_its_arguments():
     table = {"name": f"{__name__}:two_layers", "width": 7}
-    spec = parse_model(table)
+    spec = MODELS.parse(table)
     assert isinstance(spec, Custom)
     assert spec.to_spec() == table
-    assert parse_model(spec.to_spec()) == spec
+    assert MODELS.parse(spec.to_spec()) == spec
     assert make_model(spec, (3,), 2, seed=0).params()["1.weight"].shape == (7, 3)
 
 
 def test_a_module_class_and_a_spec_class_of_the_users_own():
-    assert make_model(parse_model(f"{__name__}:OwnNet"), (3,), 2, seed=0).head_names == {
+    assert make_model(MODELS.parse(f"{__name__}:OwnNet"), (3,), 2, seed=0).head_names == {
         "head.weight",
         "head.bias",
     }
-    spec = parse_model({"name": f"{__name__}:OwnSpec", "width": 9})
+    spec = MODELS.parse({"name": f"{__name__}:OwnSpec", "width": 9})
     assert isinstance(spec, OwnSpec)
-    assert parse_model(spec.to_spec()) == spec
+    assert MODELS.parse(spec.to_spec()) == spec
 
 
 @pytest.mark.parametrize(
@@ -187,4 +187,4 @@ def test_a_module_class_and_a_spec_class_of_the_users_own():
 )
 def test_bad_specs(value, message):
     with pytest.raises(SpecError, match=message):
-        parse_model(value)
+        MODELS.parse(value)

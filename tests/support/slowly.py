@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 from fedstrata.methods.scaffold import SCAFFOLD
+from fedstrata.objectives.base import Objective
 from fedstrata.objectives.scaffold import Scaffold
+
+HURRY = "SLOWLY_UNTIL"
+"""Names a file; once it is there, nobody takes time any more."""
 
 
 class SlowScaffold(Scaffold):
     """Half a second before the first step."""
 
     def client_init(self, model: Any, context: Any) -> Any:
-        time.sleep(0.5)
+        if not Path(os.environ[HURRY]).exists():
+            time.sleep(0.5)
         return super().client_init(model, context)
 
 
 class Slow(SCAFFOLD):
     """Sites find it by name: like a package of their own that they installed."""
 
-    objective = SlowScaffold()
+    def default_objective(self) -> Objective:
+        return SlowScaffold()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import field_validator
 
-from fedstrata.aggregation.optimizers import ServerOptimizer
-from fedstrata.config import Registry, Setting, build, under
+from fedstrata.aggregation.optimizers import AnyServer, ServerOptimizer
+from fedstrata.config import FromRegistry, Registry, Setting
+from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import FitReply, Params, Weights
 from fedstrata.records import Tree
@@ -36,13 +36,7 @@ class Aggregator(Setting):
     needs_counts: ClassVar[bool] = False
     """Whether the weights depend on how many samples the clients used."""
 
-    server: ServerOptimizer = ServerOptimizer()
-
-    @field_validator("server", mode="before")
-    @classmethod
-    def _by_name(cls, value: object) -> object:
-        table = {"optimizer": value} if isinstance(value, str) else value
-        return under("server", lambda: build(ServerOptimizer, table)) if isinstance(table, Mapping) else value
+    server: AnyServer = ServerOptimizer()
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Raise ``SpecError`` where the aggregation does not fit the sampler."""
@@ -175,8 +169,6 @@ class HorvitzThompson(Aggregator):
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """The weights hold for draws with replacement."""
-        from fedstrata.errors import SpecError
-
         if getattr(sampler, "replacement", None) is False:
             raise SpecError(
                 "method.client_sampler.replacement",
@@ -207,3 +199,5 @@ AGGREGATORS: Registry[Aggregator] = Registry(
         "horvitz-thompson": "fedstrata.aggregation.base:HorvitzThompson",
     },
 )
+
+AnyAggregator = Annotated[Aggregator, FromRegistry(AGGREGATORS)]

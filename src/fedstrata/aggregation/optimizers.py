@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedstrata.config import Setting
+from fedstrata.config import Setting, from_word
 from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Params
 from fedstrata.records import Tree
@@ -61,6 +61,9 @@ class ServerOptimizer(Setting):
         stepper = Stepper(self, params, state)
         stepper.step({name: -delta for name, delta in update.items()})
         return stepper.params(), stepper.state()
+
+
+AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 
 
 class Stepper:

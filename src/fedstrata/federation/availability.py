@@ -11,6 +11,7 @@ import math
 from abc import abstractmethod
 from pathlib import Path
 from statistics import NormalDist
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from fedstrata.config import Registry, Setting
+from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.errors import SpecError
 from fedstrata.rng import uniforms
 
@@ -207,3 +208,5 @@ AVAILABILITIES: Registry[Availability] = Registry(
         "trace": "fedstrata.federation.availability:Trace",
     },
 )
+
+AnyAvailability = Annotated[Availability, FromRegistry(AVAILABILITIES, default="always")]

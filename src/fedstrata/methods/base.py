@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import torch
-from pydantic import field_validator, model_validator
+from pydantic import ConfigDict, model_validator
 
-from fedstrata.aggregation.base import AGGREGATORS, Aggregator, MeanBySize
-from fedstrata.config import Registry, Setting, under
+from fedstrata.aggregation.base import Aggregator, AnyAggregator, MeanBySize
+from fedstrata.config import FromRegistry, Registry, Setting, build
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights
 from fedstrata.nn.batchnorm import has_batchnorm
-from fedstrata.objectives.base import OBJECTIVES, CrossEntropy, Objective
+from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.records import Tree, record
-from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS, AllData, ClientSampler, DataSampler, Uniform
+from fedstrata.sampling.base import (
+    AllData,
+    AnyClientSampler,
+    AnyDataSampler,
+    ClientSampler,
+    DataSampler,
+    Uniform,
+)
 
 
 class Method(Setting):
@@ -79,81 +87,135 @@ class RecipeState:
     aggregator: Tree
 
 
+Choice = Literal["client_sampler", "data_sampler", "objective", "aggregator"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+"""What a recipe chooses, in the order of a round."""
+
+
+@dataclass
+class SettingOf:
+    """Where a recipe's setting acts; see ``setting_of``."""
+
+    choice: Choice
+    key: str
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = self.key or name
+
+
+def setting_of(choice: Choice, key: str = "") -> Any:
+    """Declares a setting of a recipe that is a setting of one of its choices.
+
+    After ``mu: float = setting_of("objective")`` limits, default and description are the choice's. The type is written
+    once more because editors and type checkers know a class by its annotations alone: with it they complete and check
+    ``FedProx(mu=0.1)``.
+
+    Args:
+        choice: Which of the four.
+        key: What the choice calls it; the same name unless given.
+    """
+    return SettingOf(choice, key)
+
+
 class Recipe(Method):
     """A method that is four choices. Each may be replaced from a spec, by name or by a table with settings.
+
+    A subclass assigns the choices in which it differs, and names those of their settings that are settings of the
+    method too. Where a choice is replaced, a setting of the one that it replaces is refused.
 
     Args:
         client_sampler: Who takes part.
         data_sampler: Which of its samples a client uses.
         objective: What a client minimises.
         aggregator: How the server combines.
+
+    >>> from fedstrata.objectives.fedprox import Proximal
+    >>> class Pulled(Recipe):
+    ...     objective = Proximal(mu=0.5)
+    ...     strength: float = setting_of("objective", "mu")
+    >>> Pulled().objective, Pulled(strength=0.1).objective
+    (Proximal(mu=0.5), Proximal(mu=0.1))
     """
 
-    client_sampler: ClientSampler | None = None
-    data_sampler: DataSampler | None = None
-    objective: Objective | None = None
-    aggregator: Aggregator | None = None
+    # Lets a class assign a choice without annotating it.
+    model_config = ConfigDict(ignored_types=(Setting,))
 
-    @field_validator("client_sampler", mode="before")
-    @classmethod
-    def _client_sampler(cls, value: object) -> object:
-        return value if value is None else under("client_sampler", lambda: CLIENT_SAMPLERS.parse(value))
+    declared_choices: ClassVar[Mapping[Choice, Setting]] = {}
+    """The choices that the class and its bases assign."""
 
-    @field_validator("data_sampler", mode="before")
-    @classmethod
-    def _data_sampler(cls, value: object) -> object:
-        return value if value is None else under("data_sampler", lambda: DATA_SAMPLERS.parse(value))
+    linked_settings: ClassVar[Mapping[str, SettingOf]] = {}
+    """Where those of its settings act that are settings of a choice."""
 
-    @field_validator("objective", mode="before")
-    @classmethod
-    def _objective(cls, value: object) -> object:
-        return value if value is None else under("objective", lambda: OBJECTIVES.parse(value))
+    client_sampler: AnyClientSampler = Uniform()
+    data_sampler: AnyDataSampler = AllData()
+    objective: AnyObjective = CrossEntropy()
+    aggregator: AnyAggregator = MeanBySize()
 
-    @field_validator("aggregator", mode="before")
-    @classmethod
-    def _aggregator(cls, value: object) -> object:
-        return value if value is None else under("aggregator", lambda: AGGREGATORS.parse(value))
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Write out the fields that a subclass declares in short, before pydantic collects them.
+
+        Raises:
+            TypeError: A choice is no instance, or has no such setting.
+        """
+        super().__init_subclass__(**kwargs)
+        own, types, usual = vars(cls), inspect.get_annotations(cls), Recipe.model_fields
+        choices: dict[Choice, Setting] = {}
+        links: dict[str, SettingOf] = {}
+        for base in reversed(cls.__bases__):
+            if issubclass(base, Recipe):
+                choices |= base.declared_choices
+                links |= base.linked_settings
+        choices |= {choice: own[choice] for choice in CHOICES if choice in own}
+        links |= {name: item for name, item in own.items() if isinstance(item, SettingOf)}
+        for choice, default in choices.items():
+            if not isinstance(default, Setting):
+                raise TypeError(f"{cls.__name__}.{choice} = {default!r}: expected an instance of a {choice}")
+            types[choice] = usual[choice].rebuild_annotation()
+            setattr(cls, choice, default)
+        # Inherited links too: another choice has other defaults.
+        for name, link in links.items():
+            acting = choices.get(link.choice, usual[link.choice].default)
+            if link.key not in type(acting).model_fields:
+                raise TypeError(f"{cls.__name__}.{name}: {type(acting).__name__} has no setting {link.key!r}")
+            types[name] = type(acting).model_fields[link.key].rebuild_annotation()
+            setattr(cls, name, getattr(acting, link.key))
+        cls.declared_choices, cls.linked_settings, cls.__annotations__ = choices, links, types
 
     @model_validator(mode="after")
-    def _nothing_is_lost(self) -> Self:
-        """A setting that belongs to a choice which was replaced would have no effect."""
-        defaults = ("client_sampler", "data_sampler", "objective", "aggregator")
-        replaced = {choice for choice in defaults if getattr(self, choice) is not None}
-        for key in sorted(self.model_fields_set - set(defaults)) if replaced else ():
+    def _settle(self) -> Self:
+        """Put the settings into the choices where they act, and refuse one whose choice was replaced."""
+        own, given = self.own_choices(), self.model_fields_set
+        replaced = given.intersection(CHOICES)
+        for key in sorted(given - replaced) if replaced else ():
             usual = self.model_copy(update={key: type(self).model_fields[key].get_default(call_default_factory=True)})
-            shaped = {c for c in defaults if getattr(self, f"default_{c}")() != getattr(usual, f"default_{c}")()}
+            shaped = {choice for choice, usually in usual.own_choices().items() if own[choice] != usually}
             if shaped and shaped <= replaced:
                 choice = min(shaped)
                 problem = f"has no effect: it belongs to the method's own {choice}, which is replaced; set it there"
                 raise SpecError(key, problem, getattr(self, key))
+        for choice in own.keys() - replaced:
+            object.__setattr__(self, choice, own[choice])
         return self
 
-    # What a named method sets; a spec's own choice goes first.
+    def own_choices(self) -> dict[Choice, Setting]:
+        """The method's own choices under its settings; to be extended where a setting decides more than another."""
+        own: dict[Choice, Setting] = {choice: type(self).model_fields[choice].default for choice in CHOICES}
+        for choice, default in own.items():
+            links = self.linked_settings.items()
+            settings = {link.key: getattr(self, name) for name, link in links if link.choice == choice}
+            own[choice] = build(type(default), {**dict(default), **settings}) if settings else default
+        return own
 
-    def default_client_sampler(self) -> ClientSampler:
-        """The method's own client sampler."""
-        return Uniform()
-
-    def default_data_sampler(self) -> DataSampler:
-        """The method's own data sampler."""
-        return AllData()
-
-    def default_objective(self) -> Objective:
-        """The method's own objective."""
-        return CrossEntropy()
-
-    def default_aggregator(self) -> Aggregator:
-        """The method's own aggregation."""
-        return MeanBySize()
+    def to_spec(self) -> dict[str, Any]:
+        """The settings that act, and the choices that were replaced; reading it back gives an equal method."""
+        given = self.model_fields_set
+        idle = {name for name, link in self.linked_settings.items() if link.choice in given}
+        idle |= set(CHOICES) - given
+        return {key: value for key, value in super().to_spec().items() if key not in idle}
 
     def choices(self) -> tuple[ClientSampler, DataSampler, Objective, Aggregator]:
         """The four choices in use."""
-        return (
-            self.client_sampler or self.default_client_sampler(),
-            self.data_sampler or self.default_data_sampler(),
-            self.objective or self.default_objective(),
-            self.aggregator or self.default_aggregator(),
-        )
+        return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
         """Its own handlers and those of its choices."""
@@ -161,7 +223,7 @@ class Recipe(Method):
 
     def objective_in_use(self) -> Objective:
         """What clients minimise."""
-        return self.choices()[2]
+        return self.objective
 
     def check(self, config: FederationConfig) -> None:
         """Each choice against the federation, and against the others."""
@@ -313,3 +375,5 @@ METHODS: Registry[Method] = Registry(
         "fedavg-ft": "fedstrata.methods.fedavg_ft:FedAvgFT",
     },
 )
+
+AnyMethod = Annotated[Method, FromRegistry(METHODS, default="fedavg")]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from fedstrata.methods.base import Recipe
 
 
 class FedAvg(Recipe):
     """Uniform clients, all their data, cross-entropy, the mean by size over those who returned."""
 
-    paper: ClassVar[str] = "McMahan et al. 2017, Communication-Efficient Learning of Deep Networks (AISTATS)"
+    paper = "McMahan et al. 2017, Communication-Efficient Learning of Deep Networks (AISTATS)"

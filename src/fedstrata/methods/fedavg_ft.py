@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
@@ -17,7 +17,7 @@ class FedAvgFT(Recipe, HeadTuning):
     A partition that gives every sample to a client leaves the server none, and is refused.
     """
 
-    paper: ClassVar[str] = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
+    paper = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
 
     def check(self, config: FederationConfig) -> None:
         """There must be samples for the server."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
-from fedstrata.objectives.base import Objective
 from fedstrata.objectives.fedbabu import BodyOnly
 
 
@@ -23,13 +20,10 @@ class FedBABU(Recipe):
             by default, with the same keys); not at all unless given.
     """
 
-    paper: ClassVar[str] = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"
+    paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"
 
+    objective = BodyOnly()
     fine_tune: HeadTuning | None = None
-
-    def default_objective(self) -> Objective:
-        """Cross-entropy that trains the body."""
-        return BodyOnly()
 
     def check(self, config: FederationConfig) -> None:
         """There must be samples for the server, where it has any use for them."""

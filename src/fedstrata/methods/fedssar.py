@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
-from pydantic import Field, NonNegativeFloat, PositiveInt
-
-from fedstrata.methods.base import Recipe
-from fedstrata.objectives.base import Objective
+from fedstrata.methods.base import Recipe, setting_of
 from fedstrata.objectives.fedprox import Proximal
-from fedstrata.sampling.base import ClientSampler
-from fedstrata.sampling.fedssar import FedSSARSampler
+from fedstrata.sampling.fedssar import Features, FedSSARSampler
 
 
 class FedSSAR(Recipe):
@@ -18,32 +12,16 @@ class FedSSAR(Recipe):
 
     Args:
         alpha: α, the strength of the proximal term.
-        min_samples: OPTICS: clients that make a neighbourhood dense.
-        xi: OPTICS: the relative drop of reachability at which a cluster begins.
-        features: Cluster the last ``parameters`` (the paper) or the last ``updates``.
-        coordinates: The length of the sketch that is kept of a client's parameters; 0 for all of them.
-        optics_max: Above so many clients a random subset is clustered.
     """
 
-    paper: ClassVar[str] = "Lu et al. 2023, Federated learning based on stratified sampling and regularization"
+    paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization"
 
-    alpha: NonNegativeFloat = 0.01
-    min_samples: int = Field(default=2, ge=2)
-    xi: float = Field(default=0.1, gt=0, lt=1)
-    features: Literal["parameters", "updates"] = "parameters"
-    coordinates: int = Field(default=2048, ge=0)
-    optics_max: PositiveInt = 2000
+    client_sampler = FedSSARSampler()
+    min_samples: int = setting_of("client_sampler")
+    xi: float = setting_of("client_sampler")
+    features: Features = setting_of("client_sampler")
+    coordinates: int = setting_of("client_sampler")
+    optics_max: int = setting_of("client_sampler")
 
-    def default_client_sampler(self) -> ClientSampler:
-        """Clusters of similar clients."""
-        return FedSSARSampler(
-            min_samples=self.min_samples,
-            xi=self.xi,
-            features=self.features,
-            coordinates=self.coordinates,
-            optics_max=self.optics_max,
-        )
-
-    def default_objective(self) -> Objective:
-        """Cross-entropy with the proximal term."""
-        return Proximal(mu=self.alpha)
+    objective = Proximal()
+    alpha: float = setting_of("objective", "mu")

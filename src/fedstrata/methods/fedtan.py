@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
@@ -10,6 +10,8 @@ from fedstrata.federation.federation import Federation
 from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, training_metrics
 from fedstrata.nn.batchnorm import has_batchnorm
+from fedstrata.objectives.base import CrossEntropy
+from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
@@ -23,7 +25,7 @@ class FedTAN(Recipe):
     Data samplers and objectives other than the plain ones are refused.
     """
 
-    paper: ClassVar[str] = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
+    paper = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
 
     def check(self, config: FederationConfig) -> None:
         """Only for models with BatchNorm whose statistics travel."""
@@ -34,8 +36,8 @@ class FedTAN(Recipe):
             )
         if config.training.batch_norm == "local":
             raise SpecError("training.batch_norm", "FedTAN's statistics are the federation's; use average", "local")
-        for key in ("data_sampler", "objective"):
-            if getattr(self, key) is not None:
+        for key, plain in (("data_sampler", AllData()), ("objective", CrossEntropy())):
+            if getattr(self, key) != plain:
                 raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:

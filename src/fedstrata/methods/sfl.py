@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import field_validator
-
-from fedstrata.config import under
 from fedstrata.errors import SpecError
 from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
@@ -15,7 +12,7 @@ from fedstrata.federation.messages import Weights
 from fedstrata.handlers.sequential import Visit, VisitReply
 from fedstrata.methods.base import Method, effort
 from fedstrata.records import Tree, record
-from fedstrata.sampling.base import CLIENT_SAMPLERS, ClientSampler, Uniform
+from fedstrata.sampling.base import AnyClientSampler, Uniform
 
 
 @record
@@ -32,17 +29,12 @@ class SFL(Method):
     Nothing is averaged, so the model drifts towards those it visited last: the more, the less alike the clients are.
 
     Args:
-        client_sampler: Whom the model visits; unless given, training's ``clients_per_round``, uniformly.
+        client_sampler: Whom the model visits.
     """
 
-    paper: ClassVar[str] = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"
+    paper = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"
 
-    client_sampler: ClientSampler | None = None
-
-    @field_validator("client_sampler", mode="before")
-    @classmethod
-    def _client_sampler(cls, value: object) -> object:
-        return value if value is None else under("client_sampler", lambda: CLIENT_SAMPLERS.parse(value))
+    client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
         """The sampler against the federation."""
@@ -50,7 +42,7 @@ class SFL(Method):
             raise SpecError(
                 "training.batch_norm", "one travelling model has one set of statistics; use average", "local"
             )
-        sampler = self._sampler()
+        sampler = self.client_sampler
         if sampler.learns:
             problem = (
                 "learns from the models that participants send back, and in a relay the server sees one; use another"
@@ -60,11 +52,11 @@ class SFL(Method):
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
         """The sampler's own beginning."""
-        return SFLState(weights, self._sampler().init(federation))
+        return SFLState(weights, self.client_sampler.init(federation))
 
     def run_round(self, federation: Federation, state: SFLState) -> tuple[SFLState, dict[str, Any]]:
         """One journey."""
-        config, sampler = federation.config, self._sampler()
+        config, sampler = federation.config, self.client_sampler
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
         request = Visit(federation.round, **effort(config))
@@ -75,6 +67,3 @@ class SFL(Method):
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.accounting.hops, config.clients, federation.round)
         return SFLState(relayed.weights, sampler.observe(clients, {})), metrics
-
-    def _sampler(self) -> ClientSampler:
-        return self.client_sampler or Uniform()

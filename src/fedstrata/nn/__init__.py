@@ -13,7 +13,7 @@ from fedstrata.nn.batchnorm import (
     has_batchnorm,
 )
 from fedstrata.nn.model import Model, Params
-from fedstrata.nn.zoo import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, make_model, parse_model
+from fedstrata.nn.zoo import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, make_model
 
 __all__ = [
     "CNN",
@@ -34,5 +34,4 @@ __all__ = [
     "federated",
     "has_batchnorm",
     "make_model",
-    "parse_model",
 ]

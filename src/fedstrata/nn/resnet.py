@@ -6,7 +6,7 @@ no rule there for GroupNorm on images. A form that would do takes 40 % longer in
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ class ResNet9(ModelSpec):
         norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm, which keeps no statistics across samples.
     """
 
-    name: ClassVar[str] = "resnet9"
     norm: Norm = "bn"
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -56,7 +55,6 @@ class ResNet18(ModelSpec):
         norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm.
     """
 
-    name: ClassVar[str] = "resnet18"
     norm: Norm = "bn"
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -74,7 +72,6 @@ class ResNet20(ModelSpec):
         norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm.
     """
 
-    name: ClassVar[str] = "resnet20"
     norm: Norm = "bn"
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:

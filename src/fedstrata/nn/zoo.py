@@ -10,13 +10,13 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import nn
 
-from fedstrata.config import Registry, Setting, build, load_object, plain
+from fedstrata.config import FromRegistry, Registry, Setting, build, load_object, plain
 from fedstrata.errors import SpecError
 from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
@@ -52,7 +52,6 @@ class MLP(ModelSpec):
     178110
     """
 
-    name: ClassVar[str] = "mlp"
     hidden: tuple[PositiveInt, ...] = (200, 100)
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -68,7 +67,6 @@ class Tabular(ModelSpec):
         hidden: Width of each hidden layer.
     """
 
-    name: ClassVar[str] = "tabular"
     hidden: tuple[PositiveInt, ...] = (128, 64)
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -89,7 +87,6 @@ class CNN(ModelSpec):
         hidden: Width of the hidden layer, which gives the features.
     """
 
-    name: ClassVar[str] = "cnn"
     channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32)
     hidden: PositiveInt = 128
 
@@ -100,8 +97,6 @@ class CNN(ModelSpec):
 
 class CNN64(ModelSpec):
     """The network of FedSSAR for CIFAR: two 5x5 convolutions of 64 channels, hidden layers of 394 and 192."""
-
-    name: ClassVar[str] = "cnn64"
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """See ``ModelSpec.build``."""
@@ -122,7 +117,7 @@ class Custom(ModelSpec):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def to_spec(self) -> dict[str, Any]:
-        """The table that ``parse_model`` reads back: the factory under ``name``, its arguments beside it."""
+        """The table that ``MODELS.parse`` reads back: the factory under ``name``, its arguments beside it."""
         return {"name": self.factory, **plain(self.arguments)}
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
@@ -140,7 +135,21 @@ class Custom(ModelSpec):
         return module
 
 
-MODELS: Registry[ModelSpec] = Registry(
+class _Models(Registry[ModelSpec]):
+    """Models; of the user's own also whatever ``Custom`` takes."""
+
+    def make(self, name: str, table: Mapping[str, Any]) -> ModelSpec:
+        """See ``Registry.make``."""
+        found = load_object(name, "model") if ":" in name else None
+        if found is None or (inspect.isclass(found) and issubclass(found, ModelSpec)):
+            return super().make(name, table)
+        if not callable(found) or isinstance(found, nn.Module):
+            problem = f"is a {type(found).__name__}; accepted: a ModelSpec or nn.Module class, or a function"
+            raise SpecError("name", problem, name)
+        return build(Custom, {"factory": name, "arguments": dict(table)})
+
+
+MODELS = _Models(
     "model",
     ModelSpec,  # type: ignore[type-abstract]
     {
@@ -156,29 +165,7 @@ MODELS: Registry[ModelSpec] = Registry(
 """The models that a spec can name."""
 
 
-def parse_model(value: object) -> ModelSpec:
-    """A model's settings from themselves, from a name, or from a table with a ``name``.
-
-    A name ``"module:object"`` is the user's own: a class derived from ``ModelSpec``, or whatever ``Custom``
-    takes.
-
-    Raises:
-        SpecError: The name is unknown or a setting is wrong; the key is relative to the table.
-
-    >>> parse_model({"name": "mlp", "hidden": [50]}).to_spec()
-    {'name': 'mlp', 'hidden': [50]}
-    """
-    name = value.get("name") if isinstance(value, Mapping) else value
-    if not isinstance(name, str) or ":" not in name:
-        return MODELS.parse(value)
-    found = load_object(name, "model")
-    if inspect.isclass(found) and issubclass(found, ModelSpec):
-        return MODELS.parse(value)
-    if not callable(found) or isinstance(found, nn.Module):
-        problem = f"is a {type(found).__name__}; accepted: a ModelSpec or nn.Module class, or a function"
-        raise SpecError("name", problem, name)
-    extra = {key: item for key, item in value.items() if key != "name"} if isinstance(value, Mapping) else {}
-    return build(Custom, {"factory": name, "arguments": extra})
+AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
 def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int) -> Model:

@@ -10,12 +10,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedstrata.config import Registry, Setting
+from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.nn.model import Model
@@ -195,3 +195,5 @@ OBJECTIVES: Registry[Objective] = Registry(
         "fedbabu": "fedstrata.objectives.fedbabu:BodyOnly",
     },
 )
+
+AnyObjective = Annotated[Objective, FromRegistry(OBJECTIVES)]

@@ -54,6 +54,9 @@ def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
     return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
 
 
+Missing = Literal["excluded", "one"]
+
+
 class Calibrated(PerSample):
     """Cross-entropy on ``scale`` · z + ``shift``, constants of a client's class counts."""
 
@@ -101,17 +104,17 @@ class Restricted(Calibrated):
 class LogitMargins(Calibrated):
     """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
 
-    The margin of a class without a sample is infinite as the formula stands. ``excluded`` takes it so: the class has no
-    part in the softmax, as in balanced softmax, and a client of one class learns nothing (``idle_clients``). ``one``
-    gives it the margin of a class with one sample, τ.
+    As the formula stands the margin of a class without a sample is infinite: the class has no part in the softmax, as
+    in balanced softmax, and a client of one class learns nothing (``idle_clients``).
 
     Args:
         tau: τ, the strength.
-        missing: The margin of a class without a sample.
+        missing: The margin of a class without a sample: ``excluded`` from the softmax (the formula's limit), or τ, that
+            of a class with ``one`` sample.
     """
 
     tau: NonNegativeFloat = 1.0
-    missing: Literal["excluded", "one"] = "excluded"
+    missing: Missing = "excluded"
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """The margins as a shift."""

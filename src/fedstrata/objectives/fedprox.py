@@ -12,7 +12,7 @@ class Proximal(Objective):
     """F_k(w) + (μ/2) ‖w − w_t‖², over the parameters (buffers have no pull).
 
     Args:
-        mu: μ, the strength.
+        mu: μ, the strength; 0 is plain cross-entropy.
     """
 
     mu: NonNegativeFloat = 0.01

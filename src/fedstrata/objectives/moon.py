@@ -44,8 +44,8 @@ class Contrastive(PerSample):
     model between the rounds.
 
     Args:
-        mu: μ. The paper's grid is 0.1, 1, 5 and 10.
-        temperature: τ.
+        mu: μ, the weight of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
+        temperature: τ of the contrastive loss.
     """
 
     mu: NonNegativeFloat = 1.0

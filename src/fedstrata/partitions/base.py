@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import NonNegativeInt, PositiveInt
 
-from fedstrata.config import Registry, Setting
+from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.data.dataset import Dataset
 from fedstrata.errors import SpecError
 from fedstrata.rng import rng
@@ -183,8 +184,10 @@ PARTITIONS = Registry(
         "shards": f"{_SCHEMES}:Shards",
         "groups": f"{_HOLDING}:Groups",
         "domain": f"{_HOLDING}:Domains",
-        "power_law": f"{_SCHEMES}:PowerLaw",
+        "power-law": f"{_SCHEMES}:PowerLaw",
         "given": f"{_SCHEMES}:Given",
     },
 )
 """What ``[partition] name`` may say."""
+
+AnyPartition = Annotated[Partition, FromRegistry(PARTITIONS, default="dirichlet")]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
@@ -28,7 +28,6 @@ class Classes(Partition):
             samples).
     """
 
-    name: ClassVar[str] = "classes"
     per_client: PositiveInt = 2
     size: PositiveInt | None = None
 
@@ -68,7 +67,6 @@ class Groups(Partition):
         size: As for ``Classes``.
     """
 
-    name: ClassVar[str] = "groups"
     clients: PositiveInt = 20
     groups: Annotated[tuple[ClassGroup, ...], Field(min_length=1)] = tuple(
         ClassGroup(clients=4, classes=classes) for classes in (2, 2, 3, 3, 5)
@@ -116,7 +114,6 @@ class Domains(Partition):
         alpha: Instead of that, cut each domain by a draw from Dir_N(α), as ``Dirichlet`` does with classes.
     """
 
-    name: ClassVar[str] = "domain"
     per_client: PositiveInt | None = None
     alpha: Alpha | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
@@ -27,8 +27,6 @@ Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 class IID(Partition):
     """Samples shuffled and dealt out: sizes differ by at most one (McMahan et al. 2017, section 3, "IID")."""
 
-    name: ClassVar[str] = "iid"
-
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
         owner = np.empty(len(labels), dtype=np.int64)
@@ -50,7 +48,6 @@ class Dirichlet(Partition):
             all clients draw at once, so that running out falls on no client in particular.
     """
 
-    name: ClassVar[str] = "dirichlet"
     alpha: Alpha = 0.5
     balance: Literal["class", "client"] = "class"
 
@@ -76,7 +73,6 @@ class Shards(Partition):
         per_client: Shards for each client.
     """
 
-    name: ClassVar[str] = "shards"
     per_client: PositiveInt = 2
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
@@ -104,7 +100,6 @@ class PowerLaw(Partition):
         exponent: 0 gives equal sizes.
     """
 
-    name: ClassVar[str] = "power_law"
     exponent: Annotated[NonNegativeFloat, Field(le=100)] = 1.0
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
@@ -126,7 +121,6 @@ class Given(Partition):
         indices: One sequence of sample numbers a client; ``clients`` may be left out, and is their number.
     """
 
-    name: ClassVar[str] = "given"
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
 
     @field_validator("indices", mode="before")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.config import Registry, Setting
+from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
@@ -196,3 +196,6 @@ DATA_SAMPLERS: Registry[DataSampler] = Registry(
         "fedsampling": "fedstrata.sampling.fedsampling:FedSamplingData",
     },
 )
+
+AnyClientSampler = Annotated[ClientSampler, FromRegistry(CLIENT_SAMPLERS)]
+AnyDataSampler = Annotated[DataSampler, FromRegistry(DATA_SAMPLERS)]

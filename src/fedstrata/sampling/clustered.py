@@ -25,6 +25,8 @@ from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.client_sizes import Sizes
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 
+Algorithm = Literal[1, 2]
+
 LARGEST = 5000
 """Clients up to which Ward's clustering, which keeps all their distances, is done."""
 
@@ -83,7 +85,7 @@ class Clustered(ClientSampler):
         coordinates: The length of the sketch of its update that is kept of a client; 0 for the whole update.
     """
 
-    algorithm: Literal[1, 2] = 2
+    algorithm: Algorithm = 2
     coordinates: int = Field(default=2048, ge=0)
 
     def check(self, config: FederationConfig) -> None:

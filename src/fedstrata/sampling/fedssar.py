@@ -22,6 +22,8 @@ from fedstrata.sampling.messages import Sketch
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 from fedstrata.sampling.stratified import draw
 
+Features = Literal["parameters", "updates"]
+
 
 @record
 class FedSSARState:
@@ -55,7 +57,7 @@ class FedSSARSampler(ClientSampler):
 
     min_samples: int = Field(default=2, ge=2)
     xi: float = Field(default=0.1, gt=0, lt=1)
-    features: Literal["parameters", "updates"] = "parameters"
+    features: Features = "parameters"
     coordinates: int = Field(default=2048, ge=0)
     optics_max: PositiveInt = 2000
 

@@ -24,6 +24,9 @@ from fedstrata.sampling.messages import Compress
 from fedstrata.sampling.row_store import RowStore
 from fedstrata.sampling.sketches import sketch, sketches
 
+Refresh = Literal["all", "participants"]
+Gradients = Literal["asked", "updates"]
+
 LARGE = 1000
 """Clients above which participants alone are renewed, unless ``refresh`` says otherwise."""
 
@@ -79,8 +82,8 @@ class Stratified(ClientSampler):
         strata: H.
         centres: d', different values that a compressed gradient has.
         coordinates: K_desired, the length to which a gradient is projected first; 0 for its full length.
-        refresh: Whose Z is renewed every round, the others keeping their last one: ``all`` (the paper) or
-            ``participants``, by default up to 1,000 clients and beyond.
+        refresh: Whose compressed gradient Z is renewed every round, the others keeping their last one: ``all`` (the
+            paper) or ``participants``, by default up to 1,000 clients and beyond.
         gradients: Where Z comes from. ``asked``: those to be renewed are asked for their compressed gradient at w_t,
             which takes them a pass over their data; with ``participants`` as many clients that are not known yet are
             asked too. ``updates``: nobody is asked; what a participant's update says of its gradient, (w_t − w_k) /
@@ -92,8 +95,8 @@ class Stratified(ClientSampler):
     strata: PositiveInt = 10
     centres: int = Field(default=9, ge=1, le=255)
     coordinates: int = Field(default=2048, ge=0)
-    refresh: Literal["all", "participants"] | None = None
-    gradients: Literal["asked", "updates"] | None = None
+    refresh: Refresh | None = None
+    gradients: Gradients | None = None
     replacement: bool = False
 
     def check(self, config: FederationConfig) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 
-from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.aggregation.optimizers import AnyServer
 from fedstrata.errors import SpecError
 from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
@@ -63,24 +63,19 @@ class Stratify(Method):
             ``ckks`` (compared under encryption) or ``ckks-paper`` (as printed, for comparison). All train alike.
     """
 
-    paper: ClassVar[str] = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
+    paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
 
     mode: Literal["batch", "single", "hybrid"] = "batch"
     schedule: Rule = "capped"
     cap: PositiveInt | None = None
     selection: Literal["uniform", "weighted"] = "uniform"
     batch_size: PositiveInt | None = None
-    server: ServerOptimizer | None = None
+    server: AnyServer | None = None
     chunk_size: PositiveInt = 5
     retain: float = Field(default=0.5, gt=0, le=1)
     pretraining: PositiveInt | None = None
     stream: float = Field(default=0.5, gt=0, lt=1)
     masking: Masking = "none"
-
-    @field_validator("server", mode="before")
-    @classmethod
-    def _by_name(cls, value: object) -> object:
-        return {"optimizer": value} if isinstance(value, str) else value
 
     def check(self, config: FederationConfig) -> None:
         """Masking needs its extra; batches of one need a model and an optimiser without memory of earlier samples."""
