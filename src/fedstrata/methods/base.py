@@ -20,14 +20,7 @@ from fedstrata.federation.messages import Fit, FitReply, Params, Weights
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.records import Tree, record
-from fedstrata.sampling.base import (
-    AllData,
-    AnyClientSampler,
-    AnyDataSampler,
-    ClientSampler,
-    DataSampler,
-    Uniform,
-)
+from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
 
 class Method(Setting):
