@@ -384,13 +384,13 @@ def test_certificates_are_never_written_over(kits: Path, capsys: pytest.CaptureF
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ssl_context is deprecated:DeprecationWarning")
 def test_a_trial_with_the_sites_own_files_and_mutual_tls_gives_the_result_of_a_run(tmp_path: Path) -> None:
-    (tmp_path / "spec.toml").write_text(SPEC)
+    (tmp_path / "spec.toml").write_text(SPEC.replace("clients = 3", "clients = 2"))
     spec = fs.Experiment.from_toml(tmp_path / "spec.toml")
     prepared = prepare(spec)
     data = prepared.data
     assert data.shift is not None
     assert data.scale is not None
-    for client, name in enumerate("abc"):
+    for client, name in enumerate("ab"):
         mine = prepared.assignment[client]
         x, y = data.x_train[mine].numpy(), data.y_train[mine].numpy()
         np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y)
@@ -402,7 +402,7 @@ def test_a_trial_with_the_sites_own_files_and_mutual_tls_gives_the_result_of_a_r
         f"[server]\nport = {port}\ndata = 'test.npz'\n"
         f"[agreed]\nshape = {list(data.shape)}\nclasses = 10\n"
         f"shift = {data.shift.tolist()}\nscale = {data.scale.tolist()}\n"
-        + "".join(f"[site.{name}]\ndata = '{name}.npz'\n" for name in "abc")
+        + "".join(f"[site.{name}]\ndata = '{name}.npz'\n" for name in "ab")
     )
     arguments = ["deploy", str(tmp_path / "spec.toml"), "--sites", str(tmp_path / "sites.toml")]
     assert main([*arguments, "--out", str(tmp_path / "fed"), "--try"]) == 0

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.methods.scaffold import SCAFFOLD
-from fedstrata.objectives.base import Objective
 from fedstrata.objectives.scaffold import Scaffold
 
 HURRY = "SLOWLY_UNTIL"
@@ -27,5 +26,4 @@ class SlowScaffold(Scaffold):
 class Slow(SCAFFOLD):
     """Sites find it by name: like a package of their own that they installed."""
 
-    def default_objective(self) -> Objective:
-        return SlowScaffold()
+    objective = SlowScaffold()
