@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import fedstrata as fs
 from fedstrata.aggregation.base import MeanBySize, StratumMean
 from fedstrata.errors import SpecError
+from fedstrata.sampling.base import Uniform
 from fedstrata.sampling.weighted import Weighted, certainties, with_replacement, without_replacement
 
 
@@ -72,7 +73,7 @@ def test_inclusion_probabilities_by_simulation():
 @pytest.mark.parametrize("replacement", [True, False])
 def test_in_a_federation(tiny, by, replacement):
     federation = tiny(5, sizes=[8, 0, 16, 8, 40], clients_per_round=3)
-    sampler = Weighted(by=by, replacement=replacement)
+    sampler = (Weighted if by == "size" else Uniform)(replacement=replacement)
     state = sampler.init(federation)
     drawn = []
     for round in range(1, 30):

@@ -123,14 +123,52 @@ class ClientSampler(Setting):
         return None
 
 
+def with_replacement(
+    clients: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    m: int,
+    generator: np.random.Generator,
+    *,
+    by_size: bool = True,
+) -> Selection:
+    """M independent draws, each in proportion to ``sizes``.
+
+    Args:
+        clients: Ascending, shape (N,).
+        sizes: n_k, shape (N,), not all zero.
+        m: Draws.
+        generator: Randomness.
+        by_size: Whether ``sizes`` count samples; otherwise the draws say nothing of how much a client holds.
+    """
+    p = sizes / sizes.sum()
+    times = generator.multinomial(m, p)
+    drawn = times > 0
+    return Selection(
+        clients=clients[drawn],
+        draws=times[drawn],
+        probability=p[drawn],
+        stratum=np.zeros(int(drawn.sum()), dtype=np.int64),
+        stratum_sizes=np.array([len(clients)]),
+        stratum_samples=np.array([sizes.sum()]) if by_size else None,
+    )
+
+
 class Uniform(ClientSampler):
-    """m clients, each with the same probability, without replacement."""
+    """m clients, each with the same probability.
+
+    Args:
+        replacement: Whether a client may be drawn more than once.
+    """
+
+    replacement: bool = False
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """A uniform draw among those who may be invited."""
         candidates = federation.candidates()
-        m = min(federation.config.training.invited(federation.config.clients), len(candidates))
-        chosen = federation.rng("client-sampling").choice(candidates, size=m, replace=False)
+        m, generator = federation.config.training.invited(federation.config.clients), federation.rng("client-sampling")
+        if self.replacement and len(candidates):
+            return with_replacement(candidates, np.ones_like(candidates), m, generator, by_size=False), state
+        chosen = generator.choice(candidates, size=min(m, len(candidates)), replace=False)
         return Selection.plain(chosen.astype(np.int64), len(candidates)), state
 
 

@@ -2,89 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree
-from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.base import ClientSampler, Selection, with_replacement
 from fedstrata.sampling.client_sizes import Sizes
 
 
 class Weighted(ClientSampler):
-    """m draws with a fixed probability for each client.
+    """m draws in proportion to n_k, which everybody is asked for once.
 
-    Drawn by size, the aggregators ``size`` and ``stratum`` count every draw alike, which is unbiased for the mean by
-    size: E[weight of k] = n_k / Σn.
+    The aggregators ``size`` and ``stratum`` count every draw alike, which is unbiased for the mean by size:
+    E[weight of k] = n_k / Σn.
 
     Args:
-        by: ``size``: in proportion to n_k, which everybody is asked for once; ``uniform``: all alike.
         replacement: Whether a client may be drawn more than once. Without, clients that hold more than 1/m of the
             data are always drawn and keep their weight n_k / Σn, the others share the rest (systematic sampling in
             random order, Madow 1949).
     """
 
-    by: Literal["size", "uniform"] = "size"
     replacement: bool = True
 
     @property
     def tells_sizes(self) -> bool:
         """Clients are drawn by size."""
-        return self.by == "size"
+        return True
 
     def init(self, federation: Federation) -> Tree:
         """The sizes."""
-        return Sizes.ask(federation) if self.by == "size" else None
+        return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Draw."""
-        clients, config = federation.candidates(), federation.config
-        sizes = np.ones(len(clients), dtype=np.int64)
-        if self.by == "size":
-            clients, sizes = state.among(clients)
-        m = config.training.invited(config.clients)
-        generator = federation.rng("client-sampling")
+        clients, sizes = state.among(federation.candidates())
+        m, generator = federation.config.training.invited(federation.config.clients), federation.rng("client-sampling")
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        if self.replacement:
-            return with_replacement(clients, sizes, m, generator, by_size=self.by == "size"), state
-        if self.by == "uniform":
-            chosen = generator.choice(clients, size=min(m, len(clients)), replace=False)
-            return Selection.plain(chosen, len(clients)), state
-        return without_replacement(clients, sizes, m, generator), state
-
-
-def with_replacement(
-    clients: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    m: int,
-    generator: np.random.Generator,
-    *,
-    by_size: bool = True,
-) -> Selection:
-    """M independent draws, each in proportion to ``sizes``.
-
-    Args:
-        clients: Ascending, shape (N,).
-        sizes: n_k, shape (N,), not all zero.
-        m: Draws.
-        generator: Randomness.
-        by_size: Whether ``sizes`` count samples; otherwise the draws say nothing of how much a client holds.
-    """
-    p = sizes / sizes.sum()
-    times = generator.multinomial(m, p)
-    drawn = times > 0
-    return Selection(
-        clients=clients[drawn],
-        draws=times[drawn],
-        probability=p[drawn],
-        stratum=np.zeros(int(drawn.sum()), dtype=np.int64),
-        stratum_sizes=np.array([len(clients)]),
-        stratum_samples=np.array([sizes.sum()]) if by_size else None,
-    )
+        drawn = with_replacement if self.replacement else without_replacement
+        return drawn(clients, sizes, m, generator), state
 
 
 def without_replacement(
