@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LEAN   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: demo test check format reference bench bench-profile bench-scale bench-masking clean
+.PHONY: demo test check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
 
 # What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.
 $(LEAN): pyproject.toml constraints.txt
@@ -51,6 +51,12 @@ bench-profile: $(DEV)  ## Where a round's time goes, and how far from the centra
 
 bench-scale: $(DEV)  ## Memory and time of a round against the number of clients.
 	$(BIN)/python benchmarks/scale.py
+
+bench-paths: $(DEV)  ## What each path that exists for speed wins over the plain one. A quiet machine, ten minutes.
+	$(BIN)/python benchmarks/fast_paths.py --results benchmarks/results
+
+bench-before: $(DEV)  ## This tree against an earlier one, in turns: make bench-before COMMIT=HEAD~1. A quiet machine.
+	$(BIN)/python benchmarks/before.py $(or $(COMMIT),HEAD)
 
 bench-masking: $(DEV)  ## Time and bytes of masking labels: docs/masking.md.
 	$(BIN)/python benchmarks/masking.py

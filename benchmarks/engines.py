@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 import fedstrata as fs
-from fedstrata.clients.client import Client, answers
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.local_deployment import try_out
 from fedstrata.deploy.simulator import simulate
@@ -37,18 +38,20 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 @record
-class Add(Request):
-    """Bring 64 numbers to a sum over all clients."""
-
-
-@record
 class Added(Reply):
     """The sum."""
 
     total: Tensor
 
 
-@answers(Add)
+@record
+class Add(Request):
+    """Bring 64 numbers to a sum over all clients."""
+
+    reply_type: ClassVar[type[Reply]] = Added
+
+
+@handles(Add)
 def add(client: Client, request: Add) -> Added:
     """One all-reduce and nothing else."""
     assert client.group is not None
@@ -66,6 +69,7 @@ class Echo(Method):
     """Asks clients for next to nothing, again and again, and reports how long that takes."""
 
     paper: ClassVar[str] = "none"
+    handlers = (add,)
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
         """The model never changes."""

@@ -38,6 +38,7 @@ from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.partitions import Assignment
 from fedstrata.settings import Training
+from fedstrata.simulation import HANDLERS
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 
 CELLS = ((2, 1), (10, 5), (100, 50))
@@ -64,7 +65,7 @@ def federation(clients: int, classes: int, labels: int, seed: int = 0) -> Federa
     data = from_arrays(np.zeros((len(y), 1), np.float32), y, np.zeros((1, 1), np.float32), y[:1], class_names=names)
     assignment = Assignment.from_lists(np.split(np.arange(len(y)), clients))
     config = FederationConfig(seed, Training(), Model(nn.Linear(1, classes)), classes, clients, assignment.sizes)
-    engine = LocalEngine(ClientContext(config, data, assignment, CrossEntropy()), StateStore())
+    engine = LocalEngine(ClientContext(config, data, assignment, CrossEntropy(), HANDLERS), StateStore())
     made = Federation(engine, config, Always(), "stratify")
     made.begin(0)
     return made

@@ -25,41 +25,24 @@ import ray
 import torch
 
 import fedstrata as fs
-from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.engines.local import LocalEngine
 from fedstrata.engines.ray import RayEngine, WorkerPool
-from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Weights
 from fedstrata.preparation import prepare
 from fedstrata.sampling.messages import SizeReport
+from fedstrata.simulation import Simulation, make_context
 
 RESULTS = Path(__file__).parent / "results"
 
 
-class Run:
+class Run(Simulation):
     """An experiment taken round by round on one engine."""
 
     def __init__(self, spec: fs.Experiment, pool: WorkerPool | None) -> None:
-        prepared = prepare(spec)
-        config = prepared.config
-        context = ClientContext(config, prepared.data, prepared.assignment, spec.method.objective_in_use())
-        self.engine = (
-            LocalEngine(context, StateStore(), spec.training.workers or 1)
-            if pool is None
-            else RayEngine(context, StateStore(), pool=pool)
-        )
-        self.federation = Federation(self.engine, config, spec.availability)
-        self.federation.begin(0)
-        self.method, self.round = spec.method, 0
-        self.weights = Weights(config.model.params(), config.model.buffers())
-        self.state = self.method.init(self.federation, self.weights)
-
-    def step(self) -> None:
-        """A round."""
-        self.round += 1
-        self.federation.begin(self.round)
-        self.state, _ = self.method.run_round(self.federation, self.state)
+        prepared = prepare(spec.model_copy(update={"evaluation": fs.Evaluation(every=0)}))
+        if pool is None:
+            super().__init__(prepared)
+        else:
+            super().__init__(prepared, RayEngine(make_context(prepared), StateStore(), pool=pool))
 
     def sizes(self, clients: int) -> None:
         """Ask some clients for their size."""

@@ -23,10 +23,6 @@ import torch
 
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
-from fedstrata.clients.context import ClientContext
-from fedstrata.clients.store import StateStore
-from fedstrata.engines import make_engine
-from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.sampling.allocation import neyman, spread
 from fedstrata.sampling.base import Selection
@@ -38,6 +34,7 @@ from fedstrata.sampling.sketches import sketch
 from fedstrata.sampling.stratified import draw, stratify
 from fedstrata.sampling.variance import moments, scattered
 from fedstrata.sampling.weighted import with_replacement, without_replacement
+from fedstrata.simulation import Simulation
 
 N, M, STRATA = 100, 10, 10
 Draw = Callable[[np.random.Generator], np.ndarray]
@@ -52,8 +49,7 @@ def frozen(balance: str) -> dict[str, Any]:
     prepared = fs.prepare(spec)
     params = fs.run(spec).params
     weights = Weights({name: params[name] for name in prepared.config.model.params()}, {})
-    context = ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use())
-    federation = Federation(make_engine("local", context, StateStore()), prepared.config, spec.availability)
+    federation = Simulation(prepared).federation
     federation.begin(11)
     everybody = range(N)
     fits = federation.ask(dict.fromkeys(everybody, Fit(11, weights, {}, 1.0, 1.0)))

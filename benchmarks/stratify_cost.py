@@ -30,6 +30,7 @@ from fedstrata.engines import make_engine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.preparation import Prepared, prepare
+from fedstrata.simulation import make_context
 from fedstrata.stratify.client_single import stepper_of
 from fedstrata.stratify.messages import StepsReply
 from fedstrata.stratify.schedule import Holders, schedule
@@ -61,7 +62,7 @@ def in_turn(turns: int, **work: Callable[[], Any]) -> tuple[dict[str, float], di
 
 
 def context_of(prepared: Prepared) -> ClientContext:
-    return ClientContext(prepared.config, prepared.data, prepared.assignment, prepared.spec.method.objective_in_use())
+    return make_context(prepared)
 
 
 def batch_epochs(spec: fs.Experiment, turns: int, threads: int = 1) -> dict[str, float]:

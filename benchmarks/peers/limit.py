@@ -23,21 +23,17 @@ from fedstrata_run import model_of, partition_of
 from work import SETTINGS, Setting, arrays
 
 import fedstrata as fs
-from fedstrata.clients.context import ClientContext
-from fedstrata.clients.store import StateStore
-from fedstrata.engines.local import LocalEngine
-from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Weights
 from fedstrata.preparation import prepare
 from fedstrata.process import prepare_process
+from fedstrata.simulation import Simulation
 
 PARTS = {
-    "local training": ("training.py", "train"),
-    "· forward, backward, update": (("training.py", "by_autograd"), ("chain.py", "step")),
-    "· samples in a new order": ("training.py", "_in_new_order"),
+    "local training": ("local.py", "train"),
+    "· forward, backward, update": (("local.py", "by_autograd"), ("manual_sgd.py", "step")),
+    "· samples in a new order": ("local.py", "_in_new_order"),
     "· model in and out": (("model.py", "loaded"), ("model.py", "_copy_into"), ("model.py", "_copies")),
     "samples made floats": ("client.py", "samples"),
-    "checks of replies": ("screening.py", "defect_of"),
+    "checks of replies": ("reply_checks.py", "defect_of"),
     "aggregation": ("base.py", "combine"),
     "sizes of messages": ("records.py", "size"),
 }
@@ -57,21 +53,21 @@ class Round:
             local_epochs=setting.epochs,
             batch_size=setting.batch,
             lr=setting.lr,
+            rounds=1_000_000,
         )
-        spec = fs.Experiment(partition=partition_of(setting), model=model_of(setting), training=training)
+        spec = fs.Experiment(
+            partition=partition_of(setting),
+            model=model_of(setting),
+            training=training,
+            evaluation=fs.Evaluation(every=0),
+        )
         prepared = prepare(spec, data=fs.from_arrays(x, y, x[:100], y[:100], normalize="unit"))
-        context = ClientContext(prepared.config, prepared.data, prepared.assignment, spec.method.objective_in_use())
-        self.method, self.config, self.data = spec.method, prepared.config, prepared.data
-        self.federation = Federation(LocalEngine(context, StateStore()), prepared.config, spec.availability)
-        self.federation.begin(0)
-        self.state: Any = self.method.init(
-            self.federation, Weights(self.config.model.params(), self.config.model.buffers())
-        )
+        self.config, self.data = prepared.config, prepared.data
+        self._simulation = Simulation(prepared)
 
     def __call__(self) -> None:
         """Run the next round."""
-        self.federation.begin(self.federation.round + 1)
-        self.state, _ = self.method.run_round(self.federation, self.state)
+        self._simulation.step()
 
 
 def central(round_: Round, samples: int, batch: int, lr: float) -> Callable[[], None]:
