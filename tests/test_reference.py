@@ -19,7 +19,7 @@ PAGE = DOCS / "spec.md"
 
 def test_the_page_is_what_the_settings_say_now():
     assert PAGE.read_text(encoding="utf-8").endswith("\n\n" + markdown() + "\n"), (
-        "docs/spec.md is out of date: put 'fedstrata settings --markdown' in the place of its tables"
+        "docs/spec.md is out of date: run 'make reference'"
     )
 
 

@@ -163,6 +163,21 @@ def refuse_foreign(folder: Path | None, spec: Experiment, resume: bool) -> None:
         raise SpecError("out", "holds a run of another spec; resume it with its own", str(folder))
 
 
+def spec_of(folder: Path, key: str) -> Experiment:
+    """The spec of a run.
+
+    Args:
+        folder: Its folder.
+        key: By what name the folder was given, for the message.
+
+    Raises:
+        SpecError: It is no run folder.
+    """
+    if not (folder / SPEC).is_file():
+        raise SpecError(key, "no run folder: it has no spec.toml", str(folder))
+    return Experiment.from_toml(folder / SPEC)
+
+
 def is_run_of(there: Path, spec: Experiment) -> bool:
     """Whether a run's spec file says the same, however it is written: a key may have its default, or be left out."""
     text = there.read_text(encoding="utf-8")

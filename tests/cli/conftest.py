@@ -6,9 +6,8 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("FEDSTRATA_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+def in_an_empty_folder(tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("FEDSTRATA_DATA", str(home / "data"))
+    monkeypatch.setenv("HOME", str(home))

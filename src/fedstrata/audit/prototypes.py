@@ -28,8 +28,7 @@ from fedstrata.partitions.server_data import ServerData
 from fedstrata.preparation import Prepared, prepare
 from fedstrata.process import training_process
 from fedstrata.rng import rng
-from fedstrata.run_folder import SPEC
-from fedstrata.spec import Experiment
+from fedstrata.run_folder import spec_of
 
 HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
@@ -153,13 +152,12 @@ def audit_prototypes(
         ExtraMissingError: The extra ``audit`` is not installed.
     """
     folder = Path(run)
-    if not (folder / SPEC).is_file():
-        raise SpecError("audit", "no run folder: it has no spec.toml", str(folder))
+    spec = spec_of(folder, "audit")
     for name, value in (("clients", clients), ("steps", steps)):
         if value < 1:
             raise SpecError(name, "expected a whole number of at least 1", value)
     metrics()
-    prepared = prepared or prepare(Experiment.from_toml(folder / SPEC))
+    prepared = prepared or prepare(spec)
     spec = prepared.spec
     watch = watch or (lambda done, total, text: None)
     pixels = Pixels.of(prepared.data)

@@ -30,7 +30,7 @@ def _run(options: argparse.Namespace) -> int:
     from fedstrata.experiment import run
     from fedstrata.report.plots import plot_run
     from fedstrata.report.progress import Progress
-    from fedstrata.run_folder import SPEC
+    from fedstrata.run_folder import spec_of
     from fedstrata.spec import COMPARE, Experiment
 
     out, resume = options.out, options.resume is not None
@@ -38,9 +38,7 @@ def _run(options: argparse.Namespace) -> int:
         out = options.resume
         if options.spec is not None or options.overrides or options.out is not None:
             raise SpecError("--resume", "goes with the run's own spec: no SPEC, --set or --out", str(out))
-        if not (out / SPEC).is_file():
-            raise SpecError("--resume", "no run folder: it has no spec.toml", str(out))
-        spec = Experiment.from_toml(out / SPEC)
+        spec = spec_of(out, "--resume")
     else:
         table = read_spec(options.spec, options.overrides)
         spec = located(options, lambda: Experiment.from_table(table))

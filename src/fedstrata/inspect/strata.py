@@ -14,7 +14,7 @@ from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.partitions import label_table
 from fedstrata.preparation import Prepared, prepare
-from fedstrata.run_folder import SPEC
+from fedstrata.run_folder import spec_of
 from fedstrata.simulation import Simulation
 from fedstrata.spec import Experiment
 
@@ -71,9 +71,7 @@ def strata_of_folder(folder: Path) -> tuple[Prepared, View]:
         SpecError: It is no run, or its client sampler has no strata.
         CheckpointError: It has no checkpoint.
     """
-    if not (folder / SPEC).is_file():
-        raise SpecError("strata", "no run folder: it has no spec.toml", str(folder))
-    prepared = prepare(Experiment.from_toml(folder / SPEC))
+    prepared = prepare(spec_of(folder, "strata"))
     _sampler(prepared.spec)
     found = checkpoint.load(folder / "checkpoint")
     if found is None:
