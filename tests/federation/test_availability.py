@@ -17,7 +17,7 @@ def drawn(model, rounds, seed=0):
     return np.array([model.online(EVERYBODY, round, seed) for round in rounds])
 
 
-def base_dir(share, p, count):
+def near_to(share, p, count):
     """Within five standard errors of a binomial share."""
     return abs(share - p) < 5 * math.sqrt(p * (1 - p) / count)
 
@@ -29,7 +29,7 @@ def test_always():
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 1.0])
 def test_bernoulli_frequencies(p):
     there = drawn(fs.Bernoulli(p=p), range(1, 101))
-    assert base_dir(there.mean(), p, there.size) if p < 1 else there.all()
+    assert near_to(there.mean(), p, there.size) if p < 1 else there.all()
     # Neither clients nor rounds have a frequency of their own.
     for axis in (0, 1):
         spread = there.mean(axis=axis).std()
@@ -39,7 +39,7 @@ def test_bernoulli_frequencies(p):
 def test_bernoulli_rounds_are_independent():
     there = drawn(fs.Bernoulli(p=0.5), range(1, 101))
     repeats = (there[1:] == there[:-1]).mean()
-    assert base_dir(repeats, 0.5, there[1:].size)
+    assert near_to(repeats, 0.5, there[1:].size)
     assert (drawn(fs.Bernoulli(p=0.5), [1], seed=1) != there[:1]).any()
 
 
@@ -48,9 +48,9 @@ def test_persistent_draws_hold_for_a_period_and_no_longer():
     there = drawn(model, range(1, 501))
     periods = there.reshape(100, 5, -1)
     assert (periods == periods[:, :1]).all()
-    assert base_dir(periods[:, 0].mean(), 0.3, periods[:, 0].size)
+    assert near_to(periods[:, 0].mean(), 0.3, periods[:, 0].size)
     changes = (periods[1:, 0] != periods[:-1, 0]).mean()
-    assert base_dir(changes, 2 * 0.3 * 0.7, periods[1:, 0].size)
+    assert near_to(changes, 2 * 0.3 * 0.7, periods[1:, 0].size)
 
 
 def test_groups_have_frequencies_of_their_own():
@@ -63,7 +63,7 @@ def test_groups_have_frequencies_of_their_own():
     )
     there = drawn(model, range(1, 101))
     for part, p in ((slice(0, 100), 0.2), (slice(150, 400), 0.8)):
-        assert base_dir(there[:, part].mean(), p, there[:, part].size)
+        assert near_to(there[:, part].mean(), p, there[:, part].size)
     assert there[:, 100:150].all()
     assert (model.online(np.array([399, 120]), 7, 0) == there[6, [399, 120]]).all()
     model.check(400)

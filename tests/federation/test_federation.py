@@ -488,12 +488,6 @@ def test_sizes_and_labels(tiny):
     assert held == {0: {0: 3, 1: 3, 2: 2}, 1: {0: 1, 1: 1, 2: 1}}
 
 
-def test_the_work_of_a_fit_is_what_it_trains():
-    fit = Fit(1, Weights({}, {}), {}, keep=0.5, passes=3.0)
-    assert fit.work(40) == 60
-    assert SizeReport(1, 0, 1.0).work(40) == 0
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

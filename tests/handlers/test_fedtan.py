@@ -177,7 +177,7 @@ def test_it_learns(start):
     [
         ("training", {"batch_norm": "local"}),
         ("method", {"objective": "fedprox"}),
-        ("method", {"data_sampler": "all"}),
+        ("method", {"data_sampler": "fedsampling"}),
     ],
 )
 def test_what_it_does_not_do_is_refused(seven, section, change):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedstrata as fs
 from fedstrata.methods.fedsampling import FedSampling
@@ -70,3 +71,17 @@ def test_fedprox_by_name_is_fedavg_with_its_objective():
         fs.Experiment(method={"name": "fedavg", "objective": {"name": "fedprox", "mu": 0.5}}, training=short)
     ).params
     assert all(torch.equal(named[name], spelled[name]) for name in named)
+
+
+def test_clients_with_one_sample_and_batchnorm_take_no_step():
+    """FedSampling often leaves a client a single sample: nobody's failure."""
+    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    spec = fs.Experiment(
+        data={"name": "digits", "limit": 120},
+        method={"name": "fedsampling", "samples": 16},
+        partition=fs.IID(clients=8),
+        training={"rounds": 6, "local_epochs": 1},
+    )
+    history = fs.run(spec, model=norm)
+    assert [record["clients_failed"] for record in history] == [0] * 6
+    assert history.total("samples") > 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fedstrata as fs
+from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.errors import SpecError
 from fedstrata.inspect.strata import strata_after
 from fedstrata.methods.fedssar import FedSSAR
@@ -110,3 +111,23 @@ def test_bad_settings_name_their_key(key, value):
     with pytest.raises(SpecError) as caught:
         fs.Experiment.from_table({"method": {"name": "fedssar", key: value}})
     assert caught.value.key == f"method.{key}"
+
+
+def test_announced_dropout_leaves_horvitz_thompson_with_fedssar_its_size():
+    """Weights of a round add up to 1 however many of a cluster are away."""
+    spec = fs.Experiment(
+        partition=fs.Classes(clients=12, per_client=2),
+        availability=fs.Bernoulli(p=0.5, announced=True),
+        method={"name": "fedssar", "aggregator": "horvitz-thompson"},
+        training={"rounds": 4, "clients_per_round": 5, "local_epochs": 1},
+    )
+    totals = []
+
+    class Watching(HorvitzThompson):
+        def coefficients(self, *args, **kwargs):
+            found = super().coefficients(*args, **kwargs)
+            totals.append(found.sum())
+            return found
+
+    fs.run(spec.model_copy(update={"method": spec.method.model_copy(update={"aggregator": Watching()})}))
+    assert totals == pytest.approx([1.0] * 4)

@@ -227,3 +227,14 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):
 def test_it_learns_digits():
     wanted = spec({**FEDSTAS, "fraction": 0.5}, rounds=25, lr=0.2, local_epochs=2)
     assert fs.run(wanted).final_accuracy > 0.7
+
+
+def test_fedstas_invites_only_those_who_answered_this_round():
+    spec = fs.Experiment(
+        method={"name": "fedstas", "fraction": 0.5},
+        partition=fs.IID(clients=40),
+        availability=fs.Bernoulli(p=0.5),
+        training={"rounds": 4, "clients_per_round": 10},
+    )
+    for record in fs.run(spec):
+        assert record["clients_trained"] == 10  # nobody who is away was given a place

@@ -16,6 +16,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.errors import ClientsFailedError, ReplyRefusedError, SpecError
 from fedstrata.federation.messages import Fit, FitReply
 from fedstrata.objectives.rebafl import Rebalanced
+from fedstrata.preparation import prepare
 from fedstrata.rng import rng
 
 SKEWED = {
@@ -235,3 +236,23 @@ def test_a_head_that_pools_first_is_named():
     model = Headed(body, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10)))
     with pytest.raises(ClientsFailedError, match=r"model\.head = 'head': gets 216 features and its first .* takes 6"):
         fs.run({**SKEWED, "availability": "always", "method": "rebafl"}, model=model)
+
+
+def test_the_clustered_setting_of_the_paper():
+    """Section 5.3: five groups of four clients with N = 2, 2, 3, 3, 5 classes and p = .5, .5, .3, .3, .2."""
+    N, p = (2, 2, 3, 3, 5), (0.5, 0.5, 0.3, 0.3, 0.2)
+    spec = fs.Experiment.from_table(
+        {
+            "partition": {"name": "groups", "size": 40},
+            "availability": {"name": "groups", "groups": [{"clients": 4, "p": q} for q in p]},
+            "method": "rebafl",
+            "training": {"rounds": 1, "clients_per_round": 20},
+        }
+    )
+    prepared = prepare(spec)
+    held = (prepared.assignment.counts(prepared.data.y_train.numpy(), 10) > 0).sum(axis=1)
+    assert held.tolist() == np.repeat(N, 4).tolist()
+    assert prepared.assignment.sizes.tolist() == [40] * 20
+    there = np.mean([spec.availability.online(np.arange(20), t, 0) for t in range(1, 2001)], axis=0)
+    assert np.abs(there - np.repeat(p, 4)).max() < 4 * np.sqrt(0.25 / 2000)
+    assert len(fs.run(spec)) == 1

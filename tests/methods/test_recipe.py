@@ -149,6 +149,7 @@ def test_limits_are_those_of_the_choice():
     [
         ({"name": "fedprox", "mu": 0.1, "objective": "cross-entropy"}, "mu", "objective"),
         ({"name": "fedssar", "alpha": 0.1, "objective": "moon"}, "alpha", "objective"),
+        ({"name": "rebafl", "mu": 5.0, "objective": "rebafl"}, "mu", "objective"),
         ({"name": "fedsts", "strata": 3, "client_sampler": "uniform"}, "strata", "client_sampler"),
         (
             {"name": "fedsts", "aggregation": "horvitz-thompson", "client_sampler": "uniform", "aggregator": "mean"},
@@ -280,3 +281,10 @@ def test_weight_diversity_is_that_of_the_models_that_came_back(method, start, tr
     assert found == pytest.approx((flat - flat.mean(dim=0)).square().sum(dim=1).mean().item(), rel=1e-4)
     assert started.step()["weight_diversity"] is None  # nobody is there
     assert started.step()["weight_diversity"] == 0  # one alone
+
+
+def test_a_setting_that_still_means_something_is_kept():
+    # It shapes the sampler and the aggregator, and one of them is left. Defaults, as a run writes them, are no loss.
+    fs.Experiment(method={"name": "fedsts", "aggregation": "horvitz-thompson", "client_sampler": "uniform"})
+    spec = fs.Experiment(method={"name": "fedsts", "client_sampler": "uniform"})
+    assert fs.Experiment.from_table(spec.to_spec()) == spec

@@ -79,3 +79,11 @@ def test_on_one_class_a_client_it_forgets(seven):
 def test_statistics_of_ones_own_do_not_travel(seven):
     with pytest.raises(SpecError, match=r"training\.batch_norm"):
         prepare(spec_of(batch_norm="local"), data=seven)
+
+
+@pytest.mark.parametrize(
+    "sampler", [{"name": "clustered", "algorithm": 2}, "fedssar", {"name": "fedsts", "gradients": "updates"}], ids=str
+)
+def test_a_relay_has_no_models_to_learn_from(sampler):
+    with pytest.raises(SpecError, match=r"^method\.client_sampler = '.*': learns from the models"):
+        fs.prepare(fs.Experiment(method={"name": "sfl", "client_sampler": sampler}))

@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from skewed import ONE_CLASS
 from torch import Tensor
 
+import fedstrata as fs
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import OBJECTIVES, Batch, Context, Objective
 from fedstrata.objectives.calibrated import Balanced, LogitMargins, Restricted
@@ -123,3 +125,26 @@ def test_batches_are_means_of_their_samples(logits, begun):
     losses: Tensor = objective.losses(model, model.params(), batch, context)
     assert losses.shape == (2,)
     assert objective.loss(model, model.params(), batch, context).item() == pytest.approx(losses.mean().item())
+
+
+@pytest.mark.parametrize("method", ["bsm-fedavg", "fedlc", {"name": "rebafl", "epsilon": 0, "mu": 0}])
+def test_clients_of_one_class_are_seen_to_learn_nothing(method, start):
+    started = start(fs.Experiment.from_table({**ONE_CLASS, "method": method}))
+    before = started.state.weights.params
+    for _ in range(2):
+        assert started.step()["idle_clients"] == 10
+    assert all(torch.equal(w, before[name]) for name, w in started.state.weights.params.items())
+
+
+@pytest.mark.parametrize("method", ["bsm-fedavg", "fedlc", {"name": "rebafl", "epsilon": 0}])
+def test_clients_of_two_classes_learn(method):
+    history = fs.run({**ONE_CLASS, "partition": {"name": "classes", "clients": 10, "per_client": 2}, "method": method})
+    assert [record["idle_clients"] for record in history] == [0, 0]
+
+
+@pytest.mark.parametrize("method", ["rebafl", "fedrs", {"name": "fedlc", "missing": "one"}])
+def test_the_others_learn_from_one_class_too(method, start):
+    started = start(fs.Experiment.from_table({**ONE_CLASS, "method": method}))
+    before = started.state.weights.params
+    started.step()
+    assert not torch.equal(started.state.weights.params["head.weight"], before["head.weight"])

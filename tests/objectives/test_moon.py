@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fedstrata as fs
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context, Trained
 from fedstrata.objectives.moon import Contrastive, contrastive
@@ -33,9 +34,9 @@ class Net(nn.Module):
 
 
 def test_it_is_the_papers_formula():
-    z, base_dir, far = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, -2.0]])
+    z, same, far = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, -2.0]])
     a, b = math.exp(0.6 / 0.5), math.exp(-0.8 / 0.5)
-    assert contrastive(z, base_dir, far, 0.5).item() == pytest.approx(-math.log(a / (a + b)), abs=1e-6)
+    assert contrastive(z, same, far, 0.5).item() == pytest.approx(-math.log(a / (a + b)), abs=1e-6)
 
 
 def model_and_context(objective: Contrastive, previous: list[list[float]] | None) -> tuple[Model, Context]:
@@ -95,3 +96,21 @@ def test_the_frozen_models_get_no_gradient_and_keep_their_own_statistics():
         )
         assert message == {}
         assert kept.keys() == {*params, *buffers}
+
+
+def test_moon_keeps_the_model_that_it_trained(start, seven):
+    spec = fs.Experiment(
+        partition={"name": "given", "indices": ((0, 1, 2, 3), (4, 5, 6))},
+        availability={"name": "always"},
+        method="moon",
+        training={"clients_per_round": 1, "local_epochs": 2, "lr": 0.2},
+    )
+    started = start(spec, seven)
+    before = started.config.model.params()
+    started.step()
+    (client,) = started.store
+    kept = started.store.get(client)["objective"]
+    # One client alone: what it trained is the new global model.
+    for name, w in started.state.weights.params.items():
+        torch.testing.assert_close(kept[name], w)
+        assert not torch.equal(kept[name], before[name])

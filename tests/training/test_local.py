@@ -11,6 +11,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.clients.client import Client
 from fedstrata.federation.messages import Fit, Weights
+from fedstrata.objectives.base import CrossEntropy
 from fedstrata.rng import torch_seeded
 from fedstrata.sampling.messages import Compress, LossReport
 from fedstrata.sampling.quantization import pack, project, quantize
@@ -350,3 +351,29 @@ def test_losses_and_gradients_are_those_under_the_statistics_in_use(batch_norm, 
         centres, codes = quantize(flat.numpy(), 8)
         torch.testing.assert_close(squeezed[client].centres, torch.from_numpy(centres), rtol=1e-4, atol=1e-6)
         assert torch.equal(squeezed[client].codes, torch.from_numpy(pack(codes, len(centres))))
+
+
+def test_a_last_sample_alone_joins_the_batch_before_it_under_batchnorm():
+    indices = [list(range(11)), list(range(20, 32))]
+    spec = fs.Experiment(
+        partition=fs.Given(indices=indices), training={"rounds": 1, "batch_size": 5, "local_epochs": 2}
+    )
+    norm = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+    (record,) = fs.run(spec, model=norm)
+    assert record["clients_failed"] == 0
+    assert record["samples"] == 2 * (11 + 12)
+
+
+class FinishesWithBuffers(CrossEntropy):
+    """What a user may write: the buffers at the end of training."""
+
+    def client_final(self, trained, context):
+        assert trained.model.current_buffers() == {}
+        return {}, {name: w.clone() for name, w in trained.params.items()}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_finish_has_a_loaded_model_whatever_trained_it(precision):
+    spec = {"method": {"objective": FinishesWithBuffers()}, "partition": {"clients": 3}}
+    history = fs.run({**spec, "training": {"rounds": 1, "precision": precision}})
+    assert history[-1]["clients_trained"] == 3
