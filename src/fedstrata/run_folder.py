@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -81,9 +81,18 @@ class RunFolder:
             refuse_foreign(path, prepared.spec, resume)
             yield cls(None, prepared)
             return
-        with occupied(path):
-            refuse_foreign(path, prepared.spec, resume)
-            yield cls(path, prepared, checkpoint.load(path / CHECKPOINT) if resume else None)
+        made = not path.exists()
+        try:
+            with occupied(path):
+                refuse_foreign(path, prepared.spec, resume)
+                yield cls(path, prepared, checkpoint.load(path / CHECKPOINT) if resume else None)
+        except BaseException:
+            if made:
+                # Where the run never began, such as without its engine, nothing is left behind: a folder with
+                # something in it stays.
+                with suppress(OSError):
+                    path.rmdir()
+            raise
 
     def begin(self, running: Running) -> None:
         """Write what is known before the first round, and drop what comes after the checkpoint.
