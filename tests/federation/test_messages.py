@@ -1,7 +1,12 @@
 from __future__ import annotations
 
-from fedstrata.federation.messages import Fit, Weights
-from fedstrata.sampling.messages import SizeReport
+import pytest
+import torch
+
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.messages import Fit, FitReply, Request, Weights
+from fedstrata.records import decode, encode
+from fedstrata.sampling.messages import SizeReply, SizeReport
 
 
 def test_work_in_steps_is_the_same_for_large_and_small_clients():
@@ -14,3 +19,49 @@ def test_the_work_of_a_fit_is_what_it_trains():
     fit = Fit(1, Weights({}, {}), {}, keep=0.5, passes=3.0)
     assert fit.work(40) == 60
     assert SizeReport(1, 0, 1.0).work(40) == 0
+
+
+WEIGHTS = Weights({"w": torch.zeros(2)}, {"n": torch.zeros((), dtype=torch.int64)})
+GOOD = {"weights": WEIGHTS, "samples": 3, "steps": 1, "seen": 3, "loss": 0.5, "message": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"weights": Weights({"w": torch.zeros(3)}, WEIGHTS.buffers)}, r"params\['w'\] is \(3,\) torch.float32"),
+        ({"weights": Weights(WEIGHTS.params, {})}, "buffers lacks 'n'"),
+        ({"samples": -1}, "a negative count"),
+        ({"steps": -1}, "a negative count"),
+        ({"seen": -1}, "a negative count"),
+        ({"message": {"c": {}}}, r"message has \['c'\], expected \[\]"),
+    ],
+    ids=str,
+)
+def test_a_trained_model_is_checked_by_what_asked_for_it(change, problem):
+    request = Fit(1, WEIGHTS, {}, 1.0, 1.0)
+    request.check_reply(FitReply(**GOOD))
+    with pytest.raises(ReplyRefusedError, match=problem):
+        request.check_reply(FitReply(**{**GOOD, **change}))
+
+
+def test_an_objectives_message_is_like_what_the_server_expects():
+    request = Fit(1, WEIGHTS, {}, 1.0, 1.0, expected={"c": {"w": torch.zeros(2)}})
+    request.check_reply(FitReply(**{**GOOD, "message": {"c": {"w": torch.ones(2)}}}))
+    for message, problem in (
+        ({}, r"message has \[\], expected \['c'\]"),
+        ({"c": {"w": torch.ones(1)}}, r"c\['w'\] is"),
+    ):
+        with pytest.raises(ReplyRefusedError, match=problem):
+            request.check_reply(FitReply(**{**GOOD, "message": message}))
+    # Clients are never told.
+    assert decode(encode(request)).expected is None
+
+
+def test_an_answer_to_another_question_is_refused():
+    for wrong in (SizeReply(3), WEIGHTS, None):
+        with pytest.raises(ReplyRefusedError, match="is no answer to Fit, which wants FitReply"):
+            Fit(1, WEIGHTS, {}, 1.0, 1.0).check_reply(wrong)
+    # A request that does not say what it wants takes any reply.
+    Request().check_reply(SizeReply(3))
+    with pytest.raises(ReplyRefusedError, match="which wants Reply"):
+        Request().check_reply(Request())

@@ -1,0 +1,47 @@
+"""A method that asks clients something that no other method asks, and says how they answer."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.messages import Reply, Request
+from fedstrata.methods.fedavg import FedAvg
+from fedstrata.records import record, unsent
+
+
+@record
+class Visits(Reply):
+    times: int
+
+
+@record
+class HowOften(Request):
+    reply_type: ClassVar[type[Reply]] = Visits
+
+    most: int = unsent(0)
+
+    def check(self, reply: Visits) -> None:
+        if reply.times > self.most:
+            raise ReplyRefusedError("so often nobody was asked")
+
+
+@handles(HowOften)
+def count(client: Client, request: HowOften) -> Visits:
+    """How often this client was asked; what the server expects never comes here."""
+    assert request.most in (0, client.state.get("visits", 0) + 1)
+    client.state["visits"] = client.state.get("visits", 0) + 1
+    return Visits(client.state["visits"])
+
+
+class Counted(FedAvg):
+    """FedAvg that first asks everybody how often they were asked."""
+
+    handlers = (count,)
+
+    def run_round(self, federation, state):
+        replies = federation.ask(dict.fromkeys(range(federation.config.clients), HowOften(federation.round)))
+        state, metrics = super().run_round(federation, state)
+        return state, {**metrics, "visits": sum(reply.times for reply in replies.values())}
