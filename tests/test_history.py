@@ -8,13 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-import fedstrata as fs
 from fedstrata.errors import DataError, SpecError
 from fedstrata.history import History, summarise
-from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, write_json
+from fedstrata.jsonl import MetricsLog, write_json
 
 RECORDS = [
     {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},
@@ -100,12 +97,6 @@ def test_csv_reads_back(tmp_path: Path) -> None:
     assert json.loads(rows[0]["strata"]) == {"a": 1.0}
 
 
-def test_plot_writes_a_picture(tmp_path: Path) -> None:
-    figure = fs.plot(History(RECORDS, method="fedavg"), "accuracy", tmp_path / "a.png")
-    assert figure.axes[0].lines[0].get_ydata().tolist() == [50, 80, 80, 60]
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_load_finds_method_seed_and_targets(tmp_path: Path) -> None:
     MetricsLog(tmp_path / "metrics.jsonl").append(*RECORDS)
     (tmp_path / "spec.toml").write_text('seed = 4\n[method]\nname = "moon"\n[evaluation]\ntargets = [0.7]\n')
@@ -124,64 +115,6 @@ def test_load_refuses_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("[")
     with pytest.raises(DataError, match=str(tmp_path)):
         History.load(tmp_path)
-
-
-def test_log_survives_a_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path)
-    log.append({"round": 1, "name": "é"}, {"round": 2, "loss": math.nan})
-    whole = path.read_bytes()
-    assert b"NaN" not in whole
-    for cut in range(1, len(whole)):
-        path.write_bytes(whole + b'{"round": 3, "name": "\xc3')
-        assert [record["round"] for record in read_jsonl(path)] == [1, 2]
-        path.write_bytes(whole[:cut])
-        MetricsLog(path).append({"round": 9})
-        rounds = [record["round"] for record in read_jsonl(path)]
-        assert rounds in ([9], [1, 9], [1, 2, 9])
-        assert len(rounds) - 1 == whole[: cut + 1].count(b"\n")
-
-
-def test_truncate_for_resume(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    log = MetricsLog(path)
-    log.truncate_after(3)  # nothing there yet
-    assert not path.exists()
-    log.append(*({"round": round, "kind": "late"} for round in (0, 1, 1, 2, 3)))
-    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:3])
-    log.truncate_after(1)
-    assert path.read_bytes() == kept
-    assert [entry.name for entry in tmp_path.iterdir()] == ["events.jsonl"]
-
-
-@pytest.mark.parametrize("line", ["[1]", '{"loss": 1}', '{"round": "1"}', '{"round": 1', '{"round": true}'])
-def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"round": 1}}\n{line}\n{{"round": 3}}\n')
-    with pytest.raises(DataError, match="line 2"):
-        read_jsonl(path)
-    with pytest.raises(DataError, match="line 2"):
-        MetricsLog(path).append({"round": 4})
-
-
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(values)
-def test_jsonable_is_what_json_gives_back(value: object) -> None:
-    plain = jsonable(value)
-    assert json.loads(json.dumps(plain, allow_nan=False)) == plain
-    assert jsonable(plain) == plain
-
-
-def test_jsonable_names_what_it_cannot_record() -> None:
-    assert jsonable({"t": torch.arange(2), "s": {3, 1}, "n": np.int64(2)}) == {"t": [0, 1], "s": [1, 3], "n": 2}
-    with pytest.raises(TypeError, match="complex"):
-        jsonable({"z": 1j})
 
 
 def test_targets_of_many_digits_are_read_back(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import fedstrata as fs
 from fedstrata.errors import SpecError
 from fedstrata.history import History
 from fedstrata.report.draw import COLOURS, look, over_seeds, sent
@@ -30,6 +31,17 @@ def test_curves_show_percent_and_a_band_only_for_several_seeds(tmp_path: Path) -
     assert axes.get_ylabel() == "test accuracy, %"
     assert [text.get_text().strip() for text in figure.legends[0].get_texts()] == ["two (2 seeds)", "one"]
     assert "<svg" in (tmp_path / "a.svg").read_text()
+
+
+def test_a_history_or_the_histories_of_a_comparison_are_drawn(tmp_path: Path) -> None:
+    figure = fs.plot(History(run([0.5, 0.8]), method="fedavg"), path=str(tmp_path / "a.png"))
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [50, 80]
+    assert not figure.legends
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    figure = fs.plot({"two": [run([0.2]), run([0.4])], "one": [run([0.5])]}, "accuracy")
+    assert [line.get_ydata().tolist() for line in figure.axes[0].lines] == [pytest.approx([30]), pytest.approx([50])]
+    with pytest.raises(SpecError, match="no column 'accurasy'"):
+        fs.plot(run([0.5]), "accurasy")
 
 
 def test_labels_are_shown_as_they_are(tmp_path: Path) -> None:

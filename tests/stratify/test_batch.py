@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.federation.messages import Weights
+from fedstrata.federation.messages import Request, Weights
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
@@ -286,6 +289,75 @@ def test_a_client_that_fails_in_the_middle_loses_its_part_and_others_take_over(s
     # At most its part of one batch of 50 is lost.
     assert 950 <= metrics["samples"] < 1000
     assert [event["kind"] for event in started.federation.events] == ["refused"]
+
+
+class Lying(LocalEngine):
+    """Client 1 answers one kind of request with something else."""
+
+    def __init__(self, engine: LocalEngine, kind: type[Request], lie: dict[str, Any]) -> None:
+        super().__init__(engine.context, engine.store)
+        self.kind, self.lie, self.asked = kind, lie, 0
+
+    def ask(self, requests, *, together, group=None):
+        outcomes = dict(super().ask(requests, together=together, group=group))
+        if isinstance(requests.get(1), self.kind):
+            self.asked += 1
+            outcomes[1] = dataclasses.replace(outcomes[1], **self.lie)
+        return outcomes
+
+
+@pytest.mark.parametrize(
+    ("lie", "problem"),
+    [
+        ({"missing": torch.zeros(3, dtype=torch.bool)}, "missing is (3,) torch.bool, expected (200,) torch.bool"),
+        ({"missing": torch.zeros(200)}, "missing is (200,) torch.float32, expected (200,) torch.bool"),
+        ({"missing": torch.zeros(200, 1, dtype=torch.bool)}, "missing is (200, 1) torch.bool"),
+        ({"exhausted": torch.zeros(2)}, "exhausted is (2,) torch.float32, expected (-1,) torch.int64"),
+        ({"missing": None}, "ReserveReply.missing: input should be an instance of tensor"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_client_that_answers_a_reservation_with_garbage_is_done_without(start, balanced, lie, problem):
+    started = start(spec_of("#C=1", clients=5, schedule="uncapped", batch_size=50), balanced)
+    engine = started.federation.engine = Lying(started.federation.engine, Reserve, lie)
+    metrics = started.step()
+    # Nobody else holds its label.
+    assert (metrics["samples"], metrics["clients_failed"], metrics["clients_returned"]) == (800, 1, 4)
+    refused, skipped = started.federation.events
+    assert (refused["kind"], refused["clients"], skipped["kind"]) == ("refused", [1], "label skipped")
+    assert problem in refused["reason"]
+    assert engine.asked == 1
+    assert "stratify" not in started.store.get(1)
+    assert all(bool(torch.isfinite(w).all()) for w in started.state.weights.params.values())
+
+
+@pytest.mark.parametrize(
+    ("lie", "problem"),
+    [
+        ({"buffers": {}}, "buffers lacks '1.running_mean'"),
+        ({"buffers": {"1.running_mean": torch.zeros(3)}}, "buffers lacks '1.running_var'"),
+        ({"buffers": "double"}, "buffers['1.running_mean'] is (16,) torch.float64, expected (16,) torch.float32"),
+        ({"gradient": {}}, "gradient lacks '0.weight'"),
+        ({"samples": 0}, "0 samples in a batch"),
+        ({"loss": float("nan")}, "NaN or infinity"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_client_that_sends_a_gradient_of_garbage_is_done_without(start, balanced, lie, problem):
+    spec = spec_of("iid", clients=4, schedule="uncapped", batch_size=50, training={"execution": "per-client"})
+    started = start(spec, balanced, with_batchnorm())
+    if lie.get("buffers") == "double":
+        buffers = started.config.model.buffers()
+        lie = {"buffers": {n: b.double() if b.is_floating_point() else b for n, b in buffers.items()}}
+    engine = started.federation.engine = Lying(started.federation.engine, Gradient, lie)
+    metrics = started.step()
+    (event,) = started.federation.events
+    assert (event["kind"], event["clients"]) == ("refused", [1])
+    assert problem in event["reason"]
+    # Its part of that batch is lost, and others take over the rest.
+    assert (metrics["clients_failed"], metrics["clients_returned"], engine.asked) == (1, 4, 1)
+    assert 950 <= metrics["samples"] < 1000
+    assert all(bool(torch.isfinite(w).all()) for w in started.state.weights.params.values())
 
 
 class Spoilt(fs.Dataset):

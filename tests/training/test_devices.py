@@ -1,11 +1,68 @@
+"""Where clients compute."""
+
 from __future__ import annotations
 
 import pytest
+import torch
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
+from fedstrata.simulation import make_context
+from fedstrata.training.devices import CPU, device_of, moved, placed
+
+TABLE = {"partition": {"name": "iid", "clients": 4}, "training": {"rounds": 2, "local_epochs": 1}}
+
+
+def spec(device: str, method: str = "fedavg") -> fs.Experiment:
+    training = {**TABLE["training"], "device": device}
+    return fs.Experiment.from_table({**TABLE, "method": method, "training": training})
 
 
 def test_a_device_that_is_none_says_which_there_are():
     with pytest.raises(SpecError, match=r"training\.device = 'gpu': expected cpu, cuda, cuda:N or auto"):
-        fs.Experiment.from_table({"training": {"device": "gpu"}})
+        spec("gpu")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:7"])
+def test_without_a_gpu_one_is_refused_before_anything_is_written(device, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SpecError, match=rf"training\.device = '{device}': PyTorch sees 0 CUDA devices here; .*'auto'$"):
+        fs.run(spec(device), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [str(device_of(name)) for name in ("cpu", "cuda", "cuda:1", "auto")] == ["cpu", "cuda", "cuda:1", "cuda"]
+    with pytest.raises(SpecError, match=r"sees 2 CUDA devices here; accepted: 'cpu', 'auto', 'cuda:N'"):
+        device_of("cuda:2")
+
+
+def test_auto_without_a_gpu_is_the_processor(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runs = [fs.run(spec(device)) for device in ("auto", "cpu")]
+    assert all(torch.equal(runs[0].params[name], w) for name, w in runs[1].params.items())
+
+
+def test_on_the_processor_nothing_is_copied():
+    prepared = fs.prepare(spec("cpu"))
+    place = placed(make_context(prepared))
+    assert (place.device, place.model, place.data) == (CPU, prepared.config.model, prepared.data)
+
+
+def test_trees_move_as_they_are():
+    tree = {"a": {"w": torch.ones(2)}, "n": 3}
+    there = moved(tree, torch.device("meta"))
+    assert there["a"]["w"].device.type == "meta"
+    assert there["n"] == 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedprox", "moon", "rebafl", "stratify"])
+def test_a_gpu_computes_what_the_processor_does(method):
+    here, there = fs.run(spec("cpu", method)), fs.run(spec("cuda", method))
+    assert there.final_accuracy == pytest.approx(here.final_accuracy, abs=0.02)
+    for name, w in here.params.items():
+        assert there.params[name].device.type == "cpu"
+        torch.testing.assert_close(there.params[name], w, rtol=1e-2, atol=1e-3)
