@@ -40,7 +40,7 @@ def test_a_history_or_the_histories_of_a_comparison_are_drawn(tmp_path: Path) ->
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     figure = fs.plot({"two": [run([0.2]), run([0.4])], "one": [run([0.5])]}, "accuracy")
     assert [line.get_ydata().tolist() for line in figure.axes[0].lines] == [pytest.approx([30]), pytest.approx([50])]
-    with pytest.raises(SpecError, match="no column 'accurasy'"):
+    with pytest.raises(SpecError, match="column = 'accurasy': no column of numbers"):
         fs.plot(run([0.5]), "accurasy")
 
 
