@@ -21,7 +21,6 @@ $(DEV): $(LEAN)
 
 demo: $(LEAN)  ## Four methods on scikit-learn's digits with label skew and dropout: a table, plots and an HTML report.
 	rm -rf demo
-	$(BIN)/fedstrata partition examples/specs/demo.toml --out demo/partition.png
 	$(BIN)/fedstrata compare examples/specs/demo.toml --out demo
 	@echo "open demo/report.html"
 
