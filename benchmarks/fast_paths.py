@@ -180,7 +180,6 @@ def serve(model: str) -> None:
 
 PATHS: dict[str, tuple[Callable[[str], Works], str, str]] = {
     "manual, MLP": (manual, "mlp", "training/manual_sgd.py: FedAvg, 10 clients of 300 samples, batch 20"),
-    "manual, CNN": (manual, "cnn", "training/manual_sgd.py: the same with convolutions"),
     "traced, MLP": (traced, "mlp", "training/traced_sgd.py: Stratify single"),
     "traced, CNN": (traced, "cnn", "training/traced_sgd.py: the same with convolutions"),
     "team, MLP": (team, "mlp", "engines/team.py: 10 clients of 600 samples, two processes"),
