@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,12 @@ import torch
 from hypothesis import settings
 from torch import nn
 
+from fedstrata import run_folder
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.sources import Data
+from fedstrata.engines import team
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always, Availability
 from fedstrata.federation.engine import FederationConfig
@@ -24,7 +27,7 @@ from fedstrata.methods.base import Method
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.partitions import Assignment
+from fedstrata.partitions import Assignment, draw_partition
 from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
 from fedstrata.settings import Training
@@ -38,6 +41,38 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 FEATURES, CLASSES = 5, 3
+GREY = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b55"
+    "0000000a49444154789c636800000082008177cd72b60000000049454e44ae426082"
+)
+"""A picture of one pixel."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spare_time() -> Iterator[None]:
+    """What almost every test would do anew and few look at: the digits are read once, partitions not drawn."""
+    load, read = Data.load, dict[tuple[str, int], Dataset]()
+
+    def load_once(data: Data, seed: int = 0) -> Dataset:
+        if data.name != "digits":
+            return load(data, seed)
+        key = data.model_dump_json(), seed
+        if key not in read:
+            read[key] = load(data, seed)
+        return read[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Data, "load", load_once)
+        # Several tests run at once already, and forking workers pays for long work alone.
+        patch.setattr(team, "cores", lambda: 1)
+        patch.setattr(run_folder, "draw_partition", lambda assignment, data, path: path.write_bytes(GREY))
+        yield
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this test, run folders get the real picture of their partition."""
+    monkeypatch.setattr(run_folder, "draw_partition", draw_partition)
 
 
 class Tiny(Federation):

@@ -59,6 +59,12 @@ def in_turn(tmp_path_factory):
     return out, histories, told
 
 
+@pytest.fixture
+def unreported(monkeypatch):
+    """No tables and pictures, which take longer than these runs."""
+    monkeypatch.setattr("fedstrata.report.html.write_comparison", lambda out: None)
+
+
 def test_every_method_runs_with_every_seed(in_turn):
     out, histories, told = in_turn
     assert list(histories) == METHODS
@@ -78,7 +84,7 @@ def test_a_compared_run_is_the_run_itself(in_turn, tmp_path):
     assert alone.final_accuracy == histories["fedavg"][1].final_accuracy
 
 
-def test_processes_give_the_same_bytes(in_turn, tmp_path):
+def test_processes_give_the_same_bytes(in_turn, unreported, tmp_path):
     out, histories, _ = in_turn
     both = compare(variants(TABLE, METHODS), seeds=(0, 1), out=tmp_path, jobs=2)
     assert models(tmp_path) == models(out)
@@ -87,7 +93,7 @@ def test_processes_give_the_same_bytes(in_turn, tmp_path):
             assert [{**r, "seconds": 0} for r in one] == [{**r, "seconds": 0} for r in two]
 
 
-def test_again_nothing_is_repeated_and_more_seeds_are_added(in_turn):
+def test_again_nothing_is_repeated_and_more_seeds_are_added(in_turn, unreported):
     out, _, _ = in_turn
     before = {path: path.stat().st_mtime_ns for path in out.glob("*/*/*") if path.is_file()}
     told: list[tuple[str, int, int]] = []
@@ -96,7 +102,7 @@ def test_again_nothing_is_repeated_and_more_seeds_are_added(in_turn):
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_run_that_was_killed_goes_on(in_turn, tmp_path):
+def test_a_run_that_was_killed_goes_on(in_turn, unreported, tmp_path):
     out, _, _ = in_turn
 
     def kill(label: str, seed: int, rounds: int) -> None:
@@ -139,7 +145,7 @@ def test_a_methods_settings_are_inherited_by_the_same_method_alone():
     assert found["stratify"].method.to_spec() == fs.Stratify().to_spec()
 
 
-def test_labels_are_the_folders(tmp_path):
+def test_labels_are_the_folders(unreported, tmp_path):
     histories = compare(variants(TABLE, ["prox"]), out=tmp_path, jobs=1)
     assert histories["prox"][0].method == "fedavg"
     spec = tomllib.loads((tmp_path / "prox" / "seed-0" / "spec.toml").read_text())
@@ -169,7 +175,7 @@ def test_everything_is_checked_before_anything_is_written(labels, changes, key, 
     assert not out.exists()
 
 
-def test_a_run_that_was_extended_and_broken_off_is_finished(tmp_path):
+def test_a_run_that_was_extended_and_broken_off_is_finished(unreported, tmp_path):
     experiments = variants(tomllib.loads(SPEC), ["fedavg"])
     compare(experiments, out=tmp_path, jobs=1)
     longer = variants(tomllib.loads(SPEC), ["fedavg"], ["training.rounds=5"])
@@ -178,7 +184,7 @@ def test_a_run_that_was_extended_and_broken_off_is_finished(tmp_path):
     assert len(compare(longer, out=tmp_path, jobs=1)["fedavg"][0]) == 5
 
 
-def test_a_failing_comparison_ends_its_own_processes_alone(tmp_path):
+def test_a_failing_comparison_ends_its_own_processes_alone(unreported, tmp_path):
     mine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     mine.start()
     try:
@@ -194,7 +200,9 @@ def test_a_failing_comparison_ends_its_own_processes_alone(tmp_path):
 
 
 def test_a_run_that_was_broken_off_is_in_no_table(tmp_path):
-    compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedstrata.report.html.write_comparison", lambda out: None)
+        compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)
     other = tmp_path / "prox" / "seed-0"
     other.mkdir(parents=True)
     for name in ("spec.toml", "metrics.jsonl"):

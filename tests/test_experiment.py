@@ -95,12 +95,13 @@ def test_one_client_more_in_a_given_partition_leaves_the_others_their_data():
     assert all(torch.equal(w, params[1][name]) for name, w in params[0].items())
 
 
-def test_the_run_folder(tmp_path):
+def test_the_run_folder(tmp_path, drawn):
     history = fs.run(spec(evaluation={"targets": [0.05, 1.0], "per_class": True}), out=tmp_path / "a" / "run")
     folder = tmp_path / "a" / "run"
     assert {path.name for path in folder.iterdir()} == {
         "spec.toml", "metrics.jsonl", "summary.json", "model.safetensors", "partition.png", "checkpoint",
     }  # fmt: skip
+    assert (folder / "partition.png").stat().st_size > 10_000
     assert fs.Experiment.from_toml(folder / "spec.toml") == spec(evaluation={"targets": [0.05, 1.0], "per_class": True})
     records = lines(folder)
     assert records == list(history) == list(fs.History.load(folder))
@@ -249,19 +250,20 @@ def test_two_processes_never_write_into_one_folder(tmp_path):
     seen = []
 
     def meanwhile(record):
-        for resume in (False, True):
-            code = (
-                "import sys, fedstrata as fs, fedstrata.errors\n"
-                "try: fs.run(sys.argv[1], out=sys.argv[2], resume=sys.argv[3] == 'True')\n"
-                "except fedstrata.errors.SpecError as error: print(error)"
-            )
-            arguments = [str(tmp_path / "run" / "spec.toml"), str(tmp_path / "run"), str(resume)]
-            done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
-            seen.append(done.stdout)
+        code = (
+            "import sys, fedstrata as fs, fedstrata.errors\n"
+            "for resume in (False, True):\n"
+            "    try: fs.run(sys.argv[1], out=sys.argv[2], resume=resume)\n"
+            "    except fedstrata.errors.SpecError as error: print(error)"
+        )
+        arguments = [str(tmp_path / "run" / "spec.toml"), str(tmp_path / "run")]
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+        seen.extend(done.stdout.splitlines())
 
-    history = fs.run(table, out=tmp_path / "run", callbacks=[meanwhile])
-    assert ["holds a run already" in text for text in seen] == [True, False] * 2
-    assert ["another process is at work in it" in text for text in seen] == [False, True] * 2
+    history = fs.run(table, out=tmp_path / "run", callbacks=[lambda record: record["round"] == 1 and meanwhile(record)])
+    anew, on = seen
+    assert "holds a run already" in anew
+    assert "another process is at work in it" in on
     assert [record["round"] for record in fs.History.load(tmp_path / "run")] == [1, 2]
     assert fs.run(table, out=tmp_path / "run", resume=True).final_accuracy == history.final_accuracy
 

@@ -33,7 +33,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
     """Runs a changed spec; gives its folder."""
 
     def make(**changes: Any) -> Path:
-        fs.run(experiment(**changes), out=tmp_path / "run")
+        fs.run(experiment(**{"model": {"channels": [4, 8], "hidden": 16}, **changes}), out=tmp_path / "run")
         return tmp_path / "run"
 
     return make

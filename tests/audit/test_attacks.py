@@ -109,15 +109,15 @@ def test_matching_chooses_its_prior_by_held_out_images(monkeypatch):
 def test_every_attack_beats_the_class_mean_where_features_tell_all(name, attack):
     v = view()
     own, labels = v.pixels.images(slice(10)), v.pixels.data.y_train[:10]
-    invert = attack(v, 100, 0, 0)
+    invert = attack(v, 60, 0, 0)
     found = invert(v.seen(own).detach(), labels)
     assert found.shape == own.shape
     assert 0 <= float(found.min()) <= float(found.max()) <= 1
     assert error(found, own) < 0.5 * error(v.class_means[labels], own)
-    again = attack(v, 100, 0, 0)(v.seen(own).detach(), labels)
+    again = attack(v, 60, 0, 0)(v.seen(own).detach(), labels)
     assert torch.equal(found, again)
     if name != "feature matching":  # which draws nothing
-        assert not torch.equal(found, attack(v, 100, 1, 0)(v.seen(own).detach(), labels))
+        assert not torch.equal(found, attack(v, 60, 1, 0)(v.seen(own).detach(), labels))
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 7), (1, 8, 8), (1, 28, 28), (3, 32, 32), (3, 65, 50)])

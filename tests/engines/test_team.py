@@ -13,8 +13,9 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.clients.handling import handles
-from fedstrata.engines import local, team
+from fedstrata.engines import local
 from fedstrata.engines.local import LocalEngine
+from fedstrata.engines.team import cores
 from fedstrata.federation.messages import Reply, Request
 from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
@@ -177,6 +178,6 @@ def test_little_work_is_done_here(tiny):
 
 
 def test_a_process_among_several_starts_no_team(monkeypatch):
-    assert team.cores() == len(os.sched_getaffinity(0))
+    assert cores() == len(os.sched_getaffinity(0))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
-    assert team.cores() == 1
+    assert cores() == 1

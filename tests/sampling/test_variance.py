@@ -1,4 +1,4 @@
-"""The laws of the samplers, by 10,000 draws on frozen updates of clients that differ in size and length."""
+"""The laws of the samplers, by 4,000 draws on frozen updates of clients that differ in size and length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedstrata.sampling.stratified import stratify
 from fedstrata.sampling.variance import Moments, moments, scattered
 from fedstrata.sampling.weighted import with_replacement, without_replacement
 
-N, M, D, DRAWS = 24, 6, 5, 10_000
+N, M, D, DRAWS = 24, 6, 5, 4_000
 EVERYBODY = np.arange(N)
 
 

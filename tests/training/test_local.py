@@ -296,17 +296,20 @@ def test_bf16_trains_nearly_the_same_and_leaves_float32(tiny, chain):
     "method", ["fedavg", "scaffold", "fedprox", "feddyn", "moon", "fedrs", "fedlc", "fedbabu", "bsm-fedavg", "rebafl"]
 )
 def test_bf16_is_near_float32_for_every_objective(method):
+    small = {"name": "cnn", "channels": [4, 8], "hidden": 16}
+    data = {"name": "digits", "limit": 400}
+    table = {"method": method, "data": data, "partition": {"clients": 4}, "model": small}
+
     def model(precision):
         training = {"rounds": 2, "local_epochs": 1, "lr": 0.05, "precision": precision}
-        spec = {"method": method, "partition": {"clients": 4}, "model": "cnn", "training": training}
-        return fs.run(spec).params
+        return fs.run({**table, "training": training}).params
 
     def flat(params):
         return torch.cat([params[name].flatten() for name in sorted(params)])
 
     exact, rough = model("float32"), model("bf16")
     assert all(w.dtype == torch.float32 for w in rough.values())
-    spec = fs.Experiment(method=method, partition={"clients": 4}, model="cnn")
+    spec = fs.Experiment.from_table(table)
     moved = (flat(exact) - flat(fs.prepare(spec).config.model.params())).norm()
     error = (flat(rough) - flat(exact)).norm()
     assert 0 < error < 0.05 * moved
