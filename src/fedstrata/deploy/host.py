@@ -100,9 +100,9 @@ class Host:
                 return records.encode(self._answer(envelope))
         except Exception as error:
             # Whatever it is must not end the site, and the server must learn of it.
-            return records.encode(Refused(self.told(error)))
+            return records.encode(Refused(self.message_of(error)))
 
-    def told(self, error: BaseException, reason: str | None = None) -> str:
+    def message_of(self, error: BaseException, reason: str | None = None) -> str:
         """What others learn of an error; see ``frank``.
 
         Args:
@@ -211,7 +211,7 @@ class _Run:
         if ask.group:
             group = SiteGroup(ask.group, ask.places, lambda part: self.host.send(SERVER, part), self.host.patience)
         outcomes = self.engine.ask(requests, together=group is not None, group=group)
-        return Answers([self._told(outcomes[client]) for client in ask.clients])
+        return Answers([self._outcome(outcomes[client]) for client in ask.clients])
 
     def hop(self, hop: Hop) -> Hopped | Unmoved:
         """One task of a relay."""
@@ -221,16 +221,19 @@ class _Run:
             if hop.weights is None:
                 raise WireError("a hop without a model")
             outcome = self.engine.hop(hop.client, task, hop.weights)
-            return Hopped(self._told(outcome), None) if isinstance(outcome, Failure) else Hopped(outcome[1], outcome[0])
+            if isinstance(outcome, Failure):
+                return Hopped(self._outcome(outcome), None)
+            weights, reply = outcome
+            return Hopped(reply, weights)
         if self.stay.number != hop.journey:
             self.stay = _Stay(hop.journey, self.context, self.store)
         try:
-            weights = self._cargo(hop)
+            weights = self._weights(hop)
         except (FedstrataError, OSError) as error:
-            return Unmoved(self.host.told(error))
-        return Hopped(self._told(self.stay.work(hop, task, weights)), None)
+            return Unmoved(self.host.message_of(error))
+        return Hopped(self._outcome(self.stay.work(hop, task, weights)), None)
 
-    def _cargo(self, hop: Hop) -> Weights:
+    def _weights(self, hop: Hop) -> Weights:
         """The travelling model: sent along, left here, or fetched from the site that has it."""
         if hop.weights is not None:
             weights = hop.weights
@@ -246,11 +249,11 @@ class _Run:
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
         return weights
 
-    def _told(self, outcome: object) -> Any:
+    def _outcome(self, outcome: object) -> Any:
         """An outcome as it travels."""
         if not isinstance(outcome, Failure):
             return outcome
-        reason = outcome.reason if outcome.error is None else self.host.told(outcome.error, outcome.reason)
+        reason = outcome.reason if outcome.error is None else self.host.message_of(outcome.error, outcome.reason)
         return Failed(reason, outcome.bystander)
 
     def _next(self, exchange: int) -> None:

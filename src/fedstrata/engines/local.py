@@ -236,7 +236,7 @@ class LocalRelaySession:
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """The end of the relay."""
         weights, outcomes = self._handler.finish()
-        # A part that turns out at the end not to count takes its client's whole state of this ride with it.
+        # A part that turns out at the end not to count takes its client's whole state of this relay with it.
         bad = {client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)}
         for client, state in self._states.items():
             if client not in bad and state is not self._engine.store.get(client):

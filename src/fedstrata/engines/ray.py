@@ -63,7 +63,7 @@ class RayEngine(Engine):
         address: The cluster to join; that of ``RAY_ADDRESS`` unless given, else a new one on this machine.
         workers: How many; ``training.workers`` or one a processor of the cluster unless given, and never more than
             clients.
-        crew: Workers that are there already and stay, instead of new ones.
+        pool: Workers that are there already and stay, instead of new ones.
 
     Raises:
         ExtraMissingError: Ray is not installed.
@@ -287,10 +287,10 @@ class WorkerPool:
             self._wait()
 
     def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
-        """Have errands run, each as soon as a worker has room for it.
+        """Have calls run, each as soon as a worker has room for it.
 
         Yields:
-            Each errand with what came of it, as they are done; a ``Failure`` where its worker died over it.
+            Each call with what came of it, as they are done; a ``Failure`` where its worker died over it.
         """
         again: deque[Call] = deque()
         try:
@@ -319,7 +319,7 @@ class WorkerPool:
     def _hand_out(self, calls: Iterator[Call], again: deque[Call]) -> None:
         ready = [worker for worker in self._all if worker.hello is None]
         while ready:
-            # Who has least to do comes first; the next errand waits with nobody who has more than others.
+            # Who has least to do comes first; the next call waits with nobody who has more than others.
             worker = min(ready, key=lambda worker: worker.load)
             if len(worker.running) >= AHEAD:
                 return

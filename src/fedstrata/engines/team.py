@@ -123,12 +123,12 @@ class _Member:
 
     def receive(self) -> dict[ClientId, Answer]:
         try:
-            told = self.connection.recv()
+            message = self.connection.recv()
         except (OSError, EOFError):
             self.alive = False
             return {}
         read = self.memory.read
-        return {client: Answer(read(reply), read(state)) for client, reply, state in told}
+        return {client: Answer(read(reply), read(state)) for client, reply, state in message}
 
     def close(self) -> None:
         self.connection.close()
@@ -163,15 +163,15 @@ def _serve(
             data, free = connection.recv()
             up.reuse(free)
             asked, requests, states = down.read(data, copy=True)
-            told = []
+            message = []
             while (place := _take(counter)) < len(asked):
                 client, which = asked[place]
                 # Whatever goes wrong goes wrong again where it can be seen.
                 with contextlib.suppress(Exception):
                     answer = answering(client, requests[which], states.get(client, {}))
                     # Two blocks: a state is kept long after its reply is gone.
-                    told.append((client, up.write(answer.reply), up.write(answer.state)))
-            connection.send(told)
+                    message.append((client, up.write(answer.reply), up.write(answer.state)))
+            connection.send(message)
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The client's part of FedTAN: a first step in tandem with the others, then steps with the statistics it gave."""
+"""The client's part of FedTAN: a first step together with the others, then steps with the statistics it gave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedstrata.training.sgd import SGD
 
 @record
 class FitTogether(Request):
-    """Train locally as in ``Fit``, the first step in tandem with the round's other clients (FedTAN); ``FitReply``.
+    """Train locally as in ``Fit``, the first step together with the round's other clients (FedTAN); ``FitReply``.
 
     Args:
         round: The round, counted from 1.
@@ -72,8 +72,8 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
                 torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         for batch in data.shuffled(training, client.rng("batches", request.round)):
             first = not losses
-            tandem = averaged(model.module, group, len(client)) if first and group is not None else nullcontext()
-            with tandem:
+            together = averaged(model.module, group, len(client)) if first and group is not None else nullcontext()
+            with together:
                 loss = shared.objective.loss(model, params, batch, context)
                 gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
             sgd.step(leaves, gradient)

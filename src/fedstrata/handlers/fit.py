@@ -61,12 +61,12 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
         client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}
         came = {name: b for name, b in request.weights.buffers.items() if name in names}
         result = Weights(result.params, {**result.buffers, **came})
-    told = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
+    counts = (samples, outcome.steps, outcome.seen) if request.counts else (0, 0, 0)
     if not request.counts:
         # BatchNorm counts batches, and batches tell samples.
         counters = {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
         result = Weights(result.params, {**result.buffers, **counters})
-    return FitReply(result, *told, outcome.loss, outcome.message)
+    return FitReply(result, *counts, outcome.loss, outcome.message)
 
 
 def statistics(context: ClientContext) -> frozenset[str]:

@@ -71,7 +71,7 @@ class FedSSARSampler(ClientSampler):
         return FedSSARState(nobody(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Meet the strangers, cluster, allocate, draw."""
+        """Ask unseen clients, cluster, allocate, draw."""
         config, candidates = federation.config, federation.candidates()
         state = self._introduce(federation, state, weights, candidates)
         known = state.sketches.known

@@ -1,7 +1,7 @@
 """What the server remembers of every client's model: a short sketch of it instead of the model.
 
-A sketch is the seeded random projection of ``squeeze.project``. It is linear, so that the sketch of an update is the
-difference of two sketches, and it keeps squared distances in expectation with a relative standard deviation of
+A sketch is the seeded random projection of ``quantization.project``. It is linear, so that the sketch of an update is
+the difference of two sketches, and it keeps squared distances in expectation with a relative standard deviation of
 √(2/K): 3 % for K = 2,048 whatever the model's size. Clusters that differ by less are none. A model of no more than K
 parameters is kept as it is.
 """

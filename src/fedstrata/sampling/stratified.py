@@ -146,7 +146,7 @@ class Stratified(ClientSampler):
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         there = np.searchsorted(state.known, known)
         norms = state.rows.norms[there]
-        # Nothing is known of strangers, and so as much as of all others together: all lengths alike.
+        # Nothing is known of unseen clients, and so as much as of all others together: all lengths alike.
         strata, deviations, overall = known, np.empty(0), 1.0
         if len(known):
             state, strata, deviations, overall = self._strata(federation, state, there, min(count, len(known)))
@@ -227,8 +227,8 @@ class Stratified(ClientSampler):
             return replace(state, sent=sent, lr=config.training.lr_at(federation.round), seed=config.seed), candidates
         asked = candidates
         if refresh == "participants":
-            # Those of the last round renew theirs. Nobody can be drawn before being known: as many strangers as a
-            # round has places introduce themselves, until all have.
+            # Those of the last round renew theirs. Nobody can be drawn before being known: as many unseen clients as
+            # a round has places introduce themselves, until all have.
             unseen = np.setdiff1d(candidates, state.known)
             m = min(federation.config.training.invited(federation.config.clients), len(unseen))
             introduced = federation.rng("introduce").choice(unseen, size=m, replace=False)
