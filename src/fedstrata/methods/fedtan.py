@@ -47,13 +47,13 @@ class FedTAN(Recipe):
         selection, clients = sampler.select(federation, state.clients, weights)
         request = FitTogether(federation.round, weights, **effort(federation.config))
         replies = federation.ask(dict.fromkeys(selection.clients.tolist(), request), together=True)
-        after, memory = aggregator.combine(weights, state.aggregator, selection, replies)
+        after, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         state = RecipeState(
             weights=after,
             clients=sampler.observe(clients, replies),
             data=state.data,
             objective=state.objective,
-            aggregator=memory,
+            aggregator=aggregator_state,
         )
         answers = list(replies.values())
         return state, {**training_metrics(answers), **selection.metrics, **diversity_of(answers, federation.config)}

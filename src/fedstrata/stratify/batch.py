@@ -25,14 +25,14 @@ Ints = NDArray[np.int64]
 
 
 def batch_epoch(
-    federation: Federation, weights: Weights, memory: Tree, plan: BatchPlan, server: ServerOptimizer | None
+    federation: Federation, weights: Weights, state: Tree, plan: BatchPlan, server: ServerOptimizer | None
 ) -> tuple[Weights, Tree, dict[str, Any]]:
     """One exchange and one step of the server's optimiser a batch.
 
     Args:
         federation: To ask.
         weights: The global model.
-        memory: The optimiser's state.
+        state: The optimiser's.
         plan: Who trains what; its reservation is made here.
         server: The optimiser; see ``Stratify``.
 
@@ -44,7 +44,7 @@ def batch_epoch(
     stepper = Stepper(
         server or ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay),
         weights.params,
-        memory,
+        state,
         lr=training.lr_at(federation.round) * ((server.lr if server else None) or 1.0),
     )
     together = has_batchnorm(federation.config.model.module)

@@ -24,7 +24,7 @@ from fedstrata.stratify.single import Route, single_epoch
 
 @record
 class StratifyState:
-    """The global model, who holds which label, and the server optimiser's memory."""
+    """The global model, who holds which label, and the server optimiser's state."""
 
     weights: Weights
     holders: Holders
@@ -127,14 +127,14 @@ class Stratify(Method):
                 weighted=weighted,
                 window=window,
             )
-            weights, memory, metrics = single_epoch(federation, state.weights, route)
+            weights, optimizer, metrics = single_epoch(federation, state.weights, route)
         else:
             size = self.batch_size or config.training.batch_size
             pairs = has_batchnorm(config.model.module)
             plan = BatchPlan(federation, holders, wanted, size, weighted=weighted, window=window, pairs=pairs)
-            weights, memory, metrics = batch_epoch(federation, state.weights, state.optimizer, plan, self.server)
+            weights, optimizer, metrics = batch_epoch(federation, state.weights, state.optimizer, plan, self.server)
         metrics |= communication(weights, metrics["transfers"], config.clients, federation.round)
-        return StratifyState(weights, holders, memory), metrics | {"scheduled": len(wanted)}
+        return StratifyState(weights, holders, optimizer), metrics | {"scheduled": len(wanted)}
 
     def _phase(self, config: FederationConfig, round: int) -> tuple[bool, tuple[float, float]]:
         """Whether a round goes sample by sample, and which part of the data is there in it."""

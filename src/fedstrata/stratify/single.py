@@ -33,7 +33,7 @@ def single_epoch(federation: Federation, weights: Weights, route: Route) -> tupl
     """The model travels until the schedule is trained.
 
     Returns:
-        The new model, None for the optimiser's memory (there is none), and the metrics.
+        The new model, None for the optimiser's state (there is none), and the metrics.
     """
     loss, samples, hops = torch.zeros(()), 0, federation.accounting.hops
     while route.open():
