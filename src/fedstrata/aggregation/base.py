@@ -20,7 +20,7 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import FitReply, Params, Weights
 from fedstrata.records import Tree
-from fedstrata.sampling.base import ClientSampler, Selection
+from fedstrata.sampling.base import ClientSampler, Selection, Uniform
 
 
 class Aggregator(Setting):
@@ -168,8 +168,8 @@ class HorvitzThompson(Aggregator):
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """The weights hold for draws with replacement."""
-        if getattr(sampler, "replacement", None) is False:
+        """The weights hold for draws with replacement, and for uniform ones without: 1/m each."""
+        if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
             raise SpecError(
                 "method.client_sampler.replacement",
                 "horvitz-thompson needs draws with replacement; set it to true "
