@@ -11,3 +11,6 @@ def in_an_empty_folder(tmp_path_factory, monkeypatch):
     home = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("FEDSTRATA_DATA", str(home / "data"))
     monkeypatch.setenv("HOME", str(home))
+    # A console knows its width when it is made; xdist gives its workers one.
+    monkeypatch.setattr("rich._console", None)
+    monkeypatch.delenv("COLUMNS", raising=False)
