@@ -52,7 +52,7 @@ class Checkpoint:
     def restore(self, store: StateStore) -> None:
         """Put the clients' states into a store."""
         for client, path in self.clients.items():
-            store.put(client, records.decode(path.read_bytes()))
+            store.put(client, records.decode(path.read_bytes(), limit=None))
         store.changed.clear()
 
 
@@ -126,7 +126,9 @@ def _read(path: Path) -> Checkpoint:
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
-    return Checkpoint(int(manifest["round"]), records.decode(data), files, bool(manifest.get("remote", False)))
+    return Checkpoint(
+        int(manifest["round"]), records.decode(data, limit=None), files, bool(manifest.get("remote", False))
+    )
 
 
 def _manifest(path: Path) -> dict[str, Any]:

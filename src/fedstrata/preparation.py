@@ -99,10 +99,23 @@ def assemble(
         sizes=assignment.sizes if sizes_known else None,
         server_data=ServerData(dataset, assignment) if sizes_known else None,
         weight_diversity=spec.evaluation.weight_diversity,
+        random=_draws_random_numbers(made, dataset),
     )
     under("availability", lambda: spec.availability.check(config.clients))
     spec.method.check(config)
     return Prepared(spec, dataset, assignment, config)
+
+
+def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
+    """Whether a forward pass in training mode draws from PyTorch's generator: it is tried, whatever the layers are."""
+    x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad(), model.loaded(model.params(), model.buffers(), train=True) as params:
+            model(params, torch.cat([x, x])[:2])
+        return not torch.equal(torch.get_rng_state(), before)
+    finally:
+        torch.set_rng_state(before)
 
 
 def _check_start(model: Model, spec: Experiment) -> None:

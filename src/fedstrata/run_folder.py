@@ -94,6 +94,19 @@ class RunFolder:
                     path.rmdir()
             raise
 
+    def finished(self) -> History | None:
+        """The history of a run that was resumed and is over, and of which no checkpoint was kept; None otherwise.
+
+        Without a checkpoint a run starts over, and what it had written goes: never that of a run that is over.
+        """
+        if self.path is None or self.checkpoint is not None or not (self.path / SUMMARY).exists():
+            return None
+        history = History.load(self.path)
+        if len(history) < self.prepared.spec.training.rounds or not (self.path / WEIGHTS).exists():
+            return None
+        history.params = safetensors.torch.load((self.path / WEIGHTS).read_bytes())
+        return history
+
     def begin(self, running: Running) -> None:
         """Write what is known before the first round, and drop what comes after the checkpoint.
 
@@ -118,7 +131,11 @@ class RunFolder:
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
         if not done:
-            self._log(EVENTS, *running.events)
+            self.write_events(running)
+
+    def write_events(self, running: Running) -> None:
+        """Add what happened in the last round, or in the one that has just broken off."""
+        self._log(EVENTS, *running.events)
 
     def write(self, record: Mapping[str, Any], running: Running) -> None:
         """Add a round, and a checkpoint where one is due."""
@@ -130,7 +147,7 @@ class RunFolder:
         due = every and (round % every == 0 or round == self.prepared.spec.training.rounds)
         if due:
             running.engine.save(round)
-        self._log(EVENTS, *running.events)
+        self.write_events(running)
         self._log(METRICS, record)
         if due:
             for log in self._logs.values():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -59,7 +59,9 @@ def checked_inputs(values: Array, key: str) -> Tensor:
         array = array[..., None]
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):  # what float32 cannot hold is reported below
-            array = array.astype(np.float32)
+            narrow = array.astype(np.float32)
+        if array.dtype.itemsize <= 4 or not _crowded(array, narrow):
+            array = narrow
         bad = ~np.isfinite(array)
         if bad.any():
             first = tuple(int(axis[0]) for axis in np.nonzero(bad))
@@ -137,6 +139,14 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     return (codes[:cut].clone(), codes[cut:].clone()), tuple(str(text) for text in names)
 
 
+def _crowded(values: NDArray[Any], narrow: NDArray[np.float32]) -> bool:
+    """Whether float32 would lose what tells samples apart: values that are large and close to each other."""
+    flat, near = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.abs(flat - near).max(axis=0)
+        return bool((np.isfinite(error) & (error > 1e-3 * flat.std(axis=0)) & (flat.std(axis=0) > 0)).any())
+
+
 def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, Tensor | None]:
     """What makes inputs normal, found on the training inputs.
 
@@ -145,7 +155,8 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
         normalize: See ``from_arrays``.
 
     Returns:
-        Shift and scale of each channel or feature, float32; ``None`` twice for ``"none"``.
+        Shift and scale of each channel or feature, float32, or float64 where float32 would lose what tells samples
+        apart; ``None`` twice for ``"none"``.
     """
     width = train.shape[-1]
     if normalize == "none":
@@ -156,7 +167,7 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     if normalize == "unit":
         low, high = (flat.amin(0).double(), flat.amax(0).double())
         span = high - low
-        return low.float(), torch.where(span > 0, 1 / span, 1.0).float()
+        return _precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
     # In chunks, for memory; about the first row, so that a large mean does not swallow a small deviation.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
@@ -167,4 +178,12 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     mean = total / len(flat)
     deviation = (squares / len(flat) - mean * mean).clamp(min=0).sqrt()
     varies = deviation > 1e-7 * (origin.abs() + mean.abs())
-    return (origin + mean).float(), torch.where(varies, 1 / deviation, 1.0).float()
+    return _precise(train, origin + mean, torch.where(varies, 1 / deviation, 1.0), deviation)
+
+
+def _precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Shift and scale as float32 where inputs may be cast to it before they are shifted."""
+    lost = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
+    if lost.any() and train.dtype in (torch.int32, torch.int64, torch.float64):
+        return shift, scale
+    return shift.float(), scale.float()

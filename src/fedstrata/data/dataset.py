@@ -84,10 +84,15 @@ class Dataset:
             IndexError: A number is negative or too large.
         """
         taken = _take(self.x_train if split == "train" else self.x_test, indices)
-        batch = taken.to(torch.float32, copy=isinstance(indices, slice))
-        if self._rows is not None:
+        if self._rows is None:
+            batch = taken.to(torch.float32, copy=isinstance(indices, slice))
+        else:
             shift, scale = self._rows
-            batch.flatten(1).sub_(shift).mul_(scale)
+            if shift.dtype == torch.float64:  # numbers whose differences float32 would lose before they are shifted
+                batch = taken.double().flatten(1).sub_(shift).mul_(scale).float().view(taken.shape)
+            else:
+                batch = taken.to(torch.float32, copy=isinstance(indices, slice))
+                batch.flatten(1).sub_(shift).mul_(scale)
         return batch.permute(0, 3, 1, 2) if batch.dim() == 4 else batch
 
     @cached_property

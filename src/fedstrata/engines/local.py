@@ -7,15 +7,13 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torch.nn.modules.dropout import _DropoutNd
-
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.team import Answer, State, Team, can_fork
 from fedstrata.errors import SpecError
-from fedstrata.federation.engine import Engine, Failure, RelaySession
+from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.nn.model import Model
@@ -177,7 +175,7 @@ class LocalEngine(Engine):
         self, requests: Mapping[ClientId, Request], group: LocalGroup | None
     ) -> Mapping[ClientId, Reply | Failure]:
         """All clients at once, so that they can add up tensors in the middle of a pass."""
-        refuse_random(self.context.config.model)
+        refuse_random(self.context.config)
         self._pending = {}
         numbers = sorted(requests)
         while len(self._models) < len(numbers):
@@ -244,16 +242,16 @@ class LocalRelaySession:
         return weights, outcomes
 
 
-def refuse_random(model: Model) -> None:
+def refuse_random(config: FederationConfig) -> None:
     """Refuse a model that draws random numbers where clients run at the same time.
 
     Raises:
-        SpecError: It has a dropout layer.
+        SpecError: Its forward pass does.
     """
-    if random := [m for m in model.module.modules() if isinstance(m, _DropoutNd) and m.p > 0]:
+    if config.random:
         # Threads share PyTorch's generator: who draws first would be a matter of chance.
-        problem = f"{random[0]} draws random numbers, which clients that run at the same time cannot do repeatably"
-        raise SpecError("model", problem + "; set its p to 0, or use training.execution = 'fused' with Stratify")
+        problem = "draws random numbers, which clients that run at the same time cannot do repeatably; turn that off "
+        raise SpecError("model", problem + "(nn.Dropout: p = 0), or use training.execution = 'fused' with Stratify")
 
 
 def failure(error: Exception) -> Failure:

@@ -82,7 +82,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
             _freeze(model.module)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())
     mean = float(torch.stack(losses).mean()) if losses else 0.0
-    return FitReply(after, len(client), len(losses), seen, mean, {})
+    return FitReply(after, len(client), len(losses), seen, mean, {}, bool(losses))
 
 
 def _freeze(module: nn.Module) -> None:

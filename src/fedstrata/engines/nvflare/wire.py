@@ -146,9 +146,26 @@ class Failed(Message):
 
 @record
 class Answers(Message):
-    """Replies, or ``Failed``, in the order of the clients that were asked."""
+    """Replies, or ``Failed``, in the order of the clients that were asked.
+
+    Args:
+        outcomes: What came of the next clients.
+        left: How many clients' answers did not fit; ``More`` asks for them.
+    """
 
     outcomes: list[Any]
+    left: int = 0
+
+
+@record
+class More(Message):
+    """Send the answers that did not fit into the last message.
+
+    Args:
+        exchange: Of ``Ask``.
+    """
+
+    exchange: int
 
 
 @record
