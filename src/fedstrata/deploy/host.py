@@ -274,9 +274,14 @@ class _Run:
     def _told(self, outcome: object) -> Any:
         """An outcome as it travels."""
         if not isinstance(outcome, Failure):
+            try:
+                # What could not be read there would take the answers of all other clients of this site with it.
+                records.require_types(outcome)
+            except (WireError, AttributeError, KeyError) as error:
+                return Failed(str(error), False, True)
             return outcome
         reason = outcome.reason if outcome.error is None else self.host.told(outcome.error, outcome.reason)
-        return Failed(reason, outcome.bystander)
+        return Failed(reason, outcome.bystander, outcome.refused)
 
     def _next(self, exchange: int) -> None:
         if exchange <= self._exchange:
@@ -320,12 +325,15 @@ class _Stay:
     def work(self, hop: Hop, task: Request, weights: Weights) -> Any:
         """One client's part."""
         self._new = None
-        client = Client(hop.client, self._context, self._states.get(hop.client) or self._store.get(hop.client))
+        known = self._states.get(hop.client)
+        client = Client(hop.client, self._context, self._store.get(hop.client) if known is None else known)
         try:
-            weights, reply = self._context.handlers.hop(type(task))(client, task, weights)
+            moved, reply = self._context.handlers.hop(type(task))(client, task, weights)
         except Exception as error:
             return failure(error)
-        self._new = _Left(hop.hop, weights, hop.client, client.state)
+        if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
+            return Failure(defect, refused=True)
+        self._new = _Left(hop.hop, moved, hop.client, client.state)
         return reply
 
     def keep(self, news: Kept) -> None:

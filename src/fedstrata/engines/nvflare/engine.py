@@ -296,8 +296,8 @@ class NVFlareEngine(Engine):
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
     """A reply to a request, or why there is none."""
     if isinstance(outcome, Failed):
-        error = None if outcome.bystander else ClientRaisedError(outcome.reason)
-        return Failure(outcome.reason, error, outcome.bystander)
+        error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
+        return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
     wanted = request.reply_type
     if isinstance(outcome, wanted):
         return outcome

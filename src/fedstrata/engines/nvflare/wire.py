@@ -138,10 +138,12 @@ class Failed(Message):
     Args:
         reason: In words.
         bystander: See ``fedstrata.federation.engine.Failure``.
+        refused: See there.
     """
 
     reason: str
     bystander: bool
+    refused: bool = False
 
 
 @record
