@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fedstrata as fs
@@ -247,3 +248,19 @@ def test_without_checkpoints_a_run_starts_over(tmp_path):
     before = result(tmp_path / "run")
     fs.run(spec, out=tmp_path / "run", resume=True)
     assert result(tmp_path / "run") == before
+
+
+def test_a_state_larger_than_a_message_may_be_is_read_again(tmp_path, monkeypatch):
+    """It was written and could never be read: the limit is for what others send."""
+    from fedstrata import records
+
+    store = StateStore()
+    store.put(3, {"x": np.zeros(5000)})
+    checkpoint.save(tmp_path, 1, {"w": np.ones(5000)}, store)
+    monkeypatch.setattr(records, "DEFAULT_LIMIT", 1000)
+    monkeypatch.setattr(records.decode, "__kwdefaults__", {"limit": 1000})
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert found.state["w"].sum() == 5000
+    found.restore(again := StateStore())
+    assert again.get(3)["x"].shape == (5000,)

@@ -175,3 +175,16 @@ def test_bad_names_and_domains_are_named():
         from_arrays(X, ["a", "b", "a"], X, ["a"] * 3, class_names=["a"])
     with pytest.raises(DataError, match="domain_test both"):
         from_arrays(X, N, X, N, domain_train=N)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float64])
+def test_a_large_offset_does_not_swallow_what_tells_samples_apart(kind):
+    """Times in seconds since 1970: cast to float32 before they were shifted, 22 of 952 values were left."""
+    x = (1_700_000_000 + np.arange(-400, 400)).astype(kind)[:, None]
+    y = np.arange(800) % 2
+    for normalize in ("standard", "unit"):
+        data = from_arrays(x, y, x[:5], y[:5], normalize=normalize)
+        inputs = data.inputs(slice(None))
+        assert inputs.dtype == torch.float32
+        assert len(torch.unique(inputs)) == 800
+    assert abs(float(from_arrays(x, y, x, y).inputs(slice(None)).std(correction=0)) - 1) < 1e-3

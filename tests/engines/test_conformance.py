@@ -35,18 +35,18 @@ SPEC = fs.Experiment.from_table(
         "training": {"rounds": 1, "execution": "per-client"},
     }
 )
-Make = Callable[[Prepared, Path], Engine]
+Make = Callable[[Prepared, Path, pytest.FixtureRequest], Engine]
 
 
-def local(prepared: Prepared, place: Path) -> Engine:
+def local(prepared: Prepared, place: Path, request: Any) -> Engine:
     return LocalEngine(make_context(prepared), StateStore())
 
 
-def workers(prepared: Prepared, place: Path) -> Engine:
+def workers(prepared: Prepared, place: Path, request: Any) -> Engine:
     return LocalEngine(make_context(prepared), StateStore(), workers=2)
 
 
-def sites(prepared: Prepared, place: Path, *, direct: bool = True, patience: float = 20.0) -> Engine:
+def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True, patience: float = 120.0) -> Engine:
     """Two sites of two clients each, in this process: all that crosses are bytes."""
     sums, hosts = Sums(patience), {}
 
@@ -66,14 +66,14 @@ def sites(prepared: Prepared, place: Path, *, direct: bool = True, patience: flo
     return engine
 
 
-def through_the_server(prepared: Prepared, place: Path) -> Engine:
-    return sites(prepared, place, direct=False)
+def through_the_server(prepared: Prepared, place: Path, request: Any) -> Engine:
+    return sites(prepared, place, request, direct=False)
 
 
-def on_ray(prepared: Prepared, place: Path) -> Engine:
+def on_ray(prepared: Prepared, place: Path, request: pytest.FixtureRequest) -> Engine:
     from fedstrata.engines.ray import RayEngine
 
-    return RayEngine(make_context(prepared), StateStore(), workers=2)
+    return RayEngine(make_context(prepared), StateStore(), pool=request.getfixturevalue("pool"))
 
 
 ENGINES: dict[str, Make] = {
@@ -86,25 +86,27 @@ ENGINES: dict[str, Make] = {
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
+def pool() -> Iterator[Any]:
+    """Two workers of Ray's for all tests: most of the time of a short run is the start of processes."""
     ray = pytest.importorskip("ray")
+    from fedstrata.engines.ray import WorkerPool
+
     logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
-    ray.shutdown()
+    try:
+        ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
+        with WorkerPool(2) as made:
+            yield made
+    finally:
+        ray.shutdown()
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=[pytest.mark.slow] if name == "ray" else []) for name in ENGINES]
-)
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name == "ray" else []) for name in ENGINES])
 def federation(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
-    if request.param == "ray":
-        request.getfixturevalue("ray_cluster")
     if request.param == "workers":  # such small work would not pay
         monkeypatch.setattr("fedstrata.engines.local.TEAM_PAYS", -1.0)
         monkeypatch.setattr("fedstrata.engines.local.ASKING_PAYS", -1.0)
     prepared = fs.prepare(SPEC)
-    engine = ENGINES[request.param](prepared, tmp_path)
+    engine = ENGINES[request.param](prepared, tmp_path, request)
     made = Federation(engine, prepared.config, fs.Always(), "conformance")
     made.begin(1)
     yield made
@@ -147,7 +149,9 @@ def test_a_sum_is_of_those_that_count(federation: Federation, how: str) -> None:
 
 def test_a_group_adds_up(federation: Federation) -> None:
     replies = federation.ask(dict.fromkeys(range(CLIENTS), Meet()), together=True)
-    assert {client: reply.values.tolist() for client, reply in replies.items()} == dict.fromkeys(range(CLIENTS), [6.0])
+    assert {client: reply.values.tolist() for client, reply in replies.items()} == {
+        client: [6.0] for client in range(CLIENTS)
+    }
     assert times(federation, Meet(), [1, 3], together=True) == {1: 2, 3: 2}
 
 

@@ -32,9 +32,7 @@ class LoRA(Flat):
     def __init__(self, shape: Any, classes: int) -> None:
         super().__init__(shape, classes)
         self.frozen = nn.Parameter(torch.randn(WIDTH, self.features) * 0.1, requires_grad=False)
-        self.a, self.b = (
-            nn.Parameter(torch.randn(*size) * 0.3) for size in ((WIDTH, 4), (4, self.features))
-        )
+        self.a, self.b = (nn.Parameter(torch.randn(*size) * 0.3) for size in ((WIDTH, 4), (4, self.features)))
 
     def body(self, x: Tensor) -> Tensor:
         return F.relu(F.linear(x, self.frozen + self.a @ self.b))

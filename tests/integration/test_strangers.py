@@ -88,9 +88,7 @@ def test_single_sample_steps_are_those_of_autograd(model: str, monkeypatch: pyte
     single = spec(model, "stratify").model_copy(update={"method": fs.Stratify(mode="single", cap=6)})
     ours = fs.run(single)
     used: list[Any] = []
-    monkeypatch.setattr(
-        client_single, "_make_stepper", lambda *args: used.append(AutogradStepper(*args)) or used[-1]
-    )
+    monkeypatch.setattr(client_single, "_make_stepper", lambda *args: used.append(AutogradStepper(*args)) or used[-1])
     plain = fs.run(single)
     assert used
     for name, tensor in plain.params.items():

@@ -156,7 +156,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
             raise DataError(f"images of different sizes in column {name!r}, {sizes}; resize them to one first")
         if pixels.dtype != images.dtype:
             images = images.astype(np.promote_types(pixels.dtype, images.dtype))
-        if pixels.ndim != images.ndim:
+        if pixels.ndim + 1 != images.ndim:
             # Grey ones among colours: all become colours, whichever came first.
             if images.ndim == 3:
                 images = np.repeat(images[..., None], 3, axis=3)
