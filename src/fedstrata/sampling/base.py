@@ -94,8 +94,7 @@ class ClientSampler(Setting):
         if self.tells_sizes:
             raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
 
-    @property
-    def learns(self) -> bool:
+    def learns(self, config: FederationConfig) -> bool:
         """Whether it needs the models that participants send back; see ``observe``."""
         return False
 

@@ -128,10 +128,9 @@ class Stratified(ClientSampler):
             accepted = "use 'asked', or give training.local_steps, the same for all"
             raise SpecError("method.gradients", f"{problem}; {accepted}", "updates")
 
-    @property
-    def learns(self) -> bool:
+    def learns(self, config: FederationConfig) -> bool:
         """Updates may stand for gradients."""
-        return self.gradients == "updates"
+        return self._uses_updates(config)
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
@@ -188,8 +187,8 @@ class Stratified(ClientSampler):
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Remember who took part: their compressed gradients are renewed, or their updates stand for them."""
         # A client that took no step, because it kept no sample this time, has not shown what its gradient is like.
-        trained = {client: reply for client, reply in replies.items() if reply.trained}
-        if len(state.sent) and trained:
+        trained = {client: reply for client, reply in replies.items() if reply.trained} if len(state.sent) else {}
+        if trained:
             # Where sizes are private nobody tells its steps, and all take the same number: see ``check_private``.
             steps = [reply.steps or state.steps for reply in trained.values()]
             models = sketches([reply.weights.params for reply in trained.values()], self.coordinates, state.seed)
