@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ class Checkpoint:
         state: The server's state.
         clients: The file of every client that has a state.
         remote: Whether clients keep their states where they live, and none are here.
+        identity: What the run is; None where it was not said.
     """
 
     round: int
     state: Tree
     clients: dict[int, Path]
     remote: bool = False
+    identity: dict[str, Any] | None = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
         """The same without the states of other clients."""
@@ -56,7 +58,15 @@ class Checkpoint:
         store.changed.clear()
 
 
-def save(folder: Path, round: int, state: Tree, store: StateStore, *, remote: bool = False) -> None:
+def save(
+    folder: Path,
+    round: int,
+    state: Tree,
+    store: StateStore,
+    *,
+    remote: bool = False,
+    identity: Mapping[str, Any] | None = None,
+) -> None:
     """Write the checkpoint of a round.
 
     Args:
@@ -65,6 +75,7 @@ def save(folder: Path, round: int, state: Tree, store: StateStore, *, remote: bo
         state: The server's state.
         store: The clients' states; those that changed since the last checkpoint are written.
         remote: Whether clients keep their states where they live, so that ``store`` has none.
+        identity: What the run is; see ``fedstrata.identity``.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
@@ -83,7 +94,7 @@ def save(folder: Path, round: int, state: Tree, store: StateStore, *, remote: bo
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     digest = _write(part / STATE, records.encode(state))
-    manifest = {"round": round, "state": digest, "clients": listed, "remote": remote}
+    manifest = {"round": round, "state": digest, "clients": listed, "remote": remote, "identity": identity}
     text = json.dumps(manifest, separators=(",", ":"))
     _write(part / MANIFEST, json.dumps({"manifest": text, "sha256": _digest(text.encode())}).encode())
     _sync(part)

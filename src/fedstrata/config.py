@@ -44,6 +44,17 @@ class _SpecName:
         return _NAMES.get(path, path if named else "")
 
 
+@dataclass(frozen=True)
+class MayChange:
+    """Marks a setting that may change when a run goes on, for it decides no round that has run.
+
+    Args:
+        upwards: Whether it may only grow.
+    """
+
+    upwards: bool = False
+
+
 class Setting(BaseModel):
     """A frozen group of validated settings; an unknown key is an error."""
 

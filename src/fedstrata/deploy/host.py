@@ -271,7 +271,7 @@ class _Run:
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
         return weights
 
-    def _told(self, outcome: object) -> Any:
+    def _told(self, outcome: Any) -> Any:
         """An outcome as it travels."""
         if not isinstance(outcome, Failure):
             try:

@@ -103,6 +103,21 @@ class CNN64(ModelSpec):
         return _convolutional(self.name, shape, (64, 64), (394, 192), classes)
 
 
+class CustomModel(ModelSpec):
+    """A module of the user's own, in the spec that a run leaves behind; not to be given.
+
+    Args:
+        custom: What it was.
+    """
+
+    custom: str = ""
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """See ``ModelSpec.build``."""
+        problem = "this was a module of your own: go on in Python, fedstrata.run(spec, model=…, resume=True)"
+        raise SpecError("model.name", problem, "custom")
+
+
 class Custom(ModelSpec):
     """A module of the user's own.
 
@@ -160,6 +175,7 @@ MODELS = _Models(
         "resnet18": "fedstrata.nn.resnet:ResNet18",
         "resnet20": "fedstrata.nn.resnet:ResNet20",
         "tabular": "fedstrata.nn.zoo:Tabular",
+        "custom": "fedstrata.nn.zoo:CustomModel",
     },
 )
 """The models that a spec can name."""
