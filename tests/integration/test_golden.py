@@ -27,7 +27,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "scaffold, drop-out": {"method": "scaffold", "availability": {"name": "bernoulli", "p": 0.6}},
     "moon": {"method": "moon"},
     "rebafl": {"method": "rebafl"},
-    "fedstas": {"method": {"name": "fedstas", "strata": 3, "epsilon": 3.0, "bound": 100}},
+    "fedstas": {"method": {"name": "fedstas", "strata": 3, "epsilon": 3.0, "bound": 200}},
     "fedssar": {"method": "fedssar"},
     "clustered": {"method": "clustered"},
     "fedavg, adam": {"method": {"name": "fedavg", "aggregator": {"name": "size", "server": "adam"}}},
