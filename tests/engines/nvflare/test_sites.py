@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from limits import within
 from torch import nn
 
 import fedstrata as fs
@@ -307,6 +308,17 @@ def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:
         read(sums.add_up("a", records.encode(Part("h", [0], [torch.ones(1)]))), Total)
     with pytest.raises(SiteRefusedError, match="did not come within"):
         read(sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)]))), Total)
+
+
+def test_a_site_that_has_answered_keeps_nobody_waiting_for_its_parts() -> None:
+    from fedstrata.engines.nvflare.wire import Part, Total
+
+    sums = Sums(1000.0)
+    sums.open("g", {"a": {0}, "b": {1}})
+    sums.leave("g", "b")
+    sums.leave("gone", "b")
+    with pytest.raises(SiteRefusedError, match=r"member\(s\) 1 ended"):
+        read(within(60, lambda: sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)])))), Total)
 
 
 def test_a_group_that_loses_a_site_is_void_and_nobody_waits_for_it(sites: Callable[..., Sites], tmp_path: Path) -> None:

@@ -170,8 +170,14 @@ class NVFlareEngine(Engine):
             others = Failure("another of the group is absent", bystander=True)
             return {client: lost.get(client, others) for client in requests}
         self.sums.open(group, {site: {places[client] for client in self._asked[site]} for site in bodies})
+
+        def ended(site: str, failed: str) -> None:
+            if failed:
+                self.sums.abort(group, failed)
+            self.sums.leave(group, site)
+
         try:
-            return self._outcomes(self._all(bodies, Answers, lambda reason: self.sums.abort(group, reason)), requests)
+            return self._outcomes(self._all(bodies, Answers, ended), requests)
         finally:
             self.sums.close(group)
 
@@ -240,7 +246,7 @@ class NVFlareEngine(Engine):
         self,
         bodies: Mapping[str, Message],
         kind: type[Message],
-        failed: Callable[[str], None] = lambda reason: None,
+        ended: Callable[[str, str], None] = lambda site, failed: None,
     ) -> dict[str, Any]:
         def one(site: str) -> Any:
             outcome = self.send(site, bodies[site], kind)
@@ -250,9 +256,10 @@ class NVFlareEngine(Engine):
                     rest if isinstance(rest, FedstrataError) else Answers(outcome.outcomes + rest.outcomes, rest.left)
                 )
             if isinstance(outcome, FedstrataError):
-                failed(str(outcome))
-            elif isinstance(outcome, Answers) and any(isinstance(answer, Failed) for answer in outcome.outcomes):
-                failed(f"a client of site {site} failed")
+                ended(site, str(outcome))
+            else:
+                failed = isinstance(outcome, Answers) and any(isinstance(one, Failed) for one in outcome.outcomes)
+                ended(site, f"a client of site {site} failed" if failed else "")
             return outcome
 
         if len(bodies) == 1:

@@ -45,6 +45,13 @@ class Sums:
         if found is not None:
             found[0].abort(reason)
 
+    def leave(self, group: str, site: str) -> None:
+        """Note that a site has answered: no more parts of its clients will come."""
+        with self._lock:
+            found, places = self._groups.get(group, (None, {}))
+        if found is not None:
+            found.leave(*places[site])
+
     def close(self, group: str) -> None:
         """Forget a group."""
         self.abort(group, "it is over")
