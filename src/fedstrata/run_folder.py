@@ -22,6 +22,7 @@ from fedstrata.identity import environment, require_same
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
 from fedstrata.partitions import draw_partition
+from fedstrata.predictor import MODEL, describe_model
 from fedstrata.preparation import Prepared, prepare
 from fedstrata.spec import Experiment
 
@@ -190,6 +191,7 @@ class RunFolder:
         final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
         self.history.params = final
         if self.path is not None:
+            write_json(self.path / MODEL, describe_model(self.prepared))  # before what says that the run is over
             replace_file(self.path / WEIGHTS, safetensors.torch.save(final))
             write_json(self.path / SUMMARY, self.history.summary)
         return self.history
