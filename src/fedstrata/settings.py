@@ -12,6 +12,9 @@ from fedstrata.config import MayChange, Setting
 
 DEFAULT_EPOCHS = 5
 
+Threads = Annotated[PositiveInt, Field(le=1024)]
+"""More than any machine has cores: the system refuses many more, and PyTorch's threads then end the process."""
+
 
 class Training(Setting):
     """How a round trains.
@@ -55,8 +58,8 @@ class Training(Setting):
     clip: PositiveFloat | None = None
     batch_norm: Literal["average", "local"] = "average"
     execution: Literal["fused", "per-client"] = "fused"
-    threads: PositiveInt = 1
-    workers: Annotated[PositiveInt | None, MayChange()] = None
+    threads: Threads = 1
+    workers: Annotated[Threads | None, MayChange()] = None
     precision: Literal["float32", "bf16"] = "float32"
     device: str = "cpu"
 

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -47,7 +46,7 @@ class Availability(Setting):
     announced: bool = False
     deadline: PositiveFloat | None = None
     seconds_per_sample: PositiveFloat = 0.001
-    speed_spread: NonNegativeFloat = 0.0
+    speed_spread: float = Field(default=0.0, ge=0, le=10)
 
     def check(self, clients: int) -> None:
         """Raise ``SpecError`` where these settings do not fit a federation of ``clients``."""
@@ -160,14 +159,14 @@ class Trace(Availability):
     @field_validator("file")
     @classmethod
     def _exists(cls, file: str) -> str:
-        if not Path(file).expanduser().is_file():
+        if not _path(file).is_file():
             raise ValueError("no such file; expected a CSV file with the columns client,first,last")
         return file
 
     @model_validator(mode="after")
     def _read(self) -> Trace:
         try:
-            with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
+            with _path(self.file).open(newline="", encoding="utf-8") as lines:
                 self._parse(csv.DictReader(lines))
         except (OSError, ValueError, csv.Error) as error:
             raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None
@@ -195,6 +194,13 @@ class Trace(Availability):
         """Whether the round lies in one of the client's intervals."""
         there = [any(a <= round <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
         return np.array(there, dtype=bool)
+
+
+def _path(file: str) -> Path:
+    try:
+        return Path(file).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise ValueError(str(error)) from None
 
 
 AVAILABILITIES: Registry[Availability] = Registry(
