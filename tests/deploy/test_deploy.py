@@ -158,7 +158,10 @@ class _Line:
 
 
 @needs_nvflare
-def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(tmp_path: Path) -> None:
+def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     from fedstrata.deploy.job import Server, folder_of
 
     old = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
