@@ -255,7 +255,7 @@ def test_the_slowest_of_the_widest_spread_has_a_time(monkeypatch):
     assert np.isfinite(seconds).all()
 
 
-@pytest.mark.parametrize("file", ["~nobody_of_that_name/trace.csv", "a\0b", "."])
+@pytest.mark.parametrize("file", ["~nobody_of_that_name/trace.csv", "a\0b", ".", "x" * 5000])
 def test_a_trace_that_is_no_file(file):
     with pytest.raises(SpecError, match="file = "):
         fs.Trace(file=file)

@@ -6,6 +6,7 @@ import math
 import warnings
 import zipfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,9 @@ def _read(name: str, seed: int) -> Arrays:
         return _digits()
     for folder in folders():
         path = folder / f"{name}.npz"
-        if path.name == f"{name}.npz" and path.is_file():
-            return read_npz(path)
+        with suppress(OSError):  # longer than a file's name can be
+            if path.name == f"{name}.npz" and path.is_file():
+                return read_npz(path)
     looked = " and ".join(str(folder) for folder in folders())
     if name in KNOWN:
         keys = ", ".join(NEEDED)

@@ -159,14 +159,18 @@ class Trace(Availability):
     @field_validator("file")
     @classmethod
     def _exists(cls, file: str) -> str:
-        if not _path(file).is_file():
+        try:
+            there = Path(file).expanduser().is_file()
+        except (OSError, RuntimeError):  # longer than a name can be, or in the home of nobody
+            there = False
+        if not there:
             raise ValueError("no such file; expected a CSV file with the columns client,first,last")
         return file
 
     @model_validator(mode="after")
     def _read(self) -> Trace:
         try:
-            with _path(self.file).open(newline="", encoding="utf-8") as lines:
+            with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
                 self._parse(csv.DictReader(lines))
         except (OSError, ValueError, csv.Error) as error:
             raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None
@@ -194,13 +198,6 @@ class Trace(Availability):
         """Whether the round lies in one of the client's intervals."""
         there = [any(a <= round <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
         return np.array(there, dtype=bool)
-
-
-def _path(file: str) -> Path:
-    try:
-        return Path(file).expanduser()
-    except RuntimeError as error:  # ~nobody
-        raise ValueError(str(error)) from None
 
 
 AVAILABILITIES: Registry[Availability] = Registry(

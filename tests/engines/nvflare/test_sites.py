@@ -595,13 +595,13 @@ def test_sites_with_files_of_their_own_compute_the_same(
 @pytest.mark.parametrize(
     ("arrays", "problem"),
     [
-        ({"x_train": np.zeros((4, 8, 8))}, "needs x_train and y_train"),
+        ({"x_train": np.zeros((4, 8, 8))}, "has no y_train; it holds: x_train"),
         ({"x_train": np.zeros((4, 8, 9)), "y_train": np.zeros(4, int)}, r"shape \[1, 8, 9\]; agreed is \[1, 8, 8\]"),
         ({"x_train": np.zeros((4, 8, 8)), "y_train": np.full(4, 10)}, r"other labels than 0…9, which are agreed$"),
         ({"x_train": np.zeros((4, 8, 8)), "y_train": np.zeros(3, int)}, "one whole number for each of 4"),
         ({"x_train": np.zeros((4, 8, 8)), "y_train": np.full(4, "a")}, "one whole number for each of 4"),
         ({"x_train": np.full((4, 8, 8), np.nan), "y_train": np.zeros(4, int)}, "x_train"),
-        ({"x_train": np.array([{}], dtype=object), "y_train": np.zeros(1, int)}, "plain arrays"),
+        ({"x_train": np.array([{}], dtype=object), "y_train": np.zeros(1, int)}, "without pickle"),
     ],
 )
 def test_a_file_that_is_not_what_was_agreed_is_refused(tmp_path: Path, arrays: Any, problem: str) -> None:
