@@ -204,11 +204,20 @@ def test_another_environment_warns_and_is_noted(folder: Path) -> None:
     assert "begun with torch 1.0" in " ".join(event["reason"] for event in read_jsonl(folder / "events.jsonl"))
 
 
-def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path) -> None:
+@pytest.mark.parametrize("key", ["spec", "data", "code", "results_version", None])
+def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path, key: str | None) -> None:
     shutil.rmtree(folder / "checkpoint")
-    (folder / "run.json").write_text("{}")
+    whole = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({"identity": {**whole["identity"], key: None}} if key else {}))
     with pytest.raises(SpecError, match="does not say what it was"):
         fs.run(spec(), out=folder, resume=True)
+
+
+def test_the_checkpoint_says_it_where_run_json_was_edited(folder: Path) -> None:
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('"training.lr": 0.1', '"training.lr": 0.2'))
+    with pytest.raises(SpecError, match=r"training\.lr = 0\.2: this run has 0\.1"):
+        fs.run(spec(training={"lr": 0.2}), out=folder, resume=True)
 
 
 def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:

@@ -129,6 +129,9 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
+    if _name(manifest["round"]) != path.name:
+        # The next one would be built upon another than this, and list other states of the clients.
+        raise ValueError(f"it is of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
         raise ValueError(f"{STATE} is damaged (its checksum differs)")
@@ -137,9 +140,8 @@ def _read(path: Path) -> Checkpoint:
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
-    return Checkpoint(
-        int(manifest["round"]), records.decode(data, limit=None), files, bool(manifest.get("remote", False))
-    )
+    state, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
+    return Checkpoint(int(manifest["round"]), state, files, remote, manifest.get("identity"))
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -53,6 +53,12 @@ def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assig
     }
 
 
+def well_formed(identity: object) -> bool:
+    """Whether something that was read is an identity at all, be it this run's or another's."""
+    kinds = {"results_version": int, "spec": dict, "data": str, "model": str, "partition": str, "code": dict}
+    return isinstance(identity, dict) and all(isinstance(identity.get(key), kind) for key, kind in kinds.items())
+
+
 def about_data(data: Dataset) -> str:
     """Data of the user's own, as a run's spec names them."""
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"

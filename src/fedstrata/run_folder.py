@@ -18,7 +18,7 @@ from fedstrata.errors import CheckpointError, DataError, SpecError
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
 from fedstrata.history import History
-from fedstrata.identity import environment, require_same
+from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
 from fedstrata.partitions import draw_partition
@@ -125,8 +125,9 @@ class RunFolder:
         if self.path is None:
             return
         done, notes = running.round, self._notes + self._other_environment()
-        replace_file(self.path / SPEC, self.prepared.spec.to_toml().encode())
+        # First what says which run it is: a folder with a spec has it, whenever it was killed.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
+        replace_file(self.path / SPEC, self.prepared.spec.to_toml().encode())
         for name in (METRICS, EVENTS):
             if (self.path / name).exists() and (damage := MetricsLog(self.path / name).salvage()):
                 notes.append(f"{damage}; the file as it was lies beside it")
@@ -221,7 +222,7 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
         if resume:
             raise SpecError("resume", "needs the run's folder, out")
         return []
-    if not any((path / name).exists() for name in (SPEC, RUN, METRICS)):
+    if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
         return []
     if not resume:
         raise SpecError("out", "holds a run already; give another folder, or resume that run", str(path))
@@ -243,8 +244,8 @@ def identity_in(path: Path) -> dict[str, Any] | None:
             return found.identity
     try:
         identity: dict[str, Any] = json.loads((path / RUN).read_text(encoding="utf-8"))["identity"]
-        return identity if identity.keys() >= {"spec", "data", "model", "partition", "code"} else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return identity if well_formed(identity) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
