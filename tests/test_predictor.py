@@ -73,6 +73,7 @@ RUNS: dict[str, tuple[dict[str, Any], Any]] = {
         IMAGES,
     ),
     "integers": ({"model": {"name": "tabular", "hidden": [8]}}, offset(np.int64)),
+    "floats": ({"model": {"name": "tabular", "hidden": [8]}}, offset(np.float64)),
     "unit": ({"data": {"normalize": "unit"}}, IMAGES),
     "none": ({"data": {"normalize": "none"}, "training": {"rounds": 2, "lr": 0.001}}, IMAGES),
     "fedbabu": (

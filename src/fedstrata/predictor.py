@@ -196,28 +196,18 @@ class Predictor:
 
     def _samples(self, x: Array) -> Dataset:
         """Samples as a data set that normalises them as the run's own did."""
-        stored = checked_inputs(x, "x")
+        stored = checked_inputs(x, "x", exact=self._shift is not None and self._shift.dtype == torch.float64)
         form = (*self.shape[1:], self.shape[0]) if len(self.shape) == 3 else self.shape
         if stored.shape[1:] != form:
             sample = "(N, F)" if len(form) == 1 else "(N, C, H, W), (N, H, W, C) or, with one channel, (N, H, W)"
             problem = f"of shape {tuple(np.shape(x))}; this model takes samples of shape {self.shape}, as {sample}"
             raise DataError(f"x: {problem}, N = 1 for a single one")
-        if self._shift is not None and self._shift.dtype == torch.float64 and stored.is_floating_point():
-            stored = _unrounded(x, stored)
         labels = torch.zeros(len(stored), dtype=torch.int64)
         names = tuple(str(label) for label in self.classes)
         return Dataset("x", stored, labels, stored, labels, names, shift=self._shift, scale=self._scale)
 
     def __repr__(self) -> str:
         return f"Predictor({type(self.module).__name__}, shape={self.shape}, classes={len(self.classes)})"
-
-
-def _unrounded(x: Array, stored: Tensor) -> Tensor:
-    """Samples in float64, copied: in a few nothing may show that float32 would lose what tells samples apart."""
-    array = np.asarray(x.detach().cpu().numpy() if isinstance(x, Tensor) else x, dtype=np.float64)
-    if array.ndim == 4 and array.shape != stored.shape:
-        array = array.transpose(0, 2, 3, 1)
-    return torch.tensor(array.reshape(stored.shape))
 
 
 @contextmanager
