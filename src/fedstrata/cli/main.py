@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from fedstrata import __version__
 from fedstrata.cli import deploy, inspect, run
+from fedstrata.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.errors import DataError, FedstrataError, SpecError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     warnings.showwarning = _one_line
     try:
-        code: int = options.work(options)
+        with ending_in_order():
+            code: int = options.work(options)
         return code
     except (SpecError, DataError) as error:
         print(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
@@ -34,12 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (FedstrataError, OSError) as error:
         print(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as stop:
         again = (
             "go on from the last checkpoint with 'fedstrata run --resume DIR', or with the same 'compare … --out DIR'"
         )
-        print(f"fedstrata: interrupted; {again}", file=sys.stderr)
-        return INTERRUPTED
+        how, code = ("told to end", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        print(f"fedstrata: {how}; {again}", file=sys.stderr)
+        return code
 
 
 def parser() -> argparse.ArgumentParser:
