@@ -147,8 +147,8 @@ def test_labels_are_the_folders(tmp_path):
     assert histories["prox"][0].method == "fedavg"
     spec = tomllib.loads((tmp_path / "prox" / "seed-0" / "spec.toml").read_text())
     assert spec["method"]["objective"] == {"name": "fedprox", "mu": 2.0}
-    changed = variants({**TABLE, "training": {**TABLE["training"], "rounds": 4}}, ["prox"])
-    with pytest.raises(SpecError, match="holds a run of another spec"):
+    changed = variants({**TABLE, "training": {**TABLE["training"], "batch_size": 7}}, ["prox"])
+    with pytest.raises(SpecError, match=r"training.batch_size = 7: this run has .*prox/seed-0"):
         compare(changed, out=tmp_path, jobs=1)
 
 

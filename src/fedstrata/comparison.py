@@ -24,7 +24,7 @@ from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.experiment import run
 from fedstrata.history import History
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import METRICS, SPEC, SUMMARY, is_run_of
+from fedstrata.run_folder import METRICS, SUMMARY, refuse_foreign
 from fedstrata.spec import Experiment
 
 GRACE = 5.0
@@ -78,9 +78,8 @@ def compare(
     }
     folders = {key: out / key[0] / f"seed-{key[1]}" for key in planned}
     for key, spec in planned.items():
-        there = folders[key] / SPEC
-        if there.exists() and not is_run_of(there, spec):
-            raise SpecError("out", f"holds a run of another spec in {folders[key]}; give another folder", str(out))
+        if folders[key].exists():
+            refuse_foreign(folders[key], prepare(spec), resume=True)
     todo = [key for key, spec in planned.items() if not _is_done(folders[key], spec)]
     jobs = min(jobs or os.cpu_count() or 1, max(len(todo), 1))
     if jobs == 1:
@@ -126,7 +125,7 @@ def _follow(watch: Watcher | None, key: tuple[str, int]) -> Callable[[Mapping[st
 
 
 def _one(spec: Experiment, folder: Path, callback: Callable[[Mapping[str, object]], None] | None = None) -> None:
-    run(spec, out=folder, resume=(folder / SPEC).exists(), callbacks=[callback] if callback else [])
+    run(spec, out=folder, resume=folder.exists(), callbacks=[callback] if callback else [])
 
 
 def _in_processes(

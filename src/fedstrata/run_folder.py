@@ -280,12 +280,3 @@ def prepare_again(folder: Path, key: str) -> Prepared:
     if (before := identity_in(folder)) is not None:
         require_same(before, prepared.identity, str(folder))
     return prepared
-
-
-def is_run_of(there: Path, spec: Experiment) -> bool:
-    """Whether a run's spec file says the same, however it is written: a key may have its default, or be left out."""
-    text = there.read_text(encoding="utf-8")
-    try:
-        return text == spec.to_toml() or Experiment.from_toml(there) == spec
-    except SpecError:
-        return False
