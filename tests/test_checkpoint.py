@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fedstrata as fs
@@ -39,7 +40,8 @@ def experiment(method: str, rounds: int = 5, every: int | None = None) -> fs.Exp
 
 def records(folder: Path) -> list[dict]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+    # The clock is no part of it, nor is a checksum of what the clock is in.
+    return [{key: value for key, value in line.items() if key not in ("seconds", "checksum")} for line in lines]
 
 
 def result(folder: Path) -> tuple[bytes, list[dict], bytes]:
@@ -247,3 +249,36 @@ def test_without_checkpoints_a_run_starts_over(tmp_path):
     before = result(tmp_path / "run")
     fs.run(spec, out=tmp_path / "run", resume=True)
     assert result(tmp_path / "run") == before
+
+
+def test_a_state_larger_than_a_message_may_be_is_read_again(tmp_path, monkeypatch):
+    """It was written and could never be read: the limit is for what others send."""
+    from fedstrata import records
+
+    store = StateStore()
+    store.put(3, {"x": np.zeros(5000)})
+    checkpoint.save(tmp_path, 1, {"w": np.ones(5000)}, store)
+    monkeypatch.setattr(records, "DEFAULT_LIMIT", 1000)
+    monkeypatch.setattr(records.decode, "__kwdefaults__", {"limit": 1000})
+    found = checkpoint.load(tmp_path)
+    assert found is not None
+    assert found.state["w"].sum() == 5000
+    found.restore(again := StateStore())
+    assert again.get(3)["x"].shape == (5000,)
+
+
+def test_it_says_what_the_run_is(tmp_path):
+    """It was written, and what was read never had it."""
+    checkpoint.save(tmp_path, 1, None, StateStore(), identity={"data": "abc"})
+    assert checkpoint.load(tmp_path).identity == {"data": "abc"}
+
+
+def test_one_under_the_name_of_another_round_is_damaged(tmp_path):
+    """It was read, and the next one was built upon the one before it, or upon a damaged one with a traceback."""
+    for round in (1, 2):
+        checkpoint.save(tmp_path, round, round, StateStore())
+    (tmp_path / "round-00000002").rename(tmp_path / "round-00000007")
+    assert checkpoint.load(tmp_path).state == 1
+    shutil.rmtree(tmp_path / "round-00000001")
+    with pytest.raises(CheckpointError, match="round-00000007: it is of round 2"):
+        checkpoint.load(tmp_path)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 import tomllib
 from pathlib import Path
 
 import pytest
+from processes import started
 
 import fedstrata as fs
-from fedstrata.comparison import compare
+from fedstrata.comparison import compare, rounds_done
 from fedstrata.errors import SpecError
 from fedstrata.spec import variants
 
@@ -150,8 +153,8 @@ def test_labels_are_the_folders(unreported, tmp_path):
     assert histories["prox"][0].method == "fedavg"
     spec = tomllib.loads((tmp_path / "prox" / "seed-0" / "spec.toml").read_text())
     assert spec["method"]["objective"] == {"name": "fedprox", "mu": 2.0}
-    changed = variants({**TABLE, "training": {**TABLE["training"], "rounds": 4}}, ["prox"])
-    with pytest.raises(SpecError, match="holds a run of another spec"):
+    changed = variants({**TABLE, "training": {**TABLE["training"], "batch_size": 7}}, ["prox"])
+    with pytest.raises(SpecError, match=r"training.batch_size = 7: this run has .*prox/seed-0"):
         compare(changed, out=tmp_path, jobs=1)
 
 
@@ -189,9 +192,9 @@ def test_a_failing_comparison_ends_its_own_processes_alone(unreported, tmp_path)
     mine.start()
     try:
         experiments = variants(tomllib.loads(SPEC), ["fedavg", "prox"])
-        (tmp_path / "out" / "prox" / "seed-0").mkdir(parents=True)
-        (tmp_path / "out" / "prox" / "seed-0" / "metrics.jsonl").mkdir()
-        with pytest.raises(OSError, match=r"metrics\.jsonl"):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "prox").write_text("no folder")
+        with pytest.raises(SpecError, match="cannot be made a folder"):
             compare(experiments, out=tmp_path / "out", jobs=2)
         assert mine.is_alive()
     finally:
@@ -211,3 +214,113 @@ def test_a_run_that_was_broken_off_is_in_no_table(tmp_path):
     assert "prox" not in (tmp_path / "table.md").read_text()
     compare(variants(tomllib.loads(SPEC), ["fedavg", "prox"]), seeds=[1], out=tmp_path, jobs=1)
     assert "| prox |" in (tmp_path / "table.md").read_text()
+
+
+LONG = """
+seed = 0
+[partition]
+clients = 6
+[training]
+rounds = 40
+local_epochs = 1
+lr = 0.1
+[model]
+name = "mlp"
+hidden = [12]
+[evaluation]
+every = 10
+checkpoint_every = 3
+[method]
+name = "fedavg"
+"""
+COMMAND = ("-m", "fedstrata", "compare", "spec.toml", "--methods", "fedavg,scaffold", "--jobs", "2", "--out", "out")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed")
+    compare(variants(tomllib.loads(LONG), METHODS), out=out, jobs=1)
+    return models(out)
+
+
+def begun(out: Path) -> bool:
+    """Whether both runs are past their first checkpoint."""
+    return all(rounds_done(out / method / "seed-0") > 4 for method in METHODS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL], ids=lambda kind: kind.name)
+def test_workers_end_with_their_parent_and_the_same_command_goes_on(tmp_path, undisturbed, kind):
+    (tmp_path / "spec.toml").write_text(LONG)
+    with started(*COMMAND, "--quiet", cwd=tmp_path) as command:
+        command.wait_until(lambda: begun(tmp_path / "out"))
+        assert len(command.alive()) > 2
+        command.process.send_signal(kind)
+        assert command.ended() == (143 if kind == signal.SIGTERM else -signal.SIGKILL)
+        assert ("told to end; go on from the last checkpoint" in command.said) == (kind == signal.SIGTERM)
+        assert not list((tmp_path / "out").glob("*/*/model.safetensors"))
+        assert command.leaves_nothing()
+    with started(*COMMAND, "--quiet", cwd=tmp_path) as command:
+        assert command.ended() == 0, command.said
+    assert models(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_costs_its_own_run_alone(tmp_path, undisturbed):
+    (tmp_path / "spec.toml").write_text(LONG)
+    with started(*COMMAND, "--quiet", cwd=tmp_path) as command:
+        command.wait_until(lambda: begun(tmp_path / "out"))
+        # A run folder is locked by whoever works in it.
+        victim = next(pid for pid in command.alive() if holds(pid, tmp_path / "out" / "scaffold" / "seed-0"))
+        os.kill(victim, signal.SIGKILL)
+        assert command.ended() == 1
+        said = command.said
+    assert "1 of 2 runs lost their process: that of out/scaffold/seed-0 was killed by SIGKILL" in said
+    assert models(tmp_path / "out") == {run: undisturbed[run] for run in ["fedavg/seed-0"]}
+    compare(variants(tomllib.loads(LONG), METHODS), out=tmp_path / "out", jobs=1)
+    assert models(tmp_path / "out") == undisturbed
+
+
+def holds(pid: int, folder: Path) -> bool:
+    return any(entry.resolve() == folder for entry in Path(f"/proc/{pid}/fd").iterdir())
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_main_guard(tmp_path):
+    (tmp_path / "script.py").write_text(f"""
+import tomllib
+import fedstrata as fs
+from fedstrata.spec import variants
+
+print("once")
+table = tomllib.loads({SPEC!r})
+fs.compare(variants(table, ["fedavg", "prox"]), out="out", jobs=2)
+""")
+    with started("script.py", cwd=tmp_path) as command:
+        assert (command.ended(), command.said) == (0, "once\n")
+    assert len(models(tmp_path / "out")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guard", ["if __name__ == '__main__':", "if True:"])
+def test_a_script_whose_own_method_is_compared_needs_one(tmp_path, guard):
+    (tmp_path / "script.py").write_text(f"""
+import tomllib
+import fedstrata as fs
+
+class Own(fs.FedAvg): ...
+
+{guard}
+    spec = fs.Experiment.from_table(tomllib.loads({SPEC!r}.split("[compare.")[0]))
+    specs = {{"own": spec.model_copy(update={{"method": Own()}}), "fedavg": spec}}
+    fs.compare(specs, out="out", jobs=2)
+""")
+    with started("script.py", cwd=tmp_path) as command:
+        code, said = command.ended(), command.said
+    if guard == "if True:":
+        assert code == 1
+        assert "2 of 2 runs lost their process" in said
+        assert "main guard" in said
+    else:
+        assert code == 0, said
+        assert len(set(models(tmp_path / "out").values())) == 1

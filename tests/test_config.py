@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
+import fedstrata as fs
 from fedstrata.config import FromRegistry, Registry, Setting, from_word, load_object, plain
 from fedstrata.errors import SpecError
 from fedstrata.methods.base import METHODS
@@ -128,11 +129,102 @@ def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
     assert load_object("beside_the_spec:value", "thing") == 7
 
 
-def test_an_import_error_inside_a_users_module_is_not_hidden(tmp_path, monkeypatch):
-    Path(tmp_path, "imports_what_is_not.py").write_text("import certainly_not_installed\n")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import certainly_not_installed", "ModuleNotFoundError: No module named 'certainly_not_installed'"),
+        ("import fails_on_impor", "ModuleNotFoundError: No module named 'fails_on_impor'"),
+        ("def (", r"SyntaxError: invalid syntax \(fails_on_import.py, line 1\)"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_a_users_module_that_fails_on_import_is_named_with_its_own_error(tmp_path, monkeypatch, text, message):
+    Path(tmp_path, "fails_on_import.py").write_text(text + "\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="certainly_not_installed"):
-        load_object("imports_what_is_not:value", "thing")
+    with pytest.raises(SpecError, match=f"name = 'fails_on_import:value': .* with {message}") as caught:
+        load_object("fails_on_import:value", "thing")
+    assert caught.value.__cause__ is not None
+
+
+def test_a_module_in_thousands_of_packages_is_refused():
+    with pytest.raises(SpecError, match=r"name = 'a\.a\.a"):
+        load_object(".".join(["a"] * 5000) + ":value", "thing")
+
+
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    ("section", "table", "key"),
+    [
+        ("seed", 10**5000, "seed"),
+        ("seed", 2**128, "seed"),
+        ("training", {"batch_size": HUGE}, "training.batch_size"),
+        ("training", {"rounds": HUGE}, "training.rounds"),
+        ("training", {"threads": 100_000}, "training.threads"),
+        ("training", {"workers": 100_000}, "training.workers"),
+        ("training", {"lr": 1.7e308}, "training.lr"),
+        ("evaluation", {"batch_size": HUGE}, "evaluation.batch_size"),
+        ("evaluation", {"every": HUGE}, "evaluation.every"),
+        ("data", {"limit": HUGE}, "data.limit"),
+        ("availability", {"speed_spread": 10_000}, "availability.speed_spread"),
+        ("availability", {"seconds_per_sample": 1e300}, "availability.seconds_per_sample"),
+        ("availability", {"name": "persistent", "period": HUGE}, "availability.period"),
+        ("model", {"hidden": [HUGE]}, "model.hidden"),
+        ("model", {"name": "cnn", "channels": [8, HUGE]}, "model.channels"),
+        ("partition", {"clients": HUGE, "min_size": 0}, "partition.clients"),
+        ("partition", {"clients": 2**31 - 1, "min_size": 0}, "partition.clients"),
+        ("partition", {"name": "groups", "groups": [{"clients": 2**31, "classes": 1}]}, "partition.clients"),
+        ("partition", {"name": "given", "indices": [[0, HUGE], [1]]}, "partition.indices"),
+        ("partition", {"name": "given", "indices": 5}, "partition.indices"),
+        ("partition", {"name": "shards", "per_client": HUGE}, "partition.per_client"),
+        ("partition", {"name": "classes", "size": HUGE}, "partition.size"),
+        ("method", {"name": "stratify", "cap": HUGE}, "method.cap"),
+        ("method", {"name": "stratify", "batch_size": HUGE}, "method.batch_size"),
+        ("method", {"name": "stratify", "chunk_size": HUGE}, "method.chunk_size"),
+        ("method", {"name": "fedsampling", "samples": HUGE}, "method.samples"),
+        ("method", {"name": "fedsampling", "bound": HUGE}, "method.bound"),
+        ("method", {"aggregator": {"name": "size", "server": {"lr": 1.7e308}}}, "method.aggregator.server.lr"),
+        ("method", {"objective": {"name": "fedprox", "mu": 1e300}}, "method.objective.mu"),
+    ],
+    ids=lambda value: str(value)[:60] if not isinstance(value, int) else "number",
+)
+def test_a_number_too_large_to_be_served_is_refused(section, table, key):
+    with pytest.raises(SpecError, match=r"(less than or equal to|at most) \d|expected a list") as caught:
+        Experiment.from_table({section: table})
+    assert caught.value.key == key
+
+
+class Chosen(Setting):
+    count: Annotated[int, Field(le=2**40)] = 0
+    share: Annotated[float, Field(lt=1e200)] = 0.0
+    below: float = 0.0
+
+
+def test_a_setting_may_declare_a_bound_of_its_own():
+    assert Chosen(count=2**40, share=1e199).share == 1e199
+    with pytest.raises(SpecError, match=f"count = {2**40 + 1}: input should be less than or equal to {2**40}"):
+        Chosen(count=2**40 + 1)
+    with pytest.raises(SpecError, match=r"below = -1e\+19: too large; accepted: at most 1e\+18"):
+        Chosen(below=-1e19)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fs.Dirichlet(alpha=0), "^alpha = 0: input should be greater than or equal to 0.000000001$"),
+        (lambda: fs.Data(limit=0), "^limit = 0: input should be greater than 0$"),
+        (lambda: fs.Training(lr="fast"), "^lr = 'fast': input should be a valid number"),
+        (lambda: fs.Training(self=1), "^self = 1: unknown key"),
+        (lambda: fs.Experiment(training={"lr": 0}), "^training.lr = 0: input should be greater than 0$"),
+        (lambda: fs.Experiment(partition={"alpha": 0}), "^partition.alpha = 0: "),
+        (lambda: fs.Experiment(method=fs.FedAvg(), modle="cnn"), "^modle = 'cnn': unknown key; .*'model'"),
+    ],
+)
+def test_python_gets_the_same_errors_as_a_spec(make, message):
+    with pytest.raises(SpecError, match=message):
+        make()
 
 
 def test_every_registered_method_is_there_under_its_name():
@@ -152,7 +244,7 @@ def test_schedules_by_hand():
 
 
 def test_epochs_or_steps_and_not_both():
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(SpecError, match=r"^local_epochs and local_steps exclude each other"):
         Training(local_epochs=2, local_steps=5)
     assert Training(local_steps=5).local_steps == 5
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from fedstrata.errors import DataError, SpecError
@@ -106,6 +107,25 @@ def test_load_finds_method_seed_and_targets(tmp_path: Path) -> None:
     write_json(tmp_path / "summary.json", history.summary | {"method": "mine"})
     again = History.load(tmp_path)
     assert again.summary == history.summary | {"method": "mine"}
+
+
+def test_load_has_the_parameters_where_there_are_any(tmp_path: Path) -> None:
+    MetricsLog(tmp_path / "metrics.jsonl").append(*RECORDS)
+    going = History.load(tmp_path)
+    assert going.params is None
+    tensors = {"w": torch.arange(3.0), "n": torch.tensor(2)}
+    (tmp_path / "model.safetensors").write_bytes(safetensors.torch.save(tensors))
+    history = History.load(tmp_path)
+    assert going.params is None  # its records end before that model
+    assert history.params is not None
+    assert all(torch.equal(history.params[name], tensor) for name, tensor in tensors.items())
+    assert history.params is history.params  # read once
+    history.params = None
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    damaged = History.load(tmp_path)
+    assert damaged.final_accuracy == 0.6  # who asks for no parameters is not told of them
+    with pytest.raises(DataError, match=r"model\.safetensors cannot be read"):
+        damaged.params  # noqa: B018
 
 
 def test_load_refuses_what_is_no_run(tmp_path: Path) -> None:

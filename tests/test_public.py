@@ -13,8 +13,8 @@ NAMES = """
     Aggregator Always Assignment BSMFedAvg Bernoulli Classes ClientSampler ClusteredSampling Data DataSampler
     Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR
     FedSTS FedSTaS FedSampling FedTAN Given Grouped Groups History IID MOON Method Model Objective Partition
-    Persistent PowerLaw PowerOfChoice ReBaFL Recipe RunFolder SCAFFOLD SFL Shards Simulation Stratify Trace
-    Training __version__ compare from_arrays plot prepare run
+    Persistent PowerLaw PowerOfChoice Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Shards Simulation Stratify Trace
+    Training __version__ compare from_arrays load plot prepare run
 """
 PUBLIC = NAMES.split()
 

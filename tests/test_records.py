@@ -363,3 +363,14 @@ def test_a_tensor_stands_in_one_place(kind):
     assert len(decode(message(b'{"data":[{"%s":0}]}' % kind.encode()))["data"]) == 1
     with pytest.raises(WireError):
         decode(message(b'{"data":[{"%s":0},{"%s":0}]}' % (kind.encode(), kind.encode())))
+
+
+def test_lists_add_up_leaf_by_leaf():
+    """They were put one behind the other."""
+    assert add([1, 2], [3, 4]) == [4, 6]
+    assert add({"a": (1, [2.0])}, {"a": (3, [0.5])}) == {"a": (4, [2.5])}
+    assert add({"name": "x", "none": None}, {"name": "x", "none": None}) == {"name": "x", "none": None}
+    with pytest.raises(TypeError, match="2 and 1 items do not add up"):
+        add([1, 2], [3])
+    with pytest.raises(TypeError, match="'a' and 'b' do not add up"):
+        add("a", "b")

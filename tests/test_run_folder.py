@@ -127,6 +127,17 @@ def test_records_that_end_before_their_checkpoint_are_damaged(prepared, tmp_path
         drive(tmp_path / "run", prepared, resume=True)
 
 
+def test_a_run_killed_before_its_spec_was_written_holds_nothing_yet(prepared, whole, tmp_path):
+    """It could neither go on nor begin."""
+    drive(tmp_path / "run", prepared, rounds=0)
+    kept = (tmp_path / "run" / "run.json").read_bytes()
+    for path in (tmp_path / "run").iterdir():
+        path.unlink()
+    (tmp_path / "run" / "run.json").write_bytes(kept)
+    drive(tmp_path / "run", prepared)
+    assert files(tmp_path / "run") == files(whole)
+
+
 def test_a_checkpoint_is_written_where_one_is_due(prepared, tmp_path):
     drive(tmp_path / "run", prepared, rounds=1)
     assert checkpoint.load(tmp_path / "run" / "checkpoint") is None

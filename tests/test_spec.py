@@ -7,7 +7,7 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS
 from fedstrata.partitions import PARTITIONS
-from fedstrata.spec import Experiment, apply_override, line_of, read_table, variants
+from fedstrata.spec import LARGEST_SEED, Experiment, apply_override, line_of, parse_toml, read_table, variants
 
 TEXT = """seed = 4  # of everything
 
@@ -233,3 +233,54 @@ def test_an_override_of_another_kind_is_not_for_a_label_that_changed_it():
 def test_errors_say_what_was_probably_meant(table, message):
     with pytest.raises(SpecError, match=message):
         fs.Experiment.from_table(table)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = " + "[" * 1500 + "]" * 1500, "nested in more than 100 levels"),
+        ("a = " + "{a=" * 1500 + "1" + "}" * 1500, "nested in more than 100 levels"),
+        ("a = " + "[" * 200 + "]" * 200, "nested in more than 100 levels"),
+        (".".join(["a"] * 5000) + " = 1", "nested in more than 100 levels"),
+        ("[" + ".".join(["a"] * 5000) + "]", "nested in more than 100 levels"),
+        ("seed = " + "9" * 4301, "a whole number has thousands of digits"),
+        ("seed = \x00", "cannot be read as TOML"),
+    ],
+    ids=["lists", "tables", "deep", "dots", "header", "digits", "null"],
+)
+def test_toml_that_python_trips_over_is_refused(tmp_path, text, message):
+    with pytest.raises(SpecError, match=message) as caught:
+        read_table(write(tmp_path, text))
+    assert caught.value.key == "spec"
+
+
+def test_a_path_with_a_null_byte_is_none():
+    with pytest.raises(SpecError, match=r"spec = 'a\\x00b': cannot be read as TOML: embedded null byte"):
+        read_table("a\0b")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (".".join(["a"] * 5000) + "=1", "--set = 'a.a.*expected section.key=value"),
+        ("seed=" + "9" * 5000, "seed = '999.*integer"),
+        ("seed=0x" + "f" * 9000, r"seed = \(int too large to show\): input should be less than or equal to"),
+        ("seed=" + "[" * 5000, r"seed = '\[\[.*integer"),
+        ("training.lr=" + "[" * 200 + "]" * 200, r"training.lr = '\[\[.*number"),
+    ],
+    ids=["dots", "digits", "hexadecimal", "open", "deep"],
+)
+def test_overrides_that_python_trips_over_are_refused(tmp_path, override, message):
+    with pytest.raises(SpecError, match=message):
+        Experiment.from_toml(write(tmp_path, ""), [override])
+
+
+def test_the_largest_seed_runs_and_reads_back():
+    spec = Experiment(seed=LARGEST_SEED)
+    assert Experiment.from_table(parse_toml(spec.to_toml())) == spec
+    assert spec.data.load(spec.seed).train_size == 1437
+
+
+def test_a_label_whose_methods_name_is_no_text():
+    with pytest.raises(SpecError, match=r"compare.a.method.name = 5: expected a name"):
+        variants({"compare": {"a": {"method": {"name": 5}}}})

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from fedstrata.partitions import Partition as Partition
     from fedstrata.partitions import PowerLaw as PowerLaw
     from fedstrata.partitions import Shards as Shards
+    from fedstrata.predictor import Predictor as Predictor
+    from fedstrata.predictor import load as load
     from fedstrata.preparation import prepare as prepare
     from fedstrata.report.plots import plot as plot
     from fedstrata.run_folder import RunFolder as RunFolder
@@ -76,6 +78,8 @@ _HOMES = {
     "compare": "comparison",
     "plot": "report.plots",
     "run": "experiment",
+    "load": "predictor",
+    "Predictor": "predictor",
     "prepare": "preparation",
     "Simulation": "simulation",
     "RunFolder": "run_folder",

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,12 +38,14 @@ class Checkpoint:
         state: The server's state.
         clients: The file of every client that has a state.
         remote: Whether clients keep their states where they live, and none are here.
+        identity: What the run is; None where it was not said.
     """
 
     round: int
     state: Tree
     clients: dict[int, Path]
     remote: bool = False
+    identity: dict[str, Any] | None = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
         """The same without the states of other clients."""
@@ -52,11 +54,19 @@ class Checkpoint:
     def restore(self, store: StateStore) -> None:
         """Put the clients' states into a store."""
         for client, path in self.clients.items():
-            store.put(client, records.decode(path.read_bytes()))
+            store.put(client, records.decode(path.read_bytes(), limit=None))
         store.changed.clear()
 
 
-def save(folder: Path, round: int, state: Tree, store: StateStore, *, remote: bool = False) -> None:
+def save(
+    folder: Path,
+    round: int,
+    state: Tree,
+    store: StateStore,
+    *,
+    remote: bool = False,
+    identity: Mapping[str, Any] | None = None,
+) -> None:
     """Write the checkpoint of a round.
 
     Args:
@@ -65,6 +75,7 @@ def save(folder: Path, round: int, state: Tree, store: StateStore, *, remote: bo
         state: The server's state.
         store: The clients' states; those that changed since the last checkpoint are written.
         remote: Whether clients keep their states where they live, so that ``store`` has none.
+        identity: What the run is; see ``fedstrata.identity``.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
@@ -83,7 +94,7 @@ def save(folder: Path, round: int, state: Tree, store: StateStore, *, remote: bo
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     digest = _write(part / STATE, records.encode(state))
-    manifest = {"round": round, "state": digest, "clients": listed, "remote": remote}
+    manifest = {"round": round, "state": digest, "clients": listed, "remote": remote, "identity": identity}
     text = json.dumps(manifest, separators=(",", ":"))
     _write(part / MANIFEST, json.dumps({"manifest": text, "sha256": _digest(text.encode())}).encode())
     _sync(part)
@@ -118,6 +129,9 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
+    if _name(manifest["round"]) != path.name:
+        # The next one would be built upon another than this, and list other states of the clients.
+        raise ValueError(f"it is of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
         raise ValueError(f"{STATE} is damaged (its checksum differs)")
@@ -126,7 +140,8 @@ def _read(path: Path) -> Checkpoint:
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
-    return Checkpoint(int(manifest["round"]), records.decode(data), files, bool(manifest.get("remote", False)))
+    state, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
+    return Checkpoint(int(manifest["round"]), state, files, remote, manifest.get("identity"))
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import time
+import tomllib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 from fedstrata.config import build
-from fedstrata.errors import SpecError
+from fedstrata.ending import end_with_parent, ending_in_order, in_main_thread
+from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.experiment import run
 from fedstrata.history import History
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import METRICS, SPEC, SUMMARY, is_run_of
+from fedstrata.run_folder import METRICS, SUMMARY, refuse_foreign
 from fedstrata.spec import Experiment
 
+GRACE = 5.0
+"""Seconds for a worker to end in order."""
+
 Runs = dict[str, list[History]]
+Key = tuple[str, int]
+"""Label and seed of a run."""
 Watcher = Callable[[str, int, int], None]
 """Told label, seed and rounds done, now and then."""
 
@@ -50,6 +63,7 @@ def compare(
 
     Raises:
         SpecError: A setting is wrong; every experiment is checked, with its own seed, before the first one starts.
+        FedstrataError: A run's process was killed; the others have ended well.
     """
     out = Path(out)
     seeds = [common_seed(experiments)] if seeds is None else seeds
@@ -64,9 +78,8 @@ def compare(
     }
     folders = {key: out / key[0] / f"seed-{key[1]}" for key in planned}
     for key, spec in planned.items():
-        there = folders[key] / SPEC
-        if there.exists() and not is_run_of(there, spec):
-            raise SpecError("out", f"holds a run of another spec in {folders[key]}; give another folder", str(out))
+        if folders[key].exists():
+            refuse_foreign(folders[key], prepare(spec), resume=True)
     todo = [key for key, spec in planned.items() if not _is_done(folders[key], spec)]
     jobs = min(jobs or os.cpu_count() or 1, max(len(todo), 1))
     if jobs == 1:
@@ -112,47 +125,125 @@ def _follow(watch: Watcher | None, key: tuple[str, int]) -> Callable[[Mapping[st
 
 
 def _one(spec: Experiment, folder: Path, callback: Callable[[Mapping[str, object]], None] | None = None) -> None:
-    run(spec, out=folder, resume=(folder / SPEC).exists(), callbacks=[callback] if callback else [])
-
-
-def _toml(text: str, folder: Path) -> None:
-    """One run in a worker process; specs cross over as text."""
-    import tomllib
-
-    _one(Experiment.from_table(tomllib.loads(text)), folder)
+    run(spec, out=folder, resume=folder.exists(), callbacks=[callback] if callback else [])
 
 
 def _in_processes(
-    todo: Mapping[tuple[str, int], Experiment],
-    folders: Mapping[tuple[str, int], Path],
-    jobs: int,
-    watch: Watcher | None,
+    todo: Mapping[Key, Experiment], folders: Mapping[Key, Path], jobs: int, watch: Watcher | None
 ) -> None:
-    # Fresh processes: a fork of one that has used PyTorch's threads may hang.
-    context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
-    with ProcessPoolExecutor(max_workers=jobs, mp_context=context, initializer=_die_when_interrupted) as pool:
-        futures: dict[Future[None], tuple[str, int]] = {
-            pool.submit(_toml, spec.to_toml(), folders[key]): key for key, spec in todo.items()
-        }
-        pending = set(futures)
+    texts = {key: spec.to_toml() for key, spec in todo.items()}
+    waiting, workers, lost = list(todo), list[_Worker](), dict[Key, str]()
+    busy: dict[Connection, tuple[_Worker, Key]] = {}
+    main = any("__main__:" in text for text in texts.values())
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                worker = next((worker for worker in workers if worker.connection not in busy), None)
+                if worker is None:
+                    worker = _Worker(main=main)
+                    workers.append(worker)
+                key = waiting.pop(0)
+                busy[worker.connection] = worker, key
+                worker.begin(texts[key], folders[key])
+            for ready in wait(list(busy), timeout=0.5):
+                worker, key = busy.pop(cast(Connection, ready))
+                try:
+                    worker.finish()
+                except EOFError:
+                    lost[key] = worker.end()
+                    workers.remove(worker)
+            if watch is not None:
+                for key in todo:
+                    watch(*key, rounds_done(folders[key]))
+    finally:
+        # Runs that were begun can be resumed; waiting for them to end could take hours.
+        for worker in workers:
+            worker.process.terminate()
+        for worker in workers:
+            worker.end()
+    if lost:
+        runs = "; ".join(f"that of {folders[key]} {how}" for key, how in lost.items())
+        advice = "the same call goes on from their last checkpoints; fewer jobs at a time take less memory"
+        if main:
+            advice = (
+                "what specs name in the program itself needs a main guard, if __name__ == '__main__', about compare"
+            )
+        raise FedstrataError(f"{len(lost)} of {len(todo)} runs lost their process: {runs}; {advice}")
+
+
+class _Worker:
+    """A process that runs one experiment after another.
+
+    Args:
+        main: Whether specs name something of the program that called, which is then run there under another name, as
+            ``multiprocessing`` does: it has to have a main guard. Without it a script or a notebook needs none.
+    """
+
+    def __init__(self, *, main: bool) -> None:
+        # A fresh process: a fork of one that has used PyTorch's threads may hang.
+        context = multiprocessing.get_context("spawn")
+        self.connection, there = context.Pipe()
+        self.process = context.Process(target=_work, args=(there, in_main_thread()), name="fedstrata-compare")
+        program = sys.modules["__main__"]
         try:
-            while pending:
-                done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                if watch is not None:
-                    for key in futures.values():
-                        watch(*key, rounds_done(folders[key]))
-        except BaseException:
-            # Runs that were begun can be resumed; waiting for them to end could take hours.
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()
-            raise
+            if not main:
+                sys.modules["__main__"] = ModuleType("__main__")
+            self.process.start()
+        finally:
+            sys.modules["__main__"] = program
+            there.close()
+
+    def begin(self, spec: str, folder: Path) -> None:
+        """Hand it a run; specs cross over as text."""
+        with suppress(OSError):  # it is gone, as ``finish`` will find
+            self.connection.send((spec, folder))
+
+    def finish(self) -> None:
+        """The end of its run, with the error that it raised.
+
+        Raises:
+            EOFError: It is gone.
+        """
+        try:
+            error = self.connection.recv()
+        except OSError:
+            raise EOFError from None
+        if error is not None:
+            raise error
+
+    def end(self) -> str:
+        """Let it end, and after ``GRACE`` seconds end it; how it ended."""
+        self.connection.close()
+        self.process.join(GRACE)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        code = self.process.exitcode or 0
+        return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
-def _die_when_interrupted() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def _work(connection: Connection, asked_by_main_thread: bool) -> None:
+    """The life of a worker: until there are no more runs, or nobody who wants them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
+    with ending_in_order(), suppress(EOFError, OSError):
+        end_with_parent(asked_by_main_thread)
+        while True:
+            spec, folder = connection.recv()
+            error: Exception | None = None
+            try:
+                _one(Experiment.from_table(tomllib.loads(spec)), folder)
+            except Exception as raised:
+                raised.add_note(f"in the process of {folder}:\n{traceback.format_exc()}")
+                error = raised
+            connection.send(_that_crosses(error))
+
+
+def _that_crosses(error: Exception | None) -> Exception | None:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return FedstrataError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def rounds_done(folder: Path) -> int:

@@ -14,16 +14,29 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import CoreSchema
 
-from fedstrata.errors import SpecError, nearest
+from fedstrata.errors import FedstrataError, SpecError, nearest
 
 T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
+MOST = 2**31 - 1
+"""The largest whole number that a setting takes, unless it says otherwise: what counts with it fits into 64 bits."""
+
+LARGEST = 1e18
+"""The largest number that a setting takes, unless it says otherwise: its square fits into float32."""
 
 _NAMES: dict[str, str] = {}
 """What specs call a class, by ``"module:Class"``."""
@@ -44,8 +57,23 @@ class _SpecName:
         return _NAMES.get(path, path if named else "")
 
 
+@dataclass(frozen=True)
+class MayChange:
+    """Marks a setting that may change when a run goes on, for it decides no round that has run.
+
+    Args:
+        upwards: Whether it may only grow.
+    """
+
+    upwards: bool = False
+
+
 class Setting(BaseModel):
-    """A frozen group of validated settings; an unknown key is an error."""
+    """A frozen group of validated settings; an unknown key is an error.
+
+    Raises:
+        SpecError: A setting is wrong; the message says what is accepted.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", arbitrary_types_allowed=True, validate_default=True, allow_inf_nan=False
@@ -53,6 +81,26 @@ class Setting(BaseModel):
 
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
     """What a spec calls it; empty for a section that has only one kind."""
+
+    if not TYPE_CHECKING:  # type checkers know the arguments from the fields
+
+        def __init__(self, /, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise explain(error, type(self)) from None
+
+        # Settings inside settings are checked by pydantic itself, which knows the whole key of what is wrong.
+        __init__.__pydantic_base_init__ = True
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_served(cls, value: Any, info: ValidationInfo) -> Any:
+        """Numbers that would overflow, or ask for more memory than there is, wherever they are used."""
+        limits = cls.model_fields[info.field_name or ""].metadata
+        if not any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in limits):
+            _check_size(value)
+        return value
 
     def to_spec(self) -> dict[str, Any]:
         """The settings as a spec's table; reading it back gives an equal object."""
@@ -62,6 +110,16 @@ class Setting(BaseModel):
             if value is not None:
                 table[key] = plain(value)
         return table
+
+
+def _check_size(value: object) -> None:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_size(item)
+    elif isinstance(value, int) and not -MOST <= value <= MOST:
+        raise ValueError(f"too large; accepted: at most {MOST}")
+    elif isinstance(value, float) and not -LARGEST <= value <= LARGEST:
+        raise ValueError(f"too large; accepted: at most {LARGEST:g}")
 
 
 def plain(value: Any) -> Any:
@@ -184,10 +242,7 @@ def build(cls: type[T], table: Mapping[str, Any]) -> T:
     Raises:
         SpecError: The first setting that is wrong, with what is accepted.
     """
-    try:
-        return cls(**table)
-    except ValidationError as error:
-        raise explain(error, cls) from None
+    return cls(**table)
 
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
@@ -278,10 +333,13 @@ def _load(path: str, kind: str) -> Any:
         raise SpecError("name", f"no name of a {kind}; expected 'module:Class'", path)
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and not module_name.startswith(error.name):
-            raise
-        raise SpecError("name", f"no module {module_name!r} to load the {kind} from", path) from None
+    except FedstrataError:
+        raise
+    except (Exception, SystemExit) as error:  # it may be the user's own module, which raises what it likes
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise SpecError("name", f"no module {module_name!r} to load the {kind} from", path) from None
+        problem = f"its module fails when it is imported, with {type(error).__name__}: {error}"
+        raise SpecError("name", problem, path) from error
     try:
         return getattr(module, attribute)
     except AttributeError:

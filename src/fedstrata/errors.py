@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+LONGEST = 500
+"""Characters of a value that a message shows."""
+
 
 class FedstrataError(Exception):
     """Anything that fedstrata refuses or cannot do; the command line prints it as one line."""
@@ -21,8 +24,8 @@ class SpecError(FedstrataError):
 
     def __init__(self, key: str, problem: str, value: object = ...) -> None:
         self.key, self.problem, self.value = key, problem, value
-        given = "" if value is ... else f" = {value!r}"
-        super().__init__(f"{key}{given}: {problem}")
+        given = "" if value is ... else f" = {_shown(value)}"
+        super().__init__(f"{key}{given}: {problem}" if key or given else problem)
 
     def __reduce__(self) -> tuple[type[SpecError], tuple[object, ...]]:
         return SpecError, (self.key, self.problem, self.value)
@@ -65,6 +68,14 @@ class ExtraMissingError(FedstrataError):
 
     def __reduce__(self) -> tuple[type[ExtraMissingError], tuple[str, str]]:
         return ExtraMissingError, (self.feature, self.extra)
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested in thousands of levels, or a number of thousands of digits
+        return f"({type(value).__name__} too large to show)"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:

@@ -13,7 +13,6 @@ from fedstrata.errors import SpecError
 from fedstrata.history import History
 from fedstrata.nn.model import Model
 from fedstrata.preparation import Arrays, prepare
-from fedstrata.run_folder import refuse_foreign
 from fedstrata.simulation import Callback, run_prepared
 from fedstrata.spec import Experiment
 
@@ -52,7 +51,6 @@ def run(
     elif not isinstance(spec, Experiment):
         spec = Experiment.from_table(spec)
     folder = None if out is None else Path(out)
-    refuse_foreign(folder, spec, resume)
     if engine == "nvflare":
         # There the loop over rounds is itself a job of NVFlare's, so that it is not this process that runs it.
         if data is not None or model is not None:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
+import safetensors.torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstrata.errors import DataError, SpecError, nearest
@@ -23,6 +25,9 @@ Record = dict[str, Any]
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
 """Accuracies whose first round the summary gives unless told otherwise."""
+
+WEIGHTS = "model.safetensors"
+"""Where a run folder has the final model."""
 
 STANDARD = (
     "round", "accuracy", "loss", "train_loss", "clients_invited", "clients_returned", "clients_dropped",
@@ -41,7 +46,7 @@ class History(Sequence[Record]):
         seed: The experiment's seed.
         targets: Accuracies in (0, 1] for ``rounds_to_target`` in the summary.
         path: The run folder, where there is one.
-        params: The final model's tensors by name, where they are at hand.
+        params: The final model's parameters and buffers by name, where they are at hand.
 
     >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
     >>> history.best_round, history.rounds_to_target(0.8)
@@ -62,12 +67,13 @@ class History(Sequence[Record]):
     ) -> None:
         self.method, self.seed, self.targets = method, seed, tuple(targets)
         self.path = None if path is None else Path(path)
-        self.params = params
+        self._params = params
+        self._weights: Path | None = None
         self._records: list[Record] = [jsonable(record) for record in records]
 
     @classmethod
     def load(cls, folder: Path | str) -> History:
-        """The history of a run folder; a run that is still going or was killed has one too.
+        """The history of a run folder; a run that is still going or was killed has one too, without ``params``.
 
         Raises:
             DataError: The folder is no run folder, or a file in it is damaged.
@@ -76,7 +82,27 @@ class History(Sequence[Record]):
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder} is no run folder: it has no metrics.jsonl")
         records = read_jsonl(folder / "metrics.jsonl")
-        return cls(records, path=folder, **_about(folder))
+        history = cls(records, path=folder, **_about(folder))
+        if (folder / WEIGHTS).is_file():
+            history._weights = folder / WEIGHTS
+        return history
+
+    @property
+    def params(self) -> Mapping[str, Tensor] | None:
+        """The final model's parameters and buffers by name; None for a run that has not ended.
+
+        Those of a run folder are read when they are first asked for.
+
+        Raises:
+            DataError: The folder's file is damaged, or gone.
+        """
+        if self._params is None and self._weights is not None:
+            self._params = read_weights(self._weights)
+        return self._params
+
+    @params.setter
+    def params(self, params: Mapping[str, Tensor] | None) -> None:
+        self._params = params
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a round; arrays and tensors become lists, NaN and infinity None, as they would in the file."""
@@ -209,6 +235,18 @@ def summarise(
         was evaluated.
     """
     return History(records, method=method, seed=seed, targets=targets).summary
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a ``model.safetensors``.
+
+    Raises:
+        DataError: The file is gone or damaged.
+    """
+    try:
+        return safetensors.torch.load(path.read_bytes())
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def target_text(target: float) -> str:

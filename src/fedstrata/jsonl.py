@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -14,9 +15,14 @@ from torch import Tensor
 
 from fedstrata.errors import DataError
 
+CHECKSUM = "checksum"
+"""The key of a line's checksum, the last of each line: of the line without it and of the checksum before it."""
+
 
 class MetricsLog:
     """A file of records, one JSON object a line, that survives being killed in the middle of one.
+
+    Each line carries a checksum that goes on from the line before: one that is flipped, lost, repeated or moved shows.
 
     Args:
         path: The file; made by the first ``append``.
@@ -24,7 +30,8 @@ class MetricsLog:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._mended = False
+        self._last: str | None = None
+        """The checksum of the last line; None while the file was not read."""
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Add records, one line each, and hand them to the operating system.
@@ -33,11 +40,17 @@ class MetricsLog:
             TypeError: A value is nothing that JSON can hold.
             DataError: The file that is there is damaged.
         """
-        if not self._mended:  # a torn last line would swallow the first new one
+        if self._last is None:  # a torn last line would swallow the first new one
             self.truncate_after(math.inf)
-        text = "".join(json.dumps(jsonable(record), allow_nan=False) + "\n" for record in records)
+        lines = []
+        last = self._last or ""
+        for record in records:
+            text = json.dumps(jsonable(record), allow_nan=False)
+            last = _checksum(last, text)
+            lines.append(f'{text[:-1]}{", " if len(text) > 2 else ""}"{CHECKSUM}": "{last}"}}\n')
         with self.path.open("ab") as file:
-            file.write(text.encode())
+            file.write("".join(lines).encode())
+        self._last = last
 
     def sync(self) -> None:
         """Wait until what was appended is on the disk: a power cut cannot take it away any more."""
@@ -51,36 +64,76 @@ class MetricsLog:
         Raises:
             DataError: A line before the last is damaged, or a record has no round.
         """
+        self._last = ""
         if self.path.exists():
-            kept = b"".join(line + b"\n" for line, record in _lines(self.path) if record["round"] <= round)
+            lines = []
+            for line, record, checksum in _lines(self.path):
+                if record["round"] <= round:
+                    lines.append(line + b"\n")
+                    self._last = checksum
+            kept = b"".join(lines)
             if kept != self.path.read_bytes():
                 replace_file(self.path, kept)
-        self._mended = True
+
+    def salvage(self) -> str:
+        """Keep what can be read of a damaged file, and the whole of it beside as ``NAME.damaged``.
+
+        Returns:
+            What was wrong; an empty text where nothing was.
+        """
+        readable: list[bytes] = []
+        try:
+            for line, _, _ in _lines(self.path):
+                readable.append(line + b"\n")
+        except DataError as error:
+            replace_file(self.path.with_name(self.path.name + ".damaged"), self.path.read_bytes())
+            replace_file(self.path, b"".join(readable))
+            self._last = None
+            return str(error)
+        return ""
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
     """The records of a file that ``MetricsLog`` wrote; a torn last line is left out.
 
     Raises:
-        DataError: Another line is no record of a round.
+        DataError: Another line is no record of a round, or is not what was written there.
     """
-    return [record for _, record in _lines(Path(path))]
+    return [record for _, record, _ in _lines(Path(path))]
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    lines = path.read_bytes().split(b"\n")
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
+    """The whole lines of a file, their records, and their checksums (empty where a line has none)."""
+    last = ""
+    data = path.read_bytes()
+    lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
-            if number == len(lines):  # no newline follows: the writer was killed
+            # No newline follows where the writer was killed; zeros are what a power cut leaves, and no line of ours.
+            if number == len(lines) and b"\0" not in line:
                 return
-            raise DataError(f"{path}, line {number}: no JSON object") from None
+            raise DataError(f"{path}, line {number}: no JSON object; what stands before can be read") from None
         if not isinstance(record, dict) or type(record.get("round")) is not int:
             raise DataError(f"{path}, line {number}: no record of a round (an object with a whole number 'round')")
-        yield line, record
+        checksum = record.pop(CHECKSUM, None)
+        if checksum is not None:
+            end = f'"{CHECKSUM}": "{checksum}"}}'.encode()
+            text = line.removesuffix(end).removesuffix(b", ").decode() + "}"
+            if not line.endswith(end) or _checksum(last, text) != checksum:
+                problem = "its checksum says that it, or a line before it, is not what was written"
+                raise DataError(f"{path}, line {number}: {problem}; what stands before can be read")
+            last = checksum
+        elif last:
+            raise DataError(f"{path}, line {number}: it lacks the checksum that the lines before it have")
+        yield line, record, last
+
+
+def _checksum(before: str, text: str) -> str:
+    return hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
 
 
 def write_json(path: Path | str, value: object) -> None:

@@ -24,8 +24,8 @@ def occupied(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise SpecError("out", f"cannot be made a folder: {error.strerror}", str(folder)) from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        raise SpecError("out", f"cannot be made a folder: {getattr(error, 'strerror', error)}", str(folder)) from None
     try:
         _lock(held)
     except BlockingIOError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import nn
 
 from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.identity import about_data, about_model, identity_of
 from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
-from fedstrata.nn.zoo import make_model
+from fedstrata.nn.zoo import CustomModel, make_model
 from fedstrata.partitions import Assignment
 from fedstrata.partitions.server_data import ServerData
 from fedstrata.spec import Experiment
@@ -42,6 +45,11 @@ class Prepared:
     assignment: Assignment
     config: FederationConfig
 
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the run is; see ``fedstrata.identity``."""
+        return identity_of(self.spec, self.data, self.config.model, self.assignment)
+
 
 def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | Model | None = None) -> Prepared:
     """Load the data, split them and check everything that can be wrong before anything is written.
@@ -56,7 +64,11 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | 
         SpecError: A setting does not fit the data, the federation or another setting.
         DataError: The data are missing or damaged.
     """
-    dataset = spec.data.load(spec.seed) if data is None else as_dataset(data, spec)
+    if data is None:
+        dataset = spec.data.load(spec.seed)
+    else:
+        dataset = as_dataset(data, spec)
+        spec = spec.model_copy(update={"data": Data("custom", custom=about_data(dataset))})
     assignment = under("partition", lambda: spec.partition.split(dataset, spec.seed))
     return assemble(spec, dataset, assignment, model)
 
@@ -84,6 +96,7 @@ def assemble(
     if isinstance(model, (nn.Module, Model)):
         made = model if isinstance(model, Model) else Model(lay_out(model, dataset.shape))
         _check_outputs(made, dataset)
+        spec = spec.model_copy(update={"model": CustomModel(custom=about_model(made))})
     elif model is None:
         made = make_model(spec.model, dataset.shape, dataset.classes, spec.seed)
     else:
@@ -99,10 +112,23 @@ def assemble(
         sizes=assignment.sizes if sizes_known else None,
         server_data=ServerData(dataset, assignment) if sizes_known else None,
         weight_diversity=spec.evaluation.weight_diversity,
+        random=_draws_random_numbers(made, dataset),
     )
     under("availability", lambda: spec.availability.check(config.clients))
     spec.method.check(config)
     return Prepared(spec, dataset, assignment, config)
+
+
+def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
+    """Whether a forward pass in training mode draws from PyTorch's generator: it is tried, whatever the layers are."""
+    x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
+    before = torch.get_rng_state()
+    try:
+        with torch.no_grad(), model.loaded(model.params(), model.buffers(), train=True) as params:
+            model(params, torch.cat([x, x])[:2])
+        return not torch.equal(torch.get_rng_state(), before)
+    finally:
+        torch.set_rng_state(before)
 
 
 def _check_start(model: Model, spec: Experiment) -> None:

@@ -148,14 +148,18 @@ def _block_size(signature: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> in
     return 8 + -(-length // 8) * 8 + end
 
 
-def decode(data: bytes, *, limit: int = DEFAULT_LIMIT) -> Tree:
+def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
     """The tree that ``data`` encodes.
+
+    Args:
+        data: Bytes that ``encode`` made.
+        limit: Largest message that is read, in bytes; None for what this process wrote itself.
 
     Raises:
         WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or a message's field has
             another type than was declared.
     """
-    if len(data) > limit:
+    if limit is not None and len(data) > limit:
         raise WireError(f"a message of {len(data)} bytes is over the limit of {limit}")
     try:
         (length,) = _LENGTH.unpack_from(data)
@@ -375,6 +379,14 @@ def _zip_with(combine: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
         if a.keys() != b.keys():
             raise TypeError(f"the keys {sorted(a)} and {sorted(b)} do not add up")
         return {key: _zip_with(combine, a[key], b[key]) for key in a}
+    if isinstance(a, (list, tuple)):
+        if type(a) is not type(b) or len(a) != len(b):
+            raise TypeError(f"{len(a)} and {len(b)} items do not add up")
+        return type(a)(_zip_with(combine, left, right) for left, right in zip(a, b, strict=True))
+    if a is None or isinstance(a, (str, bytes)):
+        if a != b:
+            raise TypeError(f"{a!r} and {b!r} do not add up; a field that all replies hold alike is declared same()")
+        return a
     return combine(a, b)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,17 +14,20 @@ import safetensors.torch
 from fedstrata import checkpoint
 from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import DataError, SpecError
+from fedstrata.errors import CheckpointError, DataError, SpecError
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
 from fedstrata.history import History
-from fedstrata.jsonl import MetricsLog, replace_file, write_json
+from fedstrata.identity import environment, require_same, well_formed
+from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
 from fedstrata.partitions import draw_partition
-from fedstrata.preparation import Prepared
+from fedstrata.predictor import MODEL, describe_model
+from fedstrata.preparation import Prepared, prepare
 from fedstrata.spec import Experiment
 
-SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
+RUN, SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
+    "run.json",
     "spec.toml",
     "metrics.jsonl",
     "events.jsonl",
@@ -55,10 +60,13 @@ class RunFolder:
         path: The folder; None for memory.
         prepared: The experiment.
         found: The checkpoint from which the run goes on.
+        notes: What is to be noted as events when it goes on.
     """
 
-    def __init__(self, path: Path | None, prepared: Prepared, found: Checkpoint | None = None) -> None:
-        self.path, self.prepared, self.checkpoint = path, prepared, found
+    def __init__(
+        self, path: Path | None, prepared: Prepared, found: Checkpoint | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        self.path, self.prepared, self.checkpoint, self._notes = path, prepared, found, list(notes)
         spec = prepared.spec
         self.history = History(method=spec.method.name, seed=spec.seed, targets=spec.evaluation.targets, path=path)
         self._logs: dict[str, MetricsLog] = {}
@@ -78,14 +86,15 @@ class RunFolder:
             CheckpointError: Every checkpoint is damaged.
         """
         if path is None:
-            refuse_foreign(path, prepared.spec, resume)
+            refuse_foreign(path, prepared, resume=resume)
             yield cls(None, prepared)
             return
         made = not path.exists()
         try:
             with occupied(path):
-                refuse_foreign(path, prepared.spec, resume)
-                yield cls(path, prepared, checkpoint.load(path / CHECKPOINT) if resume else None)
+                changes = refuse_foreign(path, prepared, resume=resume)
+                found = checkpoint.load(path / CHECKPOINT) if resume else None
+                yield cls(path, prepared, found, [f"resumed with another setting: {change}" for change in changes])
         except BaseException:
             if made:
                 # Where the run never began, such as without its engine, nothing is left behind: a folder with
@@ -93,6 +102,19 @@ class RunFolder:
                 with suppress(OSError):
                     path.rmdir()
             raise
+
+    def finished(self) -> History | None:
+        """The history of a run that was resumed and is over, and of which no checkpoint was kept; None otherwise.
+
+        Without a checkpoint a run starts over, and what it had written goes: never that of a run that is over.
+        """
+        if self.path is None or self.checkpoint is not None or not (self.path / SUMMARY).exists():
+            return None
+        history = History.load(self.path)
+        if len(history) < self.prepared.spec.training.rounds or not (self.path / WEIGHTS).exists():
+            return None
+        history.params = safetensors.torch.load((self.path / WEIGHTS).read_bytes())
+        return history
 
     def begin(self, running: Running) -> None:
         """Write what is known before the first round, and drop what comes after the checkpoint.
@@ -102,23 +124,47 @@ class RunFolder:
         """
         if self.path is None:
             return
-        done = running.round
+        done, notes = running.round, self._notes + self._other_environment()
+        # First what says which run it is: a folder with a spec has it, whenever it was killed.
+        write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
         replace_file(self.path / SPEC, self.prepared.spec.to_toml().encode())
         for name in (METRICS, EVENTS):
+            if (self.path / name).exists() and (damage := MetricsLog(self.path / name).salvage()):
+                notes.append(f"{damage}; the file as it was lies beside it")
             # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
             MetricsLog(self.path / name).truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
-            for record in History.load(self.path):
+            for record in read_jsonl(self.path / METRICS):
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
+        self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Of the rounds so far: who looks for them must not find them before this run is over.
         for name in (SUMMARY, WEIGHTS):
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
         if not done:
-            self._log(EVENTS, *running.events)
+            self.write_events(running)
+
+    def _other_environment(self) -> list[str]:
+        """Where the run was begun with other versions, or on another processor: the last bits may differ."""
+        assert self.path is not None
+        try:
+            before = json.loads((self.path / RUN).read_text(encoding="utf-8"))["made_with"]
+            now = environment().items()
+            differ = [f"{key} {before.get(key)}, now {value}" for key, value in now if before.get(key) != value]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return []
+        if not differ:
+            return []
+        note = f"this run was begun with {'; '.join(differ)}: what is trained now may differ in the last bits"
+        warnings.warn(note, stacklevel=2)
+        return [note]
+
+    def write_events(self, running: Running) -> None:
+        """Add what happened in the last round, or in the one that has just broken off."""
+        self._log(EVENTS, *running.events)
 
     def write(self, record: Mapping[str, Any], running: Running) -> None:
         """Add a round, and a checkpoint where one is due."""
@@ -130,13 +176,15 @@ class RunFolder:
         due = every and (round % every == 0 or round == self.prepared.spec.training.rounds)
         if due:
             running.engine.save(round)
-        self._log(EVENTS, *running.events)
+        self.write_events(running)
         self._log(METRICS, record)
         if due:
             for log in self._logs.values():
                 log.sync()  # A checkpoint must never be ahead of the records that it stands for.
             remote = running.engine.keeps_states
-            checkpoint.save(self.path / CHECKPOINT, round, running.state, running.store, remote=remote)
+            identity = self.prepared.identity
+            store, state = running.store, running.state
+            checkpoint.save(self.path / CHECKPOINT, round, state, store, remote=remote, identity=identity)
 
     def finish(self, running: Running) -> History:
         """Leave the model and the summary behind."""
@@ -144,6 +192,7 @@ class RunFolder:
         final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
         self.history.params = final
         if self.path is not None:
+            write_json(self.path / MODEL, describe_model(self.prepared))  # before what says that the run is over
             replace_file(self.path / WEIGHTS, safetensors.torch.save(final))
             write_json(self.path / SUMMARY, self.history.summary)
         return self.history
@@ -155,42 +204,79 @@ class RunFolder:
             log.append(*records)
 
 
-def refuse_foreign(folder: Path | None, spec: Experiment, resume: bool) -> None:
+def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
     """Never write over another run.
 
+    Args:
+        path: The folder; None for memory.
+        prepared: What is to run there.
+        resume: Whether to go on with what is there.
+
+    Returns:
+        What differs from what is there, and may.
+
     Raises:
-        SpecError: The folder holds a run that is not to be resumed, or one of another spec.
+        SpecError: The folder holds a run that is not to be resumed, or another one.
     """
-    if folder is None:
+    if path is None:
         if resume:
             raise SpecError("resume", "needs the run's folder, out")
-        return
-    there = folder / SPEC
-    if not resume and there.exists():
-        raise SpecError("out", "holds a run already; give another folder, or resume that run", str(folder))
-    if resume and there.exists() and not is_run_of(there, spec):
-        raise SpecError("out", "holds a run of another spec; resume it with its own", str(folder))
+        return []
+    if not any((path / name).exists() for name in (SPEC, METRICS, CHECKPOINT)):
+        return []
+    if not resume:
+        raise SpecError("out", "holds a run already; give another folder, or resume that run", str(path))
+    before = identity_in(path)
+    if before is None:
+        problem = f"holds a run that does not say what it was (no {RUN} that can be read); give another folder"
+        raise SpecError("out", problem, str(path))
+    return require_same(before, prepared.identity, str(path))
 
 
-def spec_of(folder: Path, key: str) -> Experiment:
+def identity_in(path: Path) -> dict[str, Any] | None:
+    """What the run in a folder is, by its newest checkpoint, else by its ``run.json``; None where neither can be read.
+
+    ``spec.toml`` may have been edited since; a checkpoint is bound to what it was made with.
+    """
+    with suppress(CheckpointError):
+        found = checkpoint.load(path / CHECKPOINT)
+        if found is not None and found.identity is not None:
+            return found.identity
+    try:
+        identity: dict[str, Any] = json.loads((path / RUN).read_text(encoding="utf-8"))["identity"]
+        return identity if well_formed(identity) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment:
     """The spec of a run.
 
     Args:
         folder: Its folder.
         key: By what name the folder was given, for the message.
+        overrides: ``section.key=value`` for what may change when the run goes on.
 
     Raises:
         SpecError: It is no run folder.
     """
     if not (folder / SPEC).is_file():
         raise SpecError(key, "no run folder: it has no spec.toml", str(folder))
-    return Experiment.from_toml(folder / SPEC)
+    return Experiment.from_toml(folder / SPEC, overrides)
 
 
-def is_run_of(there: Path, spec: Experiment) -> bool:
-    """Whether a run's spec file says the same, however it is written: a key may have its default, or be left out."""
-    text = there.read_text(encoding="utf-8")
-    try:
-        return text == spec.to_toml() or Experiment.from_toml(there) == spec
-    except SpecError:
-        return False
+def prepare_again(folder: Path, key: str) -> Prepared:
+    """The experiment of a run, for looking at what it did.
+
+    Args:
+        folder: Its folder.
+        key: By what name the folder was given, for the message.
+
+    Raises:
+        SpecError: It is no run folder, or its spec, data or code are not what the run had.
+        DataError: The data are missing or damaged, or were the user's own.
+    """
+    prepared = prepare(spec_of(folder, key))
+    if (before := identity_in(folder)) is not None:
+        require_same(before, prepared.identity, str(folder))
+    return prepared

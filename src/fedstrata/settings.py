@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from fedstrata.config import Setting
+from fedstrata.config import MayChange, Setting
 
 DEFAULT_EPOCHS = 5
+
+Threads = Annotated[PositiveInt, Field(le=1024)]
+"""More than any machine has cores: the system refuses many more, and PyTorch's threads then end the process."""
 
 
 class Training(Setting):
     """How a round trains.
 
     Args:
-        rounds: Rounds to run.
+        rounds: Rounds to run. A run that is resumed may be given more of them.
         clients_per_round: Clients invited each round; 10 (or all, where there are fewer) unless given.
         local_epochs: Passes over its data that a client makes in a round, E; 5 unless given.
         local_steps: Mini-batch steps instead of epochs.
@@ -43,7 +46,7 @@ class Training(Setting):
             ``auto``, a GPU if there is one. Another device rounds differently.
     """
 
-    rounds: PositiveInt = 20
+    rounds: Annotated[PositiveInt, MayChange(upwards=True)] = 20
     clients_per_round: PositiveInt | None = None
     local_epochs: PositiveInt | None = None
     local_steps: PositiveInt | None = None
@@ -55,8 +58,8 @@ class Training(Setting):
     clip: PositiveFloat | None = None
     batch_norm: Literal["average", "local"] = "average"
     execution: Literal["fused", "per-client"] = "fused"
-    threads: PositiveInt = 1
-    workers: PositiveInt | None = None
+    threads: Threads = 1
+    workers: Annotated[Threads | None, MayChange()] = None
     precision: Literal["float32", "bf16"] = "float32"
     device: str = "cpu"
 
@@ -97,7 +100,7 @@ class Training(Setting):
 
 
 class Evaluation(Setting):
-    """When the global model is evaluated and the run stored.
+    """When the global model is evaluated and the run stored; all but the last may change when a run is resumed.
 
     Args:
         every: Rounds between two evaluations on the test set; the last round is always evaluated. 0: only the last.
@@ -109,11 +112,11 @@ class Evaluation(Setting):
             (ReBaFL, Eq. 24). Not of SFL and Stratify, whose clients have no models of their own.
     """
 
-    every: int = Field(default=1, ge=0)
-    batch_size: PositiveInt = 1000
-    targets: list[float] = [0.5, 0.8, 0.9, 0.95]
-    checkpoint_every: int = Field(default=10, ge=0)
-    per_class: bool = False
+    every: Annotated[int, Field(ge=0), MayChange()] = 1
+    batch_size: Annotated[PositiveInt, MayChange()] = 1000
+    targets: Annotated[list[float], MayChange()] = [0.5, 0.8, 0.9, 0.95]
+    checkpoint_every: Annotated[int, Field(ge=0), MayChange()] = 10
+    per_class: Annotated[bool, MayChange()] = False
     weight_diversity: bool = False
 
     @field_validator("targets")

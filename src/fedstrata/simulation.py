@@ -142,9 +142,13 @@ class Simulation:
         """Run one more round; its record."""
         began = time.perf_counter()
         spec, federation = self.spec, self.federation
+        federation.begin(self.round + 1)
+        try:
+            self.state, metrics = spec.method.run_round(federation, self.state)
+        except BaseException:
+            self._events = self._collect_events()  # what led to it, for whoever records the run
+            raise
         self.round += 1
-        federation.begin(self.round)
-        self.state, metrics = spec.method.run_round(federation, self.state)
         record: dict[str, Any] = {"round": self.round, "accuracy": None, "loss": None}
         if spec.evaluation.due(self.round, spec.training.rounds):
             score = self.evaluate()
@@ -216,12 +220,19 @@ def run_prepared(
         callbacks: Called with the record of every round.
         resume: Go on with what is in the folder.
     """
-    with (
-        RunFolder.open(path, prepared, resume=resume) as folder,
-        Simulation(prepared, engine, folder.checkpoint) as simulation,
-    ):
+    with RunFolder.open(path, prepared, resume=resume) as folder, ExitStack() as closing:
+        if not isinstance(engine, str):
+            closing.callback(engine.close)
+        if (finished := folder.finished()) is not None:
+            return finished
+        simulation = closing.enter_context(Simulation(prepared, engine, folder.checkpoint))
         folder.begin(simulation)
-        for record in simulation:
+        while not simulation.done:
+            try:
+                record = simulation.step()
+            except BaseException:
+                folder.write_events(simulation)
+                raise
             folder.write(record, simulation)
             for callback in callbacks:
                 callback(folder.history[-1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomli_w
-from pydantic import NonNegativeInt
+from pydantic import Field
 
 from fedstrata.config import Setting, build, from_word
 from fedstrata.data.sources import Data
@@ -28,6 +28,13 @@ COMPARE = "compare"
 
 EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs"}
 """Keys that exclude each other: what is given on top replaces the other one."""
+
+
+LARGEST_SEED = 2**128 - 1
+"""As many bits as randomness is made from."""
+
+DEEPEST = 100
+"""Levels of tables and lists in a spec: what walks through them must not run out of stack."""
 
 
 class Experiment(Setting):
@@ -48,7 +55,7 @@ class Experiment(Setting):
     ('scaffold', 3, 'digits')
     """
 
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
     data: Annotated[Data, from_word(Data, "name")] = Data()
     partition: AnyPartition = Dirichlet(alpha=0.5)
     availability: AnyAvailability = Always()
@@ -104,11 +111,34 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         SpecError: The file is missing, cannot be read or is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise SpecError(key, "no such file", str(path)) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SpecError(key, f"cannot be read as TOML: {error}", str(path)) from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """The tables of a text.
+
+    Raises:
+        ValueError: It is no TOML, is nested too deeply, or holds a number of thousands of digits.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:  # Python's own limit, with advice that is not for whoever wrote the spec
+        raise ValueError("a whole number has thousands of digits") from None
+    except RecursionError:
+        raise ValueError(f"nested in more than {DEEPEST} levels") from None
+    level: list[Any] = [table]
+    for _ in range(DEEPEST):
+        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [item for item in level if isinstance(item, (dict, list))]
+    if level:
+        raise ValueError(f"nested in more than {DEEPEST} levels")
+    return table
 
 
 def placed(error: SpecError, path: Path | str) -> SpecError:
@@ -126,11 +156,11 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
-    if not equals or not all(parts):
+    if not equals or not all(parts) or len(parts) > DEEPEST:
         raise SpecError("--set", "expected section.key=value", override)
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value = parse_toml(f"value = {text}")["value"]
+    except ValueError:
         value = text.strip()  # a word without quotes
     for part in parts[:-1]:
         inner = table.setdefault(part, {})
@@ -225,6 +255,8 @@ def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -
     common = common if isinstance(common, Mapping) else {}
     known = label in METHODS or label not in overlays
     name = own.get("name", label if known else common.get("name", label))
+    if not isinstance(name, str):
+        raise SpecError(f"{COMPARE}.{label}.method.name", "expected a name", name)
     if ":" not in name and name not in METHODS:
         accepted = [*METHODS, *(other for other in overlays if other != label)]
         if label in overlays:

@@ -8,7 +8,7 @@ import torch
 
 from fedstrata import records
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
-from fedstrata.config import build
+from fedstrata.config import LARGEST, build
 from fedstrata.errors import SpecError
 
 W0 = np.array([1.0, -2.0, 0.5])
@@ -111,3 +111,16 @@ def test_adaptive_ones_have_a_rate_of_their_own():
 def test_what_would_be_ignored_or_diverge_is_refused(wrong, message):
     with pytest.raises(SpecError, match=message):
         build(ServerOptimizer, wrong)
+
+
+@pytest.mark.parametrize("size", [LARGEST, 1e-300, 5e-324])
+@pytest.mark.parametrize("name", RULES)
+def test_any_settings_that_are_accepted_can_step(name, size):
+    optimizer = ServerOptimizer(optimizer=name, lr=size, eps=size, weight_decay=size)
+    params, state = {"w": torch.ones(3)}, None
+    for _ in range(2):
+        params, state = optimizer.apply(params, {"w": torch.ones(3)}, state)
+    stepper = Stepper(optimizer, {"w": torch.ones(3)}, None, lr=size * size)  # the server's rate times the clients'
+    stepper.step({"w": torch.ones(3)}, 2)
+    with pytest.raises(SpecError, match=r"lr = 1.7e\+308: too large; accepted: at most 1e\+18"):
+        ServerOptimizer(optimizer=name, lr=1.7e308)

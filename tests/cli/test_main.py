@@ -1,6 +1,8 @@
 # ruff: noqa: E501  the table of bad specs has one a line
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +49,15 @@ BAD = {
     "a target over 1": ("[evaluation]\ntargets = [2]", "evaluation.targets = [2]: 2.0 is no accuracy in (0, 1] (s.toml, line 2)"),
     "a module that is not there": ('[method]\nname = "nowhere_at_all:Thing"', "no module 'nowhere_at_all' to load the method from"),
     "a thing that is no method": ('[method]\nname = "os:path"', "os:path is no method (a class derived from Method)"),
+    "more threads than a machine has": ("[training]\nthreads = 100000", "training.threads = 100000: input should be less than or equal to 1024 (s.toml, line 2)"),
+    "speeds beyond all numbers": ("[availability]\nspeed_spread = 10000", "availability.speed_spread = 10000: input should be less than or equal to 10 (s.toml, line 2)"),
+    "a batch of 10^30": ("[training]\nbatch_size = 1" + 30 * "0", "too large; accepted: at most 2147483647 (s.toml, line 2)"),
+    "a model larger than memory": ("[model]\nhidden = [1000000, 1000000]", "model.name = 'mlp': its parameters take 3,72"),
+    "a factory that fails": ('[model]\nname = "os:listdir"', "model.name = 'os:listdir': cannot be"),
+    "a seed of thousands of digits": ("seed = " + "9" * 4301, "spec = 's.toml': cannot be read as TOML: a whole number has thousands of digits"),
+    "a hexadecimal one": ("seed = 0x" + "f" * 9000, "seed = (int too large to show): input should be less than or equal to"),
+    "thousands of levels": ("a = " + "[" * 1500 + "]" * 1500, "spec = 's.toml': cannot be read as TOML: nested in more than 100 levels"),
+    "thousands of parts": (".".join(["a"] * 5000) + " = 1", "spec = 's.toml': cannot be read as TOML: nested in more than 100 levels"),
     "no TOML": ("[method", "spec = 's.toml': cannot be read as TOML: "),
 }  # fmt: skip
 
@@ -80,7 +91,7 @@ def test_a_bad_spec_is_one_line_and_code_2_and_nothing_is_written(capsys, case):
         (["run", "--set", "seed=1", "--set", "seed.x=1"], "--set = 'seed.x=1': seed is a value, not a section"),
         (["run", "--engine", "locl"], "engine = 'locl': no such engine; there are: local"),
         (["run", "--resume", "nowhere"], "--resume = 'nowhere': no run folder: it has no spec.toml"),
-        (["run", "--resume", "x", "--set", "seed=1"], "--resume = 'x': goes with the run's own spec"),
+        (["run", "--resume", "x", "--out", "y"], "--resume = 'x': goes with the run's own spec"),
         (["partition", "--set", "partition.alpha=0"], "partition.alpha = 0: input should be greater than"),
         (["compare", "--methods", "fedavgg"], "--methods = 'fedavgg': no such method or label"),
         (["compare", "--methods", "fedavg", "--seeds", "a"], "--seeds = 'a': expected comma-separated whole numbers"),
@@ -111,6 +122,33 @@ def test_as_a_process():
     assert list(Path().iterdir()) == []
     version = fedstrata("--version")
     assert version.stdout.startswith("fedstrata 0.")
+
+
+def test_a_terminal_of_ascii_alone_is_no_error(monkeypatch):
+    shown = subprocess.run(
+        [sys.executable, "-m", "fedstrata", "settings", "training"],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        check=False,
+    )
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert b"Learning rate ?" in shown.stdout
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    Path("s.toml").write_text(BASE + "[data]\nlimit = 100\n")
+    assert main(["run", "s.toml", "--out", "größe", "--quiet"]) == 0
+    terminal.flush()
+    assert b"written to gr??e" in terminal.buffer.getvalue()
+
+
+def test_an_error_of_somebody_elses_code_is_one_line_too(capsys, monkeypatch):
+    Path("trips.py").write_text("raise ValueError('one\\ntwo\\nthree')\n")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", sys.path)
+    assert main(["run", "--set", "method=trips:Method"]) == 2
+    error = capsys.readouterr().err
+    assert "method.name = 'trips:Method': its module fails when it is imported, with ValueError: one two three" in error
+    assert error.count("\n") == 1
 
 
 def test_usage_errors_have_code_2(capsys):

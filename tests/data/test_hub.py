@@ -98,3 +98,20 @@ def test_without_the_extra(monkeypatch):
 def test_a_hub_that_cannot_be_reached():
     with pytest.raises(DataError, match=r"data 'hub:owner/there-is-none': the hub gives no 'owner/there-is-none'"):
         Data("hub:owner/there-is-none").load()
+
+
+def test_images_of_more_than_eight_bits_keep_their_numbers():
+    """They were clipped at 255; floats in [0, 1] became 0."""
+    deep = [Image.fromarray(np.full((3, 4), 300 * n, np.uint16)) for n in range(4)]
+    columns = {"photo": deep, "kind": [0, 1, 0, 1]}
+    arrays = from_hub(datasets.DatasetDict(train=split(columns, **PICTURES), test=split(columns, **PICTURES)))
+    assert arrays["x_train"][:, 0, 0].tolist() == [0, 300, 600, 900]
+
+
+def test_grey_images_among_colours_whichever_comes_first():
+    mixed = [*pictures(2, mode="L"), *pictures(3)[2:]]
+    for order in (mixed, mixed[::-1]):
+        columns = {"photo": order, "kind": [0, 1, 0]}
+        arrays = from_hub(datasets.DatasetDict(train=split(columns, **PICTURES), test=split(columns, **PICTURES)))
+        assert arrays["x_train"].shape == (3, 3, 4, 3)
+        assert sorted(arrays["x_train"][:, 0, 0, 1].tolist()) == [0, 1, 2]

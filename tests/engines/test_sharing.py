@@ -76,3 +76,24 @@ def test_no_room_is_an_error_that_the_writer_sees(monkeypatch):
     small.write(torch.ones(100))
     with pytest.raises(MemoryError, match="no room for"):
         small.write(torch.ones(10_000))
+
+
+def test_memory_does_not_grow_with_every_new_size(memory):
+    """A block was only used again for a message of its very size: 989 MB after 60 rounds of at most 65."""
+    draw = np.random.default_rng(0)
+    largest = 0
+    for _ in range(300):
+        size = int(draw.integers(1, 5000))
+        largest = max(largest, size)
+        data = memory.write(torch.ones(size))
+        assert memory.read(data, copy=True).sum() == size
+        memory.done(data)
+    assert memory.reach == 0
+    kept = [memory.write(torch.ones(int(size))) for size in draw.integers(1, 5000, size=20)]
+    for _ in range(300):
+        memory.done(kept.pop(int(draw.integers(len(kept)))))
+        kept.append(memory.write(torch.ones(int(draw.integers(1, 5000)))))
+    assert memory.reach < 2 * 20 * 4 * 5000
+    for data in kept:
+        memory.done(data)
+    assert memory.reach == 0

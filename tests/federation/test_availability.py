@@ -246,3 +246,16 @@ def test_the_draws_of_others_do_not_move_when_a_client_joins():
         work = np.ones(11)
         assert (model.online(np.arange(11), 4, 0)[:10] == model.online(np.arange(10), 4, 0)).all()
         assert (model.seconds(np.arange(11), work, 0)[:10] == model.seconds(np.arange(10), work[:10], 0)).all()
+
+
+def test_the_slowest_of_the_widest_spread_has_a_time(monkeypatch):
+    quantiles = np.array([0.0, 1.0 - 2.0**-53])
+    monkeypatch.setattr("fedstrata.federation.availability.uniforms", lambda *_: quantiles)
+    seconds = fs.Always(speed_spread=10, seconds_per_sample=1e18).seconds(np.arange(2), np.full(2, 1e15), 0)
+    assert np.isfinite(seconds).all()
+
+
+@pytest.mark.parametrize("file", ["~nobody_of_that_name/trace.csv", "a\0b", ".", "x" * 5000])
+def test_a_trace_that_is_no_file(file):
+    with pytest.raises(SpecError, match="file = "):
+        fs.Trace(file=file)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
+from limits import within
 from torch import nn
 
 import fedstrata as fs
@@ -157,6 +159,36 @@ def test_a_client_without_a_sample_does_not_hold_up_the_rest(start, seven):
     two.step()
     for name, w in two.state.weights.params.items():
         torch.testing.assert_close(started.state.weights.params[name], w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(20, 20, 23, 1), (16, 1, 0)], ids=str)
+def test_a_client_of_one_sample_does_not_hold_up_the_rest_for_ever(start, sizes):
+    """BatchNorm has no statistics of one sample, so that its holder takes no step; but it takes part in the sums."""
+    ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+    table = {
+        "method": "fedtan",
+        "model": "resnet9",
+        "partition": {
+            "name": "given",
+            "indices": [list(range(a, b)) for a, b in itertools.pairwise(ends)],
+            "min_size": 0,
+        },
+        "training": {"rounds": 1, "local_epochs": 1, "lr": 0.01, "batch_size": 8},
+        "evaluation": {"every": 0},
+    }
+    metrics = within(300, lambda: start(fs.Experiment.from_table(table)).step())
+    assert metrics["clients_failed"] == 0
+    assert metrics["samples"] == sum(n for n in sizes if n > 1)
+
+
+def test_a_round_of_those_who_have_no_batch_changes_nothing(start, seven):
+    table = spec_of().to_spec()
+    table["partition"] = {"name": "given", "indices": [[0], [1]], "min_size": 0}
+    started = start(fs.Experiment.from_table(table), seven, small())
+    before = started.state.weights
+    assert started.step()["clients_failed"] == 0
+    assert all(torch.equal(w, before.params[name]) for name, w in started.state.weights.params.items())
+    assert all(torch.equal(b, before.buffers[name]) for name, b in started.state.weights.buffers.items())
 
 
 def test_it_learns(start):

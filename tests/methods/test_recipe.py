@@ -12,7 +12,6 @@ import typing
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 import fedstrata as fs
@@ -137,7 +136,7 @@ def test_a_setting_acts_in_its_choice():
 
 
 def test_limits_are_those_of_the_choice():
-    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+    with pytest.raises(SpecError, match="greater than or equal to 0"):
         fs.FedProx(mu=-1)
     with pytest.raises(SpecError, match="greater than or equal to 0") as caught:
         fs.Experiment.from_table({"method": {"name": "fedssar", "alpha": -1}})

@@ -82,8 +82,28 @@ def test_statistics_of_ones_own_do_not_travel(seven):
 
 
 @pytest.mark.parametrize(
-    "sampler", [{"name": "clustered", "algorithm": 2}, "fedssar", {"name": "fedsts", "gradients": "updates"}], ids=str
+    ("sampler", "clients"),
+    [
+        ({"name": "clustered", "algorithm": 2}, 100),
+        ("fedssar", 100),
+        ({"name": "fedsts", "gradients": "updates"}, 100),
+        ({"name": "fedsts", "refresh": "participants"}, 100),  # by updates, unless it says otherwise
+        ("fedsts", 1001),  # by participants' updates, unless it says otherwise
+    ],
+    ids=str,
 )
-def test_a_relay_has_no_models_to_learn_from(sampler):
+def test_a_relay_has_no_models_to_learn_from(sampler, clients):
+    spec = fs.Experiment(method={"name": "sfl", "client_sampler": sampler}, partition=fs.IID(clients=clients))
     with pytest.raises(SpecError, match=r"^method\.client_sampler = '.*': learns from the models"):
-        fs.prepare(fs.Experiment(method={"name": "sfl", "client_sampler": sampler}))
+        fs.prepare(spec)
+
+
+def test_a_sampler_that_asks_participants_hears_who_they_were(start):
+    sampler = {"name": "fedsts", "refresh": "participants", "gradients": "asked", "strata": 2}
+    training = {"clients_per_round": 2, "local_epochs": 1, "lr": 0.05}
+    spec = fs.Experiment(
+        method={"name": "sfl", "client_sampler": sampler}, partition=fs.IID(clients=6), training=training
+    )
+    started = start(spec)
+    started.step()
+    assert len(started.state.clients.participants) == 2

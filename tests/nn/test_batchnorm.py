@@ -286,6 +286,36 @@ def test_abort_releases_all_and_refuses_the_late():
         group.member(2).all_reduce_sum(torch.ones(1))
 
 
+@pytest.mark.parametrize("first", ["the one that ends", "those that wait"])
+def test_a_member_that_ends_without_its_part_releases_all(first):
+    group = LocalGroup(3, timeout=None)
+    if first == "the one that ends":
+        group.leave(1)
+
+    def work(k: int) -> str:
+        with pytest.raises(GroupBrokenError) as caught:
+            group.member(k).all_reduce_sum(torch.ones(1))
+        return str(caught.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        told = pool.map(work, (0, 2))
+        if first == "those that wait":
+            group.leave(1)
+        for message in told:
+            assert "member(s) 1 ended without coming to this sum" in message
+
+
+def test_who_ends_after_the_last_sum_breaks_nothing():
+    def work(k: int, group: LocalGroup) -> float:
+        total = group.member(k).all_reduce_sum(torch.ones(1)).item()
+        group.leave(k)
+        return total
+
+    group = LocalGroup(3, timeout=10.0)
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda k: work(k, group), range(3))) == [3.0] * 3
+
+
 def test_who_waits_too_long_breaks_the_group_and_names_the_missing():
     group = LocalGroup(3, timeout=0.05)
     with pytest.raises(GroupBrokenError, match=r"member\(s\) 0, 2 did not come within 0.05 s"):

@@ -329,3 +329,31 @@ def test_many_clients_are_quick(labelled):
     for partition in (IID, Dirichlet, Classes, Shards, PowerLaw, Domains):
         assignment = partition(clients=100_000, min_size=0).split(dataset, 0)
         assert (len(assignment), len(assignment.indices)) == (100_000, 60_000)
+
+
+def test_more_shards_than_memory_can_hold_are_refused_where_clients_may_be_empty(labelled):
+    with pytest.raises(SpecError, match=r"partition.per_client = 2000000000: 8000000000 shards .*; at most 2500000"):
+        Shards(clients=4, per_client=2_000_000_000, min_size=0).split(labelled([0, 1]), 0)
+    assert len(Shards(clients=4, per_client=1000, min_size=0).split(labelled([0, 1]), 0)) == 4
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        (5, "indices = 5: expected a list"),
+        ("ab", "indices = 'ab': expected a list"),
+        ([], "indices = .*: tuple should have at least 1 item"),
+        (np.array(3), "indices = 3: expected a list"),
+        ([3, 4], "indices.0 = 3: expected a list"),
+    ],
+    ids=str,
+)
+def test_indices_that_are_no_lists_of_numbers(indices, message):
+    with pytest.raises(SpecError, match=message):
+        Given(indices=indices)
+
+
+def test_indices_may_be_a_table_of_numpy(labelled):
+    partition = Given(indices=np.array([[0, 1], [3, 2]]))
+    assert partition == Given(indices=[[0, 1], [3, 2]])
+    assert partition.split(labelled([0, 1, 0, 1]), 0)[1].tolist() == [3, 2]

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 from fedstrata.clients.client import Client
+from fedstrata.errors import SpecError
 from fedstrata.handlers.sampling import report_size
 from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
+from fedstrata.sampling.fedsampling import FedSamplingData
+from fedstrata.sampling.ldp import FedSTaSData
 from fedstrata.sampling.messages import SizeReport
 
 
@@ -89,3 +92,15 @@ def test_at_a_real_site_the_seed_does_not_take_the_noise_off(tiny):
     assert first != second
     assert len(set(first)) > 10
     assert set(first) <= set(range(1, 101))
+
+
+@pytest.mark.parametrize("choice", [FedSTaSData, FedSamplingData])
+@pytest.mark.parametrize("bound", [2, 2**31 - 1])
+def test_any_privacy_that_is_accepted_has_an_estimate(choice, bound):
+    for epsilon in (1e-6, 1e18):
+        settings = choice(epsilon=epsilon, bound=bound)
+        alpha = truth_probability(settings.epsilon, settings.bound)
+        assert alpha > 0
+        assert math.isfinite(estimated_total([1, 2], bound, alpha))
+    with pytest.raises(SpecError, match=r"epsilon = 5e-324: input should be greater than or equal to 0.000001"):
+        choice(epsilon=5e-324)

@@ -139,3 +139,21 @@ def test_an_epoch_of_mnist_is_planned_at_once():
     began = time.process_time()
     assign_runs(wanted, available, chunk_size=5, retain=0.5, generator=generator)
     assert time.process_time() - began < 0.5  # 0.02 s on one core
+
+
+def test_a_chunk_much_longer_than_the_schedule_is_as_long_as_the_schedule():
+    wanted, available = np.array([0, 1, 0, 1, 1, 0]), np.array([[True, True, False], [False, True, True]])
+    owners = [
+        assign_runs(wanted, available, chunk_size=size, retain=0.5, generator=np.random.default_rng(3))
+        for size in (6, 100_000)
+    ]
+    assert owners[0].tolist() == owners[1].tolist()
+
+
+def test_a_short_chunk_leaves_the_generator_where_one_that_is_filled_up_does():
+    """Draws that follow must not depend on how the last chunk was planned: alone, or with others."""
+    available, wanted = np.ones((1, 3), dtype=bool), np.zeros(4, dtype=np.int64)
+    generator = np.random.default_rng(3)
+    assign_runs(wanted, available, chunk_size=7, retain=1.0, generator=generator)
+    # One run of four positions, then a draw for each of the three that are not there.
+    assert generator.random() == np.random.default_rng(3).random((1 + 3 + 1, 3))[-1, 0]

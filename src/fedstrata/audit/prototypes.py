@@ -25,10 +25,10 @@ from fedstrata.audit.similarity import Likeness, likeness, metrics
 from fedstrata.data.dataset import Split
 from fedstrata.errors import SpecError
 from fedstrata.partitions.server_data import ServerData
-from fedstrata.preparation import Prepared, prepare
+from fedstrata.preparation import Prepared
 from fedstrata.process import training_process
 from fedstrata.rng import rng
-from fedstrata.run_folder import spec_of
+from fedstrata.run_folder import prepare_again, spec_of
 
 HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
@@ -152,12 +152,12 @@ def audit_prototypes(
         ExtraMissingError: The extra ``audit`` is not installed.
     """
     folder = Path(run)
-    spec = spec_of(folder, "audit")
+    spec_of(folder, "audit")
     for name, value in (("clients", clients), ("steps", steps)):
         if value < 1:
             raise SpecError(name, "expected a whole number of at least 1", value)
     metrics()
-    prepared = prepared or prepare(spec)
+    prepared = prepared or prepare_again(folder, "audit")
     spec = prepared.spec
     watch = watch or (lambda done, total, text: None)
     pixels = Pixels.of(prepared.data)

@@ -6,12 +6,14 @@ PyTorch, scikit-learn and matplotlib take seconds to import: a command imports w
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import warnings
 from collections.abc import Sequence
 
 from fedstrata import __version__
 from fedstrata.cli import deploy, inspect, run
+from fedstrata.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.errors import DataError, FedstrataError, SpecError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -19,23 +21,28 @@ BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, or 2 for bad input and 1 for any other failure we know of."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without "η" shows "?", and the command goes on
     options = parser().parse_args(arguments)
     warnings.showwarning = _one_line
     try:
-        code: int = options.work(options)
+        with ending_in_order():
+            code: int = options.work(options)
         return code
     except (SpecError, DataError) as error:
-        print(f"fedstrata: error: {error}", file=sys.stderr)
+        print(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
         return BAD_INPUT
     except (FedstrataError, OSError) as error:
-        print(f"fedstrata: {error}", file=sys.stderr)
+        print(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated) as stop:
         again = (
             "go on from the last checkpoint with 'fedstrata run --resume DIR', or with the same 'compare … --out DIR'"
         )
-        print(f"fedstrata: interrupted; {again}", file=sys.stderr)
-        return INTERRUPTED
+        how, code = ("told to end", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
+        print(f"fedstrata: {how}; {again}", file=sys.stderr)
+        return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,6 +57,11 @@ def parser() -> argparse.ArgumentParser:
         for add in family.COMMANDS:
             add(commands)
     return whole
+
+
+def _flat(error: Exception) -> str:
+    """In one line, also where it quotes somebody else's error."""
+    return " ".join(str(error).splitlines())
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:

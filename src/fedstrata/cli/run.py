@@ -36,9 +36,12 @@ def _run(options: argparse.Namespace) -> int:
     out, resume = options.out, options.resume is not None
     if resume:
         out = options.resume
-        if options.spec is not None or options.overrides or options.out is not None:
-            raise SpecError("--resume", "goes with the run's own spec: no SPEC, --set or --out", str(out))
-        spec = spec_of(out, "--resume")
+        if options.spec is not None or options.out is not None:
+            problem = (
+                "goes with the run's own spec: no SPEC or --out; --set for what may change, such as training.rounds"
+            )
+            raise SpecError("--resume", problem, str(out))
+        spec = spec_of(out, "--resume", options.overrides)
     else:
         table = read_spec(options.spec, options.overrides)
         spec = located(options, lambda: Experiment.from_table(table))

@@ -41,7 +41,7 @@ class StateStore:
     def get(self, client: ClientId) -> Mapping[str, Tree]:
         """A client's state; empty where it has none."""
         if client in self._spilled:
-            state: Mapping[str, Tree] = records.decode(self._path(client).read_bytes())
+            state: Mapping[str, Tree] = records.decode(self._path(client).read_bytes(), limit=None)
             self._hold(client, state)
             self._spilled.discard(client)
             return state

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,10 +23,11 @@ CHANNELS = (1, 3, 4)
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
+        values = values.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values  # which NumPy does not know
     try:
         array = np.asarray(values)
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(f"{key}: not an array: {error}") from None
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # columns of pandas come so
@@ -34,12 +36,14 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     return array
 
 
-def checked_inputs(values: Array, key: str) -> Tensor:
+def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     """Inputs in the form they are stored in, sharing memory with ``values`` where that will do.
 
     Args:
         values: See ``from_arrays``.
         key: What to call them in messages.
+        exact: Keep float64 even where float32 would tell these samples apart, as for a few samples of a data set whose
+            others it would not.
 
     Returns:
         (N, H, W, C) or (N, F), contiguous.
@@ -58,8 +62,12 @@ def checked_inputs(values: Array, key: str) -> Tensor:
     if array.ndim == 3:
         array = array[..., None]
     if array.dtype.kind == "f":
+        if array.dtype.itemsize > 8:
+            array = array.astype(np.float64)
         with np.errstate(over="ignore"):  # what float32 cannot hold is reported below
-            array = array.astype(np.float32)
+            narrow = array.astype(np.float32)
+        if array.dtype.itemsize <= 4 or not (exact or _crowded(array, narrow)):
+            array = narrow
         bad = ~np.isfinite(array)
         if bad.any():
             first = tuple(int(axis[0]) for axis in np.nonzero(bad))
@@ -67,6 +75,8 @@ def checked_inputs(values: Array, key: str) -> Tensor:
     elif array.dtype.kind == "b":
         array = array.astype(np.int8)
     elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        if (largest := int(array.max())) >= 2**63:
+            raise DataError(f"{key}: holds {largest}; accepted: whole numbers below 2**63, or floats")
         # PyTorch can hardly index wider unsigned types.
         array = array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
     array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
@@ -99,13 +109,30 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
         if array.dtype.kind == "f":
             if not (np.isfinite(array) & (array == np.floor(array))).all():
                 raise DataError(f"{key}: holds fractions, NaN or infinity; accepted: whole numbers or strings")
+            if (largest := float(np.abs(array).max(initial=0))) > 2**53:
+                problem = "floats tell whole numbers apart up to 2**53 only; give integers or strings"
+                raise DataError(f"{key}: holds {largest:g}; {problem}")
             array = array.astype(np.int64)
         if array.dtype.kind not in "iubUS":
             raise DataError(f"{key}: of type {array.dtype}; accepted: whole numbers or strings")
-        checked.append(array.astype(str) if array.dtype.kind == "S" else array)
+        checked.append(decoded(array, key))
     if (checked[0].dtype.kind == "U") != (checked[1].dtype.kind == "U"):
         raise DataError(f"{kind}_train is {checked[0].dtype} and {kind}_test {checked[1].dtype}; use one kind")
     return checked[0], checked[1]
+
+
+def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
+    """Bytes as text; anything else as it is.
+
+    Raises:
+        DataError: The bytes are no UTF-8.
+    """
+    if array.dtype.kind != "S":
+        return array
+    try:
+        return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # it is one of bytes
+    except UnicodeDecodeError as error:
+        raise DataError(f"{key}: holds the bytes {error.object!r}, which are no UTF-8; give strings") from None
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
@@ -119,12 +146,16 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     Raises:
         DataError: A label is not among the names.
     """
+    if np.result_type(*pair).kind == "f":
+        pair = (pair[0].astype(object), pair[1].astype(object))  # int64 beside uint64: floats would merge some of them
     both = np.concatenate(pair)
     if names is None:
         values, both = np.unique(both, return_inverse=True)
         names = [str(value) for value in values]
     elif both.dtype.kind == "U":
         known = {str(text): number for number, text in enumerate(names)}
+        if len(known) < len(names):
+            raise DataError(f"{kind}: the names given are not different: {', '.join(map(str, names))}")
         missing = sorted(set(both.tolist()) - set(known))
         if missing:
             raise DataError(f"{kind}: {missing[0]!r} is not among the names given: {', '.join(known)}")
@@ -137,6 +168,32 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     return (codes[:cut].clone(), codes[cut:].clone()), tuple(str(text) for text in names)
 
 
+def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
+    """Name the classes that only the test set has: nobody can learn them, and every such sample counts as wrong.
+
+    Raises:
+        DataError: The two have no class in common, as where one is spelt otherwise.
+    """
+    unseen = np.setdiff1d(test.numpy(), train.numpy())
+    if len(unseen) == 0:
+        return
+    named = ", ".join(repr(names[code]) for code in unseen[:10]) + (", …" if len(unseen) > 10 else "")
+    lost = int(np.isin(test.numpy(), unseen).sum())
+    if lost == len(test):
+        known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
+        raise DataError(f"y_test: its labels are {named}, and y_train has none of them; it has {known}")
+    problem = f"y_train has no sample of {named}, and {lost} of {len(test)} test samples are: they count as wrong"
+    warnings.warn(problem, stacklevel=2)
+
+
+def _crowded(values: NDArray[Any], narrow: NDArray[np.float32]) -> bool:
+    """Whether float32 would lose what tells samples apart: values that are large and close to each other."""
+    flat, near = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.abs(flat - near).max(axis=0)
+        return bool((np.isfinite(error) & (error > 1e-3 * flat.std(axis=0)) & (flat.std(axis=0) > 0)).any())
+
+
 def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, Tensor | None]:
     """What makes inputs normal, found on the training inputs.
 
@@ -145,7 +202,8 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
         normalize: See ``from_arrays``.
 
     Returns:
-        Shift and scale of each channel or feature, float32; ``None`` twice for ``"none"``.
+        Shift and scale of each channel or feature, float32, or float64 where float32 would lose what tells samples
+        apart; ``None`` twice for ``"none"``.
     """
     width = train.shape[-1]
     if normalize == "none":
@@ -156,7 +214,7 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     if normalize == "unit":
         low, high = (flat.amin(0).double(), flat.amax(0).double())
         span = high - low
-        return low.float(), torch.where(span > 0, 1 / span, 1.0).float()
+        return _precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
     # In chunks, for memory; about the first row, so that a large mean does not swallow a small deviation.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
@@ -167,4 +225,12 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     mean = total / len(flat)
     deviation = (squares / len(flat) - mean * mean).clamp(min=0).sqrt()
     varies = deviation > 1e-7 * (origin.abs() + mean.abs())
-    return (origin + mean).float(), torch.where(varies, 1 / deviation, 1.0).float()
+    return _precise(train, origin + mean, torch.where(varies, 1 / deviation, 1.0), deviation)
+
+
+def _precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Shift and scale as float32 where inputs may be cast to it before they are shifted."""
+    lost = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
+    if lost.any() and train.dtype in (torch.int32, torch.int64, torch.float64):
+        return shift, scale
+    return shift.float(), scale.float()

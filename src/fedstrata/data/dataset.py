@@ -13,7 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.data.arrays import Array, Normalize, checked_inputs, checked_labels, encode, normalisation
+from fedstrata.data.arrays import (
+    Array,
+    Normalize,
+    check_seen,
+    checked_inputs,
+    checked_labels,
+    encode,
+    normalisation,
+)
 from fedstrata.errors import DataError
 
 Split = Literal["train", "test"]
@@ -84,10 +92,15 @@ class Dataset:
             IndexError: A number is negative or too large.
         """
         taken = _take(self.x_train if split == "train" else self.x_test, indices)
-        batch = taken.to(torch.float32, copy=isinstance(indices, slice))
-        if self._rows is not None:
+        if self._rows is None:
+            batch = taken.to(torch.float32, copy=isinstance(indices, slice))
+        else:
             shift, scale = self._rows
-            batch.flatten(1).sub_(shift).mul_(scale)
+            if shift.dtype == torch.float64:  # numbers whose differences float32 would lose before they are shifted
+                batch = (taken.double().flatten(1) - shift).mul_(scale).float().view(taken.shape)
+            else:
+                batch = taken.to(torch.float32, copy=isinstance(indices, slice))
+                batch.flatten(1).sub_(shift).mul_(scale)
         return batch.permute(0, 3, 1, 2) if batch.dim() == 4 else batch
 
     @cached_property
@@ -153,16 +166,19 @@ def from_arrays(
             by 255); ``"none"``: values stay as they are.
 
     Raises:
-        DataError: Lengths, shapes or types do not fit together, or a value is not finite.
+        DataError: Lengths, shapes or types do not fit together, a value is not finite, or no label of the test set is
+            in the training set. A warning names the labels that only the test set has.
 
     >>> data = from_arrays([[0.0], [2.0]], ["cat", "ant"], [[4.0]], ["cat"])
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()
     (('ant', 'cat'), [1, 0], [[-1.0], [1.0]])
     """
-    train, test = checked_inputs(x_train, "x_train"), checked_inputs(x_test, "x_test")
+    train = checked_inputs(x_train, "x_train")
+    test = checked_inputs(x_test, "x_test", exact=train.dtype == torch.float64)
     if train.shape[1:] != test.shape[1:]:
         raise DataError(f"one sample of x_train is {_size(train)}, one of x_test {_size(test)}; they must be the same")
     y, names = encode(checked_labels(y_train, y_test, train, test, "y"), class_names, "y")
+    check_seen(*y, names)
     domains: tuple[Tensor | None, Tensor | None] = (None, None)
     named: tuple[str, ...] = ()
     if (domain_train is None) != (domain_test is None):

@@ -130,6 +130,8 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         split: A ``datasets.Dataset``.
         columns: From ``input_columns``.
 
+    Images of sixteen bits or of floats keep their numbers.
+
     Raises:
         DataError: Images or lists are of different sizes.
     """
@@ -141,23 +143,36 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         if rows.dtype == object:
             raise DataError(f"rows of column {name!r} are of different lengths")
         return rows
+    pictures = (row[name] for row in split.select_columns([name]))
     images = None
-    for number, row in enumerate(split.select_columns([name])):
-        picture = row[name]
+    for number, picture in enumerate(pictures):
         if picture is None:
             raise DataError(f"column {name!r} has no image in row {number}")
+        pixels = _pixels(picture)
         if images is None:
-            mode = "L" if picture.mode in ("1", "L", "I;16", "LA") else "RGB"
-        pixels = np.asarray(picture.convert(mode))
-        if images is None:
-            images = np.empty((len(split), *pixels.shape), dtype=np.uint8)
-        if pixels.shape != images.shape[1:]:
+            images = np.empty((len(split), *pixels.shape), dtype=pixels.dtype)
+        if pixels.shape[:2] != images.shape[1:3]:
             sizes = f"{images.shape[2]}x{images.shape[1]} and {pixels.shape[1]}x{pixels.shape[0]}"
             raise DataError(f"images of different sizes in column {name!r}, {sizes}; resize them to one first")
+        if pixels.dtype != images.dtype:
+            images = images.astype(np.promote_types(pixels.dtype, images.dtype))
+        if pixels.ndim + 1 != images.ndim:
+            # Grey ones among colours: all become colours, whichever came first.
+            if images.ndim == 3:
+                images = np.repeat(images[..., None], 3, axis=3)
+            else:
+                pixels = np.repeat(pixels[..., None], 3, axis=2)
         images[number] = pixels
     if images is None:
         raise DataError(f"column {name!r} is empty")
     return images
+
+
+def _pixels(picture: Any) -> NDArray[Any]:
+    """One image, (H, W) or (H, W, 3): bytes, or the numbers themselves where they have more than eight bits."""
+    if picture.mode.startswith(("I", "F")):
+        return np.asarray(picture)
+    return np.asarray(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))
 
 
 def read_labels(split: Any, column: str) -> NDArray[Any]:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import lzma
+import math
 import warnings
 import zipfile
-import zlib
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.lib.format import MAGIC_PREFIX, read_array, read_array_header_1_0, read_array_header_2_0, read_magic
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
 from fedstrata.config import Setting
-from fedstrata.data.arrays import Normalize, normalisation
+from fedstrata.data.arrays import Normalize, check_seen, decoded, normalisation
 from fedstrata.data.catalog import KNOWN, folders, names_there
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.hub import load_hub
 from fedstrata.data.subsets import stratified
 from fedstrata.errors import DataError, SpecError, nearest
+from fedstrata.process import memory
 from fedstrata.rng import rng
 
 Arrays = dict[str, NDArray[Any]]
@@ -46,11 +49,13 @@ with warnings.catch_warnings():
                 ``"unit"``: it lies in [0, 1] there; ``"none"``: values stay as they are.
             limit: Use only so many training samples, chosen at random with the classes in proportion: for
                 quick trials.
+            custom: What arrays of the user's own were, in the spec that a run leaves behind; not to be given.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above
         normalize: Normalize = "standard"
         limit: PositiveInt | None = None
+        custom: str | None = None
 
         def __init__(self, name: str = "digits", **settings: Any) -> None:
             super().__init__(**{"name": name, **settings})
@@ -73,8 +78,8 @@ with warnings.catch_warnings():
                     name=self.name,
                     domain_train=arrays.get("domain_train"),
                     domain_test=arrays.get("domain_test"),
-                    class_names=_strings(arrays.get("classes")),
-                    domain_names=_strings(arrays.get("domains")),
+                    class_names=_names(arrays, "classes"),
+                    domain_names=_names(arrays, "domains"),
                     normalize="none",
                 )
             except DataError as error:
@@ -82,6 +87,7 @@ with warnings.catch_warnings():
             if self.limit is not None and self.limit < data.train_size:
                 kept = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
                 domain = None if data.domain_train is None else data.domain_train[kept]
+                check_seen(data.y_train[kept], data.y_test, data.class_names)
                 data = replace(data, x_train=data.x_train[kept], y_train=data.y_train[kept], domain_train=domain)
             shift, scale = normalisation(data.x_train, self.normalize)
             return replace(data, shift=shift, scale=scale)
@@ -97,35 +103,76 @@ def read_npz(path: Path) -> Arrays:
     Raises:
         DataError: There is no such file, it is damaged, holds Python objects or lacks an array.
     """
+    return read_arrays(path, NEEDED, ("domain_train", "domain_test", "classes", "domains"))
+
+
+def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
+    """Some arrays of a ``.npz`` file, never more than there is memory for.
+
+    Args:
+        path: The file.
+        needed: Arrays that it must hold.
+        optional: Arrays that it may hold.
+
+    Raises:
+        DataError: There is no such file, it is damaged, holds Python objects, is too large or lacks an array.
+    """
     try:
-        with path.open("rb") as file:  # NumPy would leave a damaged file open
-            archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise DataError(f"{path} holds a single array; save it with np.savez(file, x_train=…, …)")
-            missing = [key for key in NEEDED if key not in archive.files]
-            if missing:
-                raise DataError(f"{path} has no {', '.join(missing)}; it holds: {', '.join(archive.files)}")
-            optional = [key for key in ("domain_train", "domain_test", "classes", "domains") if key in archive.files]
-            return {key: archive[key] for key in (*NEEDED, *optional)}
+        path = path.expanduser()
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is no file")  # reading from a pipe could wait for ever
+        with path.open("rb") as file:
+            if file.read(len(MAGIC_PREFIX)) == MAGIC_PREFIX:
+                raise DataError(f"{path} holds a single array; save it with np.savez(file, {needed[0]}=…, …)")
+            with zipfile.ZipFile(file) as archive:
+                members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+                if missing := [key for key in needed if key not in members]:
+                    raise DataError(f"{path} has no {', '.join(missing)}; it holds: {', '.join(members)}")
+                chosen = {key: members[key] for key in (*needed, *optional) if key in members}
+                size, most = sum(info.file_size for info in chosen.values()), memory()
+                if size > most:
+                    there = f"there are {most / 2**30:,.1f} GiB of memory"
+                    raise DataError(f"{path} holds {size / 2**30:,.1f} GiB of arrays, and {there}")
+                return {key: _member(archive, info) for key, info in chosen.items()}
+    except DataError:
+        raise
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}") from None
-    except ValueError as error:
-        raise DataError(f"{path} cannot be read without pickle, which is never used: {error}") from None
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, lzma.LZMAError) as error:
-        raise DataError(f"{path} is no .npz file or is damaged: {error}") from None
+    except Exception as error:  # zipfile, zlib and NumPy each trip over bad bytes in ways of their own
+        raise DataError(f"{path} is no .npz file or is damaged: {str(error) or type(error).__name__}") from None
+
+
+def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
+    """One array, if its header claims as many bytes as there are: NumPy would allocate what it claims."""
+    with archive.open(info) as member:
+        version = read_magic(member)
+        shape, _, dtype = (read_array_header_1_0 if version == (1, 0) else read_array_header_2_0)(member)
+        claimed, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+        if dtype.hasobject:
+            raise DataError(
+                f"{info.filename} cannot be read without pickle, which is never used: it holds Python objects"
+            )
+        if claimed != there:
+            raise ValueError(f"{info.filename} is {there} bytes long, and its header claims {claimed}")
+    with archive.open(info) as member:
+        array: NDArray[Any] = read_array(member, allow_pickle=False)
+        return array
 
 
 def _read(name: str, seed: int) -> Arrays:
+    if name == "custom":
+        raise DataError("these were arrays of your own: go on in Python, fedstrata.run(spec, data=…, resume=True)")
     if name.startswith("hub:"):
         return load_hub(name.removeprefix("hub:"), seed)
     if name.endswith(".npz"):
-        return read_npz(Path(name).expanduser())
+        return read_npz(Path(name))
     if name == "digits":
         return _digits()
     for folder in folders():
         path = folder / f"{name}.npz"
-        if path.name == f"{name}.npz" and path.is_file():
-            return read_npz(path)
+        with suppress(OSError):  # longer than a file's name can be
+            if path.name == f"{name}.npz" and path.is_file():
+                return read_npz(path)
     looked = " and ".join(str(folder) for folder in folders())
     if name in KNOWN:
         keys = ", ".join(NEEDED)
@@ -138,8 +185,13 @@ def _read(name: str, seed: int) -> Arrays:
     raise SpecError("data.name", f"no such data set; {accepted}{nearest(name, [*KNOWN, *names_there()])}", name)
 
 
-def _strings(values: NDArray[Any] | None) -> list[str] | None:
-    return None if values is None else [str(value) for value in values]
+def _names(arrays: Arrays, key: str) -> list[str] | None:
+    if key not in arrays:
+        return None
+    names = decoded(np.asarray(arrays[key]), key)
+    if names.ndim != 1 or names.dtype.kind not in "Uiub":
+        raise DataError(f"{key}: of type {names.dtype} and shape {names.shape}; expected a list of names")
+    return [str(name) for name in names]
 
 
 def _digits() -> Arrays:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +11,13 @@ from torch import Tensor
 from fedstrata.clients.context import ClientContext
 from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
+from fedstrata.data.sources import read_arrays
 from fedstrata.engines.nvflare.wire import Agreed, Begin
 from fedstrata.errors import DataError, SpecError
 from fedstrata.partitions import Assignment
 from fedstrata.preparation import Prepared, assemble, prepare
 from fedstrata.simulation import make_context
-from fedstrata.spec import Experiment
+from fedstrata.spec import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
 
@@ -29,9 +28,7 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing) -> ClientContext:
         SpecError: The spec is wrong, or a site lacks a data file, or has one that nobody asked for.
         DataError: The file is missing, damaged or not what was agreed.
     """
-    import tomllib
-
-    spec = Experiment.from_table(tomllib.loads(begin.spec))
+    spec = Experiment.from_table(parse_toml(begin.spec))
     if begin.agreed is None:
         if data is not None:
             raise SpecError("data", "this site has a data file of its own, but the run is about the spec's")
@@ -73,15 +70,8 @@ def read_own(path: Path, agreed: Agreed, split: str) -> Dataset:
     Raises:
         DataError: It is missing, damaged, or not what was agreed.
     """
-    try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            x, y = checked_inputs(archive[f"x_{split}"], f"x_{split}"), archive[f"y_{split}"]
-    except KeyError:
-        raise DataError(f"{path} needs x_{split} and y_{split}") from None
-    except FileNotFoundError:
-        raise DataError(f"there is no file {path.absolute()}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise DataError(f"{path} is no .npz file of plain arrays, or is damaged: {error}") from None
+    arrays = read_arrays(path, (f"x_{split}", f"y_{split}"))
+    x, y = checked_inputs(arrays[f"x_{split}"], f"x_{split}"), arrays[f"y_{split}"]
     if y.dtype.kind not in "iu" or y.shape != (len(x),):
         raise DataError(f"{path}: y_{split} is {y.dtype} {y.shape}; expected one whole number for each of {len(x)}")
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < agreed.classes:

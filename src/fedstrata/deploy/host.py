@@ -31,6 +31,7 @@ from fedstrata.engines.nvflare.wire import (
     Hop,
     Hopped,
     Kept,
+    More,
     Refused,
     Save,
     Settled,
@@ -48,6 +49,9 @@ from fedstrata.records import Message, Tree
 from fedstrata.stratify.masking.key_store import KeyRing
 
 LOG = logging.getLogger(__name__)
+
+LARGEST_ANSWER = 256 << 20
+"""Bytes of answers in one message, unless a single one is larger."""
 
 SERVER = "server"
 """Who may ask questions; other sites may only fetch the model of a relay."""
@@ -94,8 +98,6 @@ class Host:
             if caller != SERVER:
                 return records.encode(self._part_of_relay(read(data, Fetch)))
             envelope: Envelope = read(data, Envelope)
-            if isinstance(envelope.body, Fetch):
-                return records.encode(self._part_of_relay(envelope.body))
             with self._lock, only_from(self._allow):
                 return records.encode(self._answer(envelope))
         except Exception as error:
@@ -127,8 +129,12 @@ class Host:
         run = self._running()
         for news in envelope.news:
             run.learn(news)
+        if isinstance(body, Fetch):
+            return self._part_of_relay(body)
         if isinstance(body, Ask):
             return run.ask(body)
+        if isinstance(body, More):
+            return run.more(body)
         if isinstance(body, Hop):
             return run.hop(body)
         if isinstance(body, Save):
@@ -161,6 +167,7 @@ class _Run:
         self.engine = LocalEngine(context, self.store)
         self.stay = _Stay(0, context, self.store)
         self._exchange = 0
+        self._waiting: list[Any] = []
 
     @classmethod
     def begin(cls, host: Host, begin: Begin) -> tuple[_Run, int, list[ClientId]]:
@@ -211,7 +218,25 @@ class _Run:
         if ask.group:
             group = SiteGroup(ask.group, ask.places, lambda part: self.host.send(SERVER, part), self.host.patience)
         outcomes = self.engine.ask(requests, together=group is not None, group=group)
-        return Answers([self._outcome(outcomes[client]) for client in ask.clients])
+        self._waiting = [self._outcome(outcomes[client]) for client in ask.clients]
+        return self._next_answers()
+
+    def more(self, more: More) -> Answers:
+        """Those answers of the last exchange that did not fit into the messages before."""
+        if more.exchange != self._exchange:
+            raise WireError(f"the answers of exchange {more.exchange} are gone")
+        return self._next_answers()
+
+    def _next_answers(self) -> Answers:
+        """As many answers as one message may hold, at least one."""
+        size = count = 0
+        for outcome in self._waiting:
+            size += records.size(outcome)
+            if count and size > LARGEST_ANSWER:
+                break
+            count += 1
+        answers, self._waiting = self._waiting[:count], self._waiting[count:]
+        return Answers(answers, len(self._waiting))
 
     def hop(self, hop: Hop) -> Hopped | Unmoved:
         """One task of a relay."""
@@ -249,12 +274,17 @@ class _Run:
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
         return weights
 
-    def _outcome(self, outcome: object) -> Any:
+    def _outcome(self, outcome: Any) -> Any:
         """An outcome as it travels."""
         if not isinstance(outcome, Failure):
+            try:
+                # What could not be read there would take the answers of all other clients of this site with it.
+                records.require_types(outcome)
+            except (WireError, AttributeError, KeyError) as error:
+                return Failed(str(error), False, True)
             return outcome
         reason = outcome.reason if outcome.error is None else self.host.message_of(outcome.error, outcome.reason)
-        return Failed(reason, outcome.bystander)
+        return Failed(reason, outcome.bystander, outcome.refused)
 
     def _next(self, exchange: int) -> None:
         if exchange <= self._exchange:
@@ -298,12 +328,15 @@ class _Stay:
     def work(self, hop: Hop, task: Request, weights: Weights) -> Any:
         """One client's part."""
         self._new = None
-        client = Client(hop.client, self._context, self._states.get(hop.client) or self._store.get(hop.client))
+        known = self._states.get(hop.client)
+        client = Client(hop.client, self._context, self._store.get(hop.client) if known is None else known)
         try:
-            weights, reply = self._context.handlers.hop(type(task))(client, task, weights)
+            moved, reply = self._context.handlers.hop(type(task))(client, task, weights)
         except Exception as error:
             return failure(error)
-        self._new = _Left(hop.hop, weights, hop.client, client.state)
+        if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
+            return Failure(defect, refused=True)
+        self._new = _Left(hop.hop, moved, hop.client, client.state)
         return reply
 
     def keep(self, news: Kept) -> None:

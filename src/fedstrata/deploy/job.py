@@ -23,7 +23,7 @@ from fedstrata.engines.nvflare.wire import SiteLostError
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import write_json
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import SPEC, refuse_foreign
+from fedstrata.run_folder import SPEC
 from fedstrata.simulation import run_prepared
 from fedstrata.spec import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
@@ -86,7 +86,6 @@ class Server:
     def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, test: Path | None) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
         resume = (folder / SPEC).exists()
-        refuse_foreign(folder, spec, resume)
         homes = plan.homes(sorted(line.sites))
         if plan.agreed is None:
             prepared = prepare(spec)

@@ -25,7 +25,7 @@ from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.history import History
 from fedstrata.jsonl import read_jsonl, write_json
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import METRICS, SPEC, WEIGHTS
+from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
 from fedstrata.simulation import refuse_elsewhere
 from fedstrata.spec import Experiment
 
@@ -74,7 +74,10 @@ def simulate(
         FedstrataError: A run ended early.
     """
     require_nvflare()
-    most = max(prepare(spec).config.clients for spec, _ in runs)
+    ready = [prepare(spec) for spec, _ in runs]
+    for prepared, (_, folder) in zip(ready, runs, strict=True):
+        refuse_foreign(folder, prepared, resume=resume)
+    most = max(prepared.config.clients for prepared in ready)
     if resume:
         sites = _sites_before([folder for _, folder in runs if folder is not None], sites)
     count = min(most, max(3, os.cpu_count() or 1)) if sites is None else sites
@@ -84,8 +87,8 @@ def simulate(
         root = Path(place)
         folders = [(root / f"run-{n}" if folder is None else folder).absolute() for n, (_, folder) in enumerate(runs)]
         plans = [
-            JobSpec(f"run-{n}.toml", str(folders[n]), prepare(spec).config.clients, patience=patience, direct=direct)
-            for n, (spec, _) in enumerate(runs)
+            JobSpec(f"run-{n}.toml", str(folders[n]), ready[n].config.clients, patience=patience, direct=direct)
+            for n in range(len(runs))
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)

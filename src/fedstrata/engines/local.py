@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-
-from torch.nn.modules.dropout import _DropoutNd
+from threading import Thread
 
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.team import Answer, State, Team, can_fork
-from fedstrata.errors import SpecError
-from fedstrata.federation.engine import Engine, Failure, RelaySession
+from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.nn.model import Model
@@ -24,6 +22,12 @@ from fedstrata.training.devices import CPU, placed
 
 TEAM_PAYS, ASKING_PAYS = 0.2, 0.01
 """Seconds of work beyond which worker processes are started, and beyond which those that there are get some of it."""
+
+PATIENCE, SLOWEST = 600.0, 10.0
+"""Seconds in which a group has to get on by a step whatever it does, and besides for each sample-gradient of all."""
+
+GRACE = 5.0
+"""Seconds for the members of a group that is interrupted to end."""
 
 
 class LocalEngine(Engine):
@@ -177,28 +181,38 @@ class LocalEngine(Engine):
         self, requests: Mapping[ClientId, Request], group: LocalGroup | None
     ) -> Mapping[ClientId, Reply | Failure]:
         """All clients at once, so that they can add up tensors in the middle of a pass."""
-        refuse_random(self.context.config.model)
+        refuse_random(self.context.config)
         self._pending = {}
         numbers = sorted(requests)
-        while len(self._models) < len(numbers):
-            self._models.append(self.context.config.model.clone())
-        # No timeout: results must not depend on the clock, and who fails here tells the others.
+        # Given back when all have ended: a thread that was left behind keeps its own.
+        models, self._models = self._models, []
+        while len(models) < len(numbers):
+            models.append(self.context.config.model.clone())
+        # Who fails or ends tells the others, so that nobody needs to look at the clock.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
+        outcomes: dict[ClientId, Reply | Failure] = {}
+
+        def answer(place: int, client: Client) -> None:
+            number, request = client.number, requests[client.number]
+            try:
+                outcomes[number] = self.context.handlers.alone(type(request))(client, request)
+            except GroupBrokenError as error:
+                outcomes[number] = Failure(str(error), bystander=True)
+            except BaseException as error:
+                group.abort(f"client {number} failed")
+                outcomes[number] = failure(error)
+            finally:
+                group.leave(place)
+
+        threads = {}
         for place, number in enumerate(numbers):
             client = self._client(number)
-            client.group, client.model = group.member(place), self._models[place]
-
-        def answer(number: ClientId) -> Reply | Failure:
-            try:
-                return self.context.handlers.alone(type(requests[number]))(self._pending[number], requests[number])
-            except GroupBrokenError as error:
-                return Failure(str(error), bystander=True)
-            except Exception as error:
-                group.abort(f"client {number} failed")
-                return failure(error)
-
-        with ThreadPoolExecutor(max_workers=len(numbers)) as pool:
-            return dict(zip(numbers, pool.map(answer, numbers), strict=True))
+            client.group, client.model = group.member(place), models[place]
+            threads[number] = Thread(target=answer, args=(place, client), daemon=True)
+        work = sum(request.work(self._size(number)) for number, request in requests.items())
+        _run_group(threads, group, PATIENCE + SLOWEST * work)
+        self._models = models
+        return {number: outcomes[number] for number in numbers}
 
 
 class LocalRelaySession:
@@ -244,19 +258,54 @@ class LocalRelaySession:
         return weights, outcomes
 
 
-def refuse_random(model: Model) -> None:
+def refuse_random(config: FederationConfig) -> None:
     """Refuse a model that draws random numbers where clients run at the same time.
 
     Raises:
-        SpecError: It has a dropout layer.
+        SpecError: Its forward pass does.
     """
-    if random := [m for m in model.module.modules() if isinstance(m, _DropoutNd) and m.p > 0]:
+    if config.random:
         # Threads share PyTorch's generator: who draws first would be a matter of chance.
-        problem = f"{random[0]} draws random numbers, which clients that run at the same time cannot do repeatably"
-        raise SpecError("model", problem + "; set its p to 0, or use training.execution = 'fused' with Stratify")
+        problem = "draws random numbers, which clients that run at the same time cannot do repeatably; turn that off "
+        raise SpecError("model", problem + "(nn.Dropout: p = 0), or use training.execution = 'fused' with Stratify")
 
 
-def failure(error: Exception) -> Failure:
+def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: float) -> None:
+    """Run the members of a group, a thread each, until all have ended.
+
+    Args:
+        threads: By client, in the order of the members.
+        group: Theirs.
+        patience: Seconds in which no sum is completed and nobody ends, and after which nothing will: an endless loop in
+            what a client computes. The run fails then, so that no result depends on the clock.
+
+    Raises:
+        FedstrataError: There was no more patience.
+    """
+    for thread in threads.values():
+        thread.start()
+    before: object = None
+    waited = 0.0
+    try:
+        while alive := {client: thread for client, thread in threads.items() if thread.is_alive()}:
+            # Second by second, so that the time in which this process, or the machine, is asleep does not count.
+            next(iter(alive.values())).join(1.0)
+            now = (group.progress, list(alive))
+            before, waited = now, 0.0 if now != before else waited + 1.0
+            if waited > patience:
+                waiting = group.progress[1]
+                stuck = [client for place, client in enumerate(threads) if client in alive and place not in waiting]
+                problem = "neither ended nor came to the next sum of their group: an endless loop?"
+                raise FedstrataError(f"for {patience:g} s clients {', '.join(map(str, stuck))} {problem}")
+    except BaseException:
+        group.abort("it was interrupted")
+        until = time.monotonic() + GRACE
+        for thread in threads.values():
+            thread.join(max(0.0, until - time.monotonic()))
+        raise
+
+
+def failure(error: BaseException) -> Failure:
     """An exception of a client's, with the place where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

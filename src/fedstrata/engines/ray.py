@@ -92,7 +92,7 @@ class RayEngine(Engine):
             if pool is None:
                 workers = workers or context.config.training.workers
                 closing.callback(_join(self._ray, address or os.environ.get(ADDRESS), workers))
-                count = workers or int(self._ray.cluster_resources().get("CPU", 1))
+                count = max(1, workers or int(self._ray.cluster_resources().get("CPU", 1)))
                 pool = closing.enter_context(WorkerPool(min(count, context.config.clients)))
             # In memory, keys would be those of one worker.
             keys = ring_of(context)
@@ -129,6 +129,7 @@ class RayEngine(Engine):
             nonlocal host
             host = worker
             model = None if worker.weights is weights else records.encode(weights)
+            worker.weights = None  # until it is known that what it has then counts
             return worker.actor.hop.remote(client, sent, state, model)
 
         ((_, answer),) = self._pool.run(iter([Call([client], 1.0, send)]))

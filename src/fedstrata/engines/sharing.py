@@ -10,6 +10,7 @@ import io
 import mmap
 import pickle
 import weakref
+from bisect import bisect
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,16 +49,28 @@ class SharedMemory:
                 if size <= SMALLEST:
                     raise
                 size //= 2
-        self._size, self._used = size, 0
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._reusable: dict[int, list[int]] = {}
+        self._gaps: list[tuple[int, int]] = [(0, size)]
+        """What is free, (begin, end), ascending; neighbours are one."""
         self.free: list[tuple[int, int]] = []
         """Blocks that the reader does not need any more, (offset, bytes)."""
+
+    @property
+    def reach(self) -> int:
+        """Bytes up to which memory was ever written, less a gap at the end."""
+        return self._gaps[-1][0]
 
     def reuse(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Blocks that the writer may use again."""
         for offset, size in blocks:
-            self._reusable.setdefault(size, []).append(offset)
+            begin, end = offset, offset + size
+            place = bisect(self._gaps, (begin, end))
+            if place < len(self._gaps) and self._gaps[place][0] == end:
+                end = self._gaps.pop(place)[1]
+            if place and self._gaps[place - 1][1] == begin:
+                place -= 1
+                begin = self._gaps.pop(place)[0]
+            self._gaps.insert(place, (begin, end))
 
     def write(self, tree: Tree) -> bytes:
         """Put a tree's tensors into the memory; returns what ``read`` needs.
@@ -95,12 +108,12 @@ class SharedMemory:
             self.reuse([(offset, size)])
 
     def _block(self, size: int) -> int:
-        if free := self._reusable.get(size):
-            return free.pop()
-        if self._used + size > self._size:
-            raise MemoryError(f"no room for {size} bytes in the memory shared with worker processes")
-        self._used += size
-        return self._used - size
+        """The first gap that is large enough, so that little memory is ever touched."""
+        for place, (begin, end) in enumerate(self._gaps):
+            if end - begin >= size:
+                self._gaps[place : place + 1] = [(begin + size, end)] if end - begin > size else []
+                return begin
+        raise MemoryError(f"no room for {size} bytes in the memory shared with worker processes")
 
 
 class _Packer(pickle.Pickler):

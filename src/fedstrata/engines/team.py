@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+from fedstrata.ending import end_with_parent, in_main_thread
 from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request
 from fedstrata.process import prepare_process
@@ -48,20 +49,27 @@ class Team:
     def __init__(self, count: int, answering: Answering) -> None:
         context = multiprocessing.get_context("fork")
         self._down = SharedMemory()
-        self._next = context.Value("q", 0)
+        self._next = os.memfd_create("fedstrata-next")
         self._members: list[_Member] = []
-        for _ in range(count):
-            here, there = context.Pipe()
-            up = SharedMemory()
-            inherited = [here, *(member.connection for member in self._members)]
-            work = (there, inherited, self._down, up, self._next, answering)
-            process = context.Process(target=_serve, args=work, daemon=True, name="fedstrata-worker")
-            with warnings.catch_warnings():
-                # Forks of processes with threads may hang in locks that those held; nobody else runs here now.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            there.close()
-            self._members.append(_Member(process, here, up))
+        try:
+            for _ in range(count):
+                self._members.append(self._hire(context, answering))
+        except BaseException:
+            self.close()
+            raise
+
+    def _hire(self, context: Any, answering: Answering) -> _Member:
+        here, there = context.Pipe()
+        up = SharedMemory()
+        inherited = [here, *(member.connection for member in self._members)]
+        work = (there, inherited, self._down, up, self._next, answering, in_main_thread())
+        process = context.Process(target=_serve, args=work, daemon=True, name="fedstrata-worker")
+        with warnings.catch_warnings():
+            # Forks of processes with threads may hang in locks that those held; nobody else runs here now.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+        there.close()
+        return _Member(process, here, up)
 
     def ask(
         self,
@@ -83,24 +91,28 @@ class Team:
         except Exception:
             # Something that cannot be shared: whoever asked answers for all.
             return {}
-        self._next.value = 0
+        os.lseek(self._next, 0, os.SEEK_SET)
         busy = [member for member in self._members if member.send(data)]
+        answers: dict[ClientId, Answer] = {}
         try:
             while (place := _take(self._next)) < len(order):
                 here(order[place])
+            for member in busy:
+                answers |= member.receive()
         except BaseException:
             # Answers of workers that nobody fetches would be taken for those to the next question.
-            self.close()
+            self._end_members()
             raise
-        answers: dict[ClientId, Answer] = {}
-        for member in busy:
-            answers |= member.receive()
         self._down.done(data)
         self._members = [member for member in self._members if member.alive]
         return answers
 
     def close(self) -> None:
         """End the workers."""
+        self._end_members()
+        os.close(self._next)
+
+    def _end_members(self) -> None:
         for member in self._members:
             member.close()
         self._members = []
@@ -138,11 +150,13 @@ class _Member:
             self.process.join()
 
 
-def _take(counter: Any) -> int:
-    with counter.get_lock():
-        place: int = counter.value
-        counter.value = place + 1
-    return place
+def _take(counter: int) -> int:
+    """The next place, which nobody else gets.
+
+    It is the position in an empty file that all share and that the system moves on in one step: there is no lock that a
+    worker which is killed could keep.
+    """
+    return os.lseek(counter, 1, os.SEEK_CUR) - 1
 
 
 def _serve(
@@ -150,11 +164,14 @@ def _serve(
     inherited: Sequence[Connection],
     down: SharedMemory,
     up: SharedMemory,
-    counter: Any,
+    counter: int,
     answering: Answering,
+    asked_by_main_thread: bool,
 ) -> None:
     """A worker's life: until the process that asks closes its end, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end_with_parent(asked_by_main_thread)
     for other in inherited:
         other.close()
     prepare_process(1)

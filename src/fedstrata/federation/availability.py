@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -47,7 +46,7 @@ class Availability(Setting):
     announced: bool = False
     deadline: PositiveFloat | None = None
     seconds_per_sample: PositiveFloat = 0.001
-    speed_spread: NonNegativeFloat = 0.0
+    speed_spread: float = Field(default=0.0, ge=0, le=10)
 
     def check(self, clients: int) -> None:
         """Raise ``SpecError`` where these settings do not fit a federation of ``clients``."""
@@ -160,7 +159,11 @@ class Trace(Availability):
     @field_validator("file")
     @classmethod
     def _exists(cls, file: str) -> str:
-        if not Path(file).expanduser().is_file():
+        try:
+            there = Path(file).expanduser().is_file()
+        except (OSError, RuntimeError):  # longer than a name can be, or in the home of nobody
+            there = False
+        if not there:
             raise ValueError("no such file; expected a CSV file with the columns client,first,last")
         return file
 

@@ -32,6 +32,7 @@ class FederationConfig:
         server_data: Training samples that no client holds, for a method whose server has data of its own; None where
             there cannot be any.
         weight_diversity: Whether a method that combines models records how far they are from each other.
+        random: Whether the model's forward pass draws random numbers while it trains.
     """
 
     seed: int
@@ -42,6 +43,7 @@ class FederationConfig:
     sizes: NDArray[np.int64] | None = None
     server_data: ServerData | None = field(default=None, repr=False, compare=False)
     weight_diversity: bool = False
+    random: bool = False
 
 
 @dataclass(frozen=True)

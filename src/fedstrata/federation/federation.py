@@ -110,7 +110,7 @@ class Federation:
         """
         reached = self._reach(requests, deadline, work)
         outcomes = self.engine.ask(reached, together=together) if reached else {}
-        return self._collect(reached, outcomes, quorum)
+        return self._collect(reached, outcomes, quorum, together)
 
     def ask_sum(
         self,
@@ -140,7 +140,7 @@ class Federation:
                 self._answered.add(type(request))
                 return Summed(total, list(reached))
             # Something in the sum cannot be used: ask one by one to learn whose part it is.
-        replies = self._collect(reached, self.engine.ask(reached, together=together))
+        replies = self._collect(reached, self.engine.ask(reached, together=together), together=together)
         if not replies:
             return None
         clients = list(replies)
@@ -182,7 +182,7 @@ class Federation:
                 failures.append((client, failure))
 
         for position, (client, task) in enumerate(tasks):
-            if not self._present(client, task):
+            if not self._present(client, task, size):
                 heard(position, None)
                 continue
             reached.add(client)
@@ -190,7 +190,6 @@ class Federation:
                 kinds = {type(task)}
                 session = self.engine.relay(type(task), weights)
             self.accounting.hops += 1
-            self.accounting.bytes_down += records.size(task) + size
             outcome = session.hop(client, task)
             if not isinstance(outcome, Failure):
                 defect = defect_of(outcome, task.check_reply)
@@ -225,21 +224,26 @@ class Federation:
         else:
             self._raise_if_hopeless(reached, len(raised), kinds, failures)
 
-    def _present(self, client: ClientId, task: Request) -> bool:
-        """Whether a hop reaches its client; cheap for one that was reached before in this round."""
+    def _present(self, client: ClientId, task: Request, model: int) -> bool:
+        """Whether a hop with a model of so many bytes reaches its client; cheap for one that was reached before."""
         simulates_time = self.availability.deadline is not None or self.availability.speed_spread > 0
         if not simulates_time and client in self.accounting.invited and self._online.get(client, False):
+            self.accounting.bytes_down += records.size(task) + model
             return True
-        return bool(self._reach({client: task}, None, None, count=False))
+        return bool(self._reach({client: task}, None, None, model))
 
     def _reach(
         self,
         requests: Mapping[ClientId, Request],
         deadline: float | None,
         work: Mapping[ClientId, float] | None,
-        count: bool = True,
+        model: int | None = None,
     ) -> dict[ClientId, Request]:
-        """Those of the requests that reach their client and will be answered in time."""
+        """Those of the requests that reach their client and will be answered in time.
+
+        What is sent to clients that turn out to be late counts too. With each request of a relay goes a ``model`` of so
+        many bytes; None for an exchange.
+        """
         clients = sorted(requests)
         if not clients:
             return {}
@@ -247,16 +251,15 @@ class Federation:
             raise ValueError(f"clients {clients[0]} … {clients[-1]} asked; there are 0 … {self.config.clients - 1}")
         self.accounting.invited.update(clients)
         clients = self._online_of(clients)
-        if count:
-            sizes: dict[int, int] = {}
-            for client in clients:
-                request = requests[client]
-                # Many clients are often sent the very same request: measured once.
-                size = sizes.get(id(request))
-                if size is None:
-                    size = sizes[id(request)] = records.size(request)
-                self.accounting.bytes_down += size
-            self.accounting.exchanges += 1
+        sizes: dict[int, int] = {}
+        for client in clients:
+            request = requests[client]
+            # Many clients are often sent the very same request: measured once.
+            size = sizes.get(id(request))
+            if size is None:
+                size = sizes[id(request)] = records.size(request) + (model or 0)
+            self.accounting.bytes_down += size
+        self.accounting.exchanges += model is None
         clients = self._in_time(clients, requests, deadline, work)
         return {client: requests[client] for client in clients}
 
@@ -302,22 +305,33 @@ class Federation:
             self.note(kind, fresh)
 
     def _collect(
-        self, asked: Mapping[ClientId, Request], outcomes: Mapping[ClientId, Reply | Failure], quorum: int = 0
+        self,
+        asked: Mapping[ClientId, Request],
+        outcomes: Mapping[ClientId, Reply | Failure],
+        quorum: int = 0,
+        together: bool = False,
     ) -> dict[ClientId, Any]:
         good: dict[ClientId, Any] = {}
         failures: dict[ClientId, Failure] = {}
+        refused = False
         for client in sorted(outcomes):
             outcome = outcomes[client]
             if isinstance(outcome, Failure):
                 failures[client] = outcome
             elif defect := defect_of(outcome, asked[client].check_reply):
+                refused = True
                 self._fail(client, Failure(defect, refused=True))
             else:
                 good[client] = outcome
         kinds = {type(request) for request in asked.values()}
         raised = sum(failure.error is not None for failure in failures.values())
         self._raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
-        nobodys = all(failure.bystander for failure in failures.values())
+        if together and len(good) < len(outcomes):
+            # Everybody's answer holds parts of sums to which a reply that does not count has added.
+            void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
+            failures |= dict.fromkeys(good, void)
+            good = {}
+        nobodys = all(failure.bystander for failure in failures.values()) and not refused
         for client, failure in failures.items():
             # Who only waited for somebody that failed has not; but a group may also break without anybody's doing.
             if nobodys or not failure.bystander:

@@ -95,6 +95,8 @@ class FitReply(Reply):
         seen: Sample-gradients computed.
         loss: Mean training loss over the steps.
         message: What the objective's client side sends.
+        trained: Whether it took a step at all. A client that took none sends the model back as it came, which says
+            nothing about its data.
     """
 
     weights: Weights
@@ -103,6 +105,7 @@ class FitReply(Reply):
     seen: int
     loss: float
     message: Extra
+    trained: bool = True
 
 
 @record

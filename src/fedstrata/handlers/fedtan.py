@@ -66,10 +66,6 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
         model.loaded(request.weights.params, request.weights.buffers, train=True) as params,
     ):
         leaves = list(params.values())
-        if len(data) == 0 and group is not None:
-            # Somebody without a sample adds nothing, but the others wait for what it adds.
-            with averaged(model.module, group, 0.0):
-                torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         for batch in data.shuffled(training, client.rng("batches", request.round)):
             first = not losses
             together = averaged(model.module, group, len(client)) if first and group is not None else nullcontext()
@@ -80,9 +76,13 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
             losses.append(loss.detach())
             seen += len(batch.y)
             _freeze(model.module)
+        if not losses and group is not None:
+            # Who takes no step, having no sample or just one, adds nothing; but the others wait for what it adds.
+            with averaged(model.module, group, 0.0):
+                torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())
     mean = float(torch.stack(losses).mean()) if losses else 0.0
-    return FitReply(after, len(client), len(losses), seen, mean, {})
+    return FitReply(after, len(client), len(losses), seen, mean, {}, bool(losses))
 
 
 def _freeze(module: nn.Module) -> None:

@@ -66,7 +66,7 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
         # BatchNorm counts batches, and batches tell samples.
         counters = {n: b for n, b in request.weights.buffers.items() if not b.is_floating_point()}
         result = Weights(result.params, {**result.buffers, **counters})
-    return FitReply(result, *counts, outcome.loss, outcome.message)
+    return FitReply(result, *counts, outcome.loss, outcome.message, outcome.steps > 0)
 
 
 def statistics(context: ClientContext) -> frozenset[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import PrivateAttr
 
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.handlers.fit import starting_point
-from fedstrata.objectives.base import CrossEntropy
+from fedstrata.nn.model import Model
+from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.sampling.client_sizes import randomised_size
 from fedstrata.sampling.messages import (
     Compress,
@@ -23,7 +25,7 @@ from fedstrata.sampling.messages import (
 )
 from fedstrata.sampling.quantization import pack, project, quantize
 from fedstrata.sampling.sketches import sketch
-from fedstrata.training.local import LocalData, train
+from fedstrata.training.local import LocalData, is_plain, train
 
 
 @handles(SizeReport)
@@ -56,11 +58,31 @@ def compress(client: Client, request: Compress) -> CompressReply:
     return CompressReply(torch.from_numpy(centres), torch.from_numpy(pack(codes, len(centres))), projected.numel())
 
 
+class _TrainsLike(CrossEntropy):
+    """Cross-entropy on the parameters that another objective trains: who is met first must look like the others."""
+
+    _other: Objective = PrivateAttr(default_factory=CrossEntropy)
+
+    @classmethod
+    def of(cls, objective: Objective) -> Objective:
+        """Plain cross-entropy where the other trains everything."""
+        if is_plain(objective, "trains"):
+            return CrossEntropy()
+        made = cls()
+        made._other = objective
+        return made
+
+    def trains(self, name: str, model: Model) -> bool:
+        """As the other does."""
+        return self._other.trains(name, model)
+
+
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Train as in any round, and keep nothing of it but the sketch."""
+    """Train as in any round what the objective trains, and keep nothing of it but the sketch."""
     data = LocalData(client, np.arange(len(client)))
-    outcome = train(client, request.weights, data, round=request.round, message={}, objective=CrossEntropy())
+    objective = _TrainsLike.of(client.context.objective)
+    outcome = train(client, request.weights, data, round=request.round, message={}, objective=objective)
     values = sketch(outcome.weights.params, request.coordinates, client.context.config.seed)
     return SketchReply(torch.from_numpy(values))
 

@@ -13,8 +13,8 @@ from fedstrata import checkpoint
 from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.partitions import label_table
-from fedstrata.preparation import Prepared, prepare
-from fedstrata.run_folder import spec_of
+from fedstrata.preparation import Prepared
+from fedstrata.run_folder import prepare_again
 from fedstrata.simulation import Simulation
 from fedstrata.spec import Experiment
 
@@ -71,7 +71,7 @@ def strata_of_folder(folder: Path) -> tuple[Prepared, View]:
         SpecError: It is no run, or its client sampler has no strata.
         CheckpointError: It has no checkpoint.
     """
-    prepared = prepare(spec_of(folder, "strata"))
+    prepared = prepare_again(folder, "strata")
     _sampler(prepared.spec)
     found = checkpoint.load(folder / "checkpoint")
     if found is None:

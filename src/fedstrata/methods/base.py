@@ -231,8 +231,7 @@ class Recipe(Method):
     def _check_private(self, config: FederationConfig) -> None:
         """Nothing may tell the sizes that clients keep private."""
         sampler, _, objective, aggregator = self.choices()
-        if sampler.tells_sizes:
-            raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
+        sampler.check_private(config)
         if aggregator.needs_counts:
             accepted = "'mean', 'stratum' or 'horvitz-thompson'"
             raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
@@ -311,11 +310,10 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     """Who trained, the samples that they saw, and the mean loss.
 
     A client's loss is the mean over its steps; over the clients it is weighted by the samples that they saw. Where
-    clients keep their counts private, the samples are 0 and the loss is the mean over the clients, without those whose
-    loss is exactly 0: they kept no sample.
+    clients keep their counts private, the samples are 0 and the loss is the mean over the clients that took a step.
     """
     seen = sum(reply.seen for reply in answers)
-    weights = [reply.seen if seen else int(reply.loss != 0) for reply in answers]
+    weights = [reply.seen if seen else int(reply.trained) for reply in answers]
     loss = None
     if any(weights):
         loss = sum(w * reply.loss for w, reply in zip(weights, answers, strict=True)) / sum(weights)

@@ -43,7 +43,7 @@ class SFL(Method):
                 "training.batch_norm", "one travelling model has one set of statistics; use average", "local"
             )
         sampler = self.client_sampler
-        if sampler.learns:
+        if sampler.learns(config):
             problem = (
                 "learns from the models that participants send back, and in a relay the server sees one; use another"
             )
@@ -66,4 +66,6 @@ class SFL(Method):
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.accounting.hops, config.clients, federation.round)
-        return SFLState(relayed.weights, sampler.observe(clients, {})), metrics
+        # Who took part, for a sampler that goes by that; there are no models of theirs: see ``check``.
+        took_part = {order[position]: reply for position, reply in relayed.replies.items()}
+        return SFLState(relayed.weights, sampler.observe(clients, took_part)), metrics

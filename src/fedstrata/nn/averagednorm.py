@@ -47,7 +47,7 @@ def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) ->
         share = weight if x.numel() else 0.0
         summed = group.all_reduce_sum(torch.cat([share * own.flatten(), own.new_tensor([share])]))
         if not summed[-1] > 0:
-            raise ValueError("the clients together hold no sample")
+            return x  # nobody has a sample: there is nothing to normalise, and nothing to add on the way back
         mean, var = (summed[:-1] / summed[-1]).view(2, -1).to(x.dtype)
         share /= float(summed[-1])
         if layer.running_mean is not None and layer.running_var is not None:

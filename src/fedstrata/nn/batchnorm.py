@@ -255,6 +255,7 @@ class LocalGroup:
         self.size, self.timeout = size, timeout
         self._changed = threading.Condition()
         self._given: dict[int, Tensor] = {}
+        self._left: set[int] = set()
         self._turn = 0
         self._total = torch.empty(0)
         self._broken: str | None = None
@@ -272,6 +273,18 @@ class LocalGroup:
                 self._broken = reason
             self._changed.notify_all()
 
+    def leave(self, *members: int) -> None:
+        """Say that members have ended: a sum that lacks their parts will never be whole, and breaks the group."""
+        with self._changed:
+            self._left.update(members)
+            self._refuse_to_wait_in_vain()
+
+    @property
+    def progress(self) -> tuple[int, tuple[int, ...]]:
+        """Sums that were completed, and who waits for the next one."""
+        with self._changed:
+            return self._turn, tuple(sorted(self._given))
+
     def add(self, parts: Mapping[int, Tensor]) -> Tensor:
         """Bring the parts of some members and wait for the others'.
 
@@ -279,7 +292,7 @@ class LocalGroup:
             parts: By member.
 
         Raises:
-            GroupBrokenError: A member gave up, came twice, brought another shape or did not come in time.
+            GroupBrokenError: A member gave up, ended, came twice, brought another shape or did not come in time.
         """
         with self._changed:
             if again := sorted(self._given.keys() & parts.keys()):
@@ -287,6 +300,7 @@ class LocalGroup:
             self._refuse_broken()
             turn = self._turn
             self._given.update(parts)
+            self._refuse_to_wait_in_vain()
             if len(self._given) == self.size:
                 self._finish_turn()
             elif not self._changed.wait_for(lambda: self._turn != turn or self._broken is not None, self.timeout):
@@ -317,6 +331,10 @@ class LocalGroup:
         for part in parts[1:]:
             total += part
         return total
+
+    def _refuse_to_wait_in_vain(self) -> None:
+        if self._given and (missing := sorted(self._left - self._given.keys())):
+            self.abort(f"member(s) {', '.join(map(str, missing))} ended without coming to this sum")
 
     def _refuse_broken(self) -> None:
         if self._broken is not None:

@@ -74,6 +74,11 @@ class Model:
         if not self._leaves:
             raise SpecError("model", f"{type(self.module).__name__} has no parameter that requires gradients")
         self._changing = dict(self.module.named_buffers())
+        self._places = [
+            (part, own, buffer)
+            for part in self.module.modules()
+            for own, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+        ]
         self._others: Params = {name: tensor for name, tensor in named.items() if name not in self._leaves}
         self._others |= {name: tensor for name, tensor in self._changing.items() if name in persistent}
         self._initial_params, self._initial_buffers = _copies(self._leaves), _copies(self._others)
@@ -106,7 +111,20 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("current_buffers() is for use inside 'with model.loaded(...)'")
+        self._gather_rebound()
         return _copies(self._others)
+
+    def _gather_rebound(self) -> None:
+        """Bring the values of buffers that a forward pass bound to other tensors back into the module's own."""
+        for part, own, buffer in self._places:
+            current = part._buffers.get(own)
+            if current is not buffer:
+                if current is None or current.shape != buffer.shape:
+                    shape = None if current is None else tuple(current.shape)
+                    raise SpecError("model", f"training made buffer {own!r} {shape}, it was {tuple(buffer.shape)}")
+                with torch.no_grad():
+                    buffer.copy_(current)
+                part._buffers[own] = buffer
 
     def __call__(self, params: Params, x: Tensor) -> Tensor:
         """The logits.
@@ -196,6 +214,7 @@ class Model:
         _check(params, self._leaves, "parameter")
         _check(buffers, self._others, "buffer")
         training = self.module.training
+        self._gather_rebound()
         installed = self._installed = dict(self._leaves)
         try:
             _copy_into(self._leaves, params)
@@ -205,6 +224,7 @@ class Model:
         finally:
             self._installed = None
             installed.clear()
+            self._gather_rebound()
             self._part()
             _copy_into(self._leaves, self._initial_params)
             _copy_into(self._others, self._initial_buffers)
@@ -233,6 +253,7 @@ class Model:
         """
         if self._installed is None:
             raise RuntimeError("share() is for use inside 'with model.loaded(...)'")
+        self._gather_rebound()
         for name, leaf in self._leaves.items():
             given, own = params[name], self._initial_params[name]
             if given is self._shared.get(name):

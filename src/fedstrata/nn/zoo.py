@@ -17,9 +17,10 @@ from pydantic import Field, PositiveInt
 from torch import nn
 
 from fedstrata.config import FromRegistry, Registry, Setting, build, load_object, plain
-from fedstrata.errors import SpecError
+from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
+from fedstrata.process import memory
 from fedstrata.rng import torch_seeded
 
 
@@ -103,6 +104,21 @@ class CNN64(ModelSpec):
         return _convolutional(self.name, shape, (64, 64), (394, 192), classes)
 
 
+class CustomModel(ModelSpec):
+    """A module of the user's own, in the spec that a run leaves behind; not to be given.
+
+    Args:
+        custom: What it was.
+    """
+
+    custom: str = ""
+
+    def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
+        """See ``ModelSpec.build``."""
+        problem = "this was a module of your own: go on in Python, fedstrata.run(spec, model=…, resume=True)"
+        raise SpecError("model.name", problem, "custom")
+
+
 class Custom(ModelSpec):
     """A module of the user's own.
 
@@ -160,6 +176,7 @@ MODELS = _Models(
         "resnet18": "fedstrata.nn.resnet:ResNet18",
         "resnet20": "fedstrata.nn.resnet:ResNet20",
         "tabular": "fedstrata.nn.zoo:Tabular",
+        "custom": "fedstrata.nn.zoo:CustomModel",
     },
 )
 """The models that a spec can name."""
@@ -180,15 +197,33 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
     Raises:
         SpecError: The model cannot take the shape, or does not give one logit a class.
     """
-    with torch_seeded(seed, "model"):
-        module = spec.build(shape, classes)
-        _try_out(module, spec, shape, classes)
+    name = spec.to_spec().get("name", type(spec).__name__)
+    try:
+        if ":" not in name:
+            _check_size(spec, shape, classes)
+        with torch_seeded(seed, "model"):
+            module = spec.build(shape, classes)
+            _try_out(module, name, shape, classes)
+    except FedstrataError:
+        raise
+    except Exception as error:  # it may be the user's own, which raises what it likes
+        problem = f"cannot be built for samples of shape {shape}: {type(error).__name__}: {error}"
+        raise SpecError("model.name", problem, name) from error
     return Model(lay_out(module, shape) if isinstance(spec, Custom) else module)
 
 
-def _try_out(module: nn.Module, spec: ModelSpec, shape: tuple[int, ...], classes: int) -> None:
+def _check_size(spec: ModelSpec, shape: tuple[int, ...], classes: int) -> None:
+    """Refuse what does not fit into memory before it is allocated; it is built without its numbers to see."""
+    with torch.device("meta"):
+        module = spec.build(shape, classes)
+    size, most = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())), memory()
+    if size > most:
+        problem = f"its parameters take {size / 2**30:,.1f} GiB, and there are {most / 2**30:,.1f} GiB of memory"
+        raise SpecError("model.name", problem, spec.name)
+
+
+def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> None:
     """One forward pass of a zero sample: a module of the wrong shape fails here, not inside a client."""
-    name = spec.to_spec().get("name", type(spec).__name__)
     try:
         with torch.no_grad():
             logits = module.eval()(torch.zeros(1, *shape))

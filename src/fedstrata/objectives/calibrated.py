@@ -49,8 +49,8 @@ def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
     With one class in the softmax its probability is 1: every loss and every gradient is exactly 0, and only weight
     decay and corrections still move such a client's model.
     """
-    # Without steps there is nothing to learn from; under privacy nobody tells how many there were.
-    trained = [reply for reply in replies if reply.steps]
+    # Without steps there is nothing to learn from.
+    trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
 
 

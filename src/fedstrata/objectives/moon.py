@@ -73,5 +73,7 @@ class Contrastive(PerSample):
         return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """The client's model is the negative of its next time."""
+        """The client's model is the negative of its next time; one that took no step keeps the one that it had."""
+        if trained.steps == 0:
+            return {}, context.kept
         return {}, {**trained.params, **trained.model.current_buffers()}

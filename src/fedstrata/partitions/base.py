@@ -9,7 +9,7 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.data.dataset import Dataset
@@ -87,6 +87,10 @@ class Assignment:
         return np.bincount(cells, minlength=len(self) * classes).reshape(len(self), classes).astype(np.int64)
 
 
+Clients = Annotated[PositiveInt, Field(le=10_000_000)]
+"""A number of clients that arrays of one entry a client can be made for."""
+
+
 class Partition(Setting):
     """How the training set is divided among the clients.
 
@@ -97,7 +101,7 @@ class Partition(Setting):
         min_size: The fewest samples that a client may hold; 0 allows empty clients.
     """
 
-    clients: PositiveInt = 100
+    clients: Clients = 100
     min_size: NonNegativeInt = 1
 
     @property

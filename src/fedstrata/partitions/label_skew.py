@@ -11,7 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 from fedstrata.config import Setting
 from fedstrata.errors import SpecError
 from fedstrata.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, numbered, top_up
-from fedstrata.partitions.base import Ints, Partition
+from fedstrata.partitions.base import Clients, Ints, Partition
 from fedstrata.partitions.schemes import Alpha, Generator
 
 
@@ -67,7 +67,7 @@ class Groups(Partition):
         size: As for ``Classes``.
     """
 
-    clients: PositiveInt = 20
+    clients: Clients = 20
     groups: Annotated[tuple[ClassGroup, ...], Field(min_length=1)] = tuple(
         ClassGroup(clients=4, classes=classes) for classes in (2, 2, 3, 3, 5)
     )

@@ -21,6 +21,9 @@ from fedstrata.partitions.assign import (
 from fedstrata.partitions.base import Ints, Partition
 
 Generator = np.random.Generator
+MOST_SHARDS = 10_000_000
+"""Where clients may be empty there may be more shards than samples, as far as memory goes."""
+
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
@@ -78,8 +81,9 @@ class Shards(Partition):
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
         shards = self.clients * self.per_client
-        if shards > len(labels) and self.min_size:
-            problem = f"{shards} shards of {len(labels)} samples; at most {len(labels) // self.clients}"
+        most = len(labels) if self.min_size else max(len(labels), MOST_SHARDS)
+        if shards > most:
+            problem = f"{shards} shards of {len(labels)} samples; at most {most // self.clients}"
             raise SpecError("partition.per_client", problem, self.per_client)
         shuffled = rng.permutation(len(labels))
         ordered = shuffled[np.argsort(labels[shuffled], kind="stable")]
@@ -133,9 +137,13 @@ class Given(Partition):
     @model_validator(mode="before")
     @classmethod
     def _count(cls, table: Any) -> Any:
-        if isinstance(table, Mapping) and "clients" not in table and table.get("indices"):
-            return {**table, "clients": len(table["indices"])}
-        return table
+        if not isinstance(table, Mapping):
+            return table
+        if isinstance(table.get("indices"), np.ndarray):
+            table = {**table, "indices": table["indices"].tolist()}
+        if "clients" not in table and isinstance(table.get("indices"), (list, tuple)):
+            return {**table, "clients": max(len(table["indices"]), 1)}
+        return table  # the check of the fields says what is wrong
 
     @model_validator(mode="after")
     def _agree(self) -> Given:

@@ -81,17 +81,30 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
 
     A seed that has nothing in the column does not count; one that ended early ends the curve, since the mean
     of the others would jump there.
+
+    Raises:
+        SpecError: No seed has such a column.
     """
-    found = [dict(zip(*(a.tolist() for a in history.column(column)), strict=True)) for history in histories]
-    found = [values for values in found if values]
+    found: list[dict[int, float]] = []
+    missing: SpecError | None = None
+    for history in histories:
+        try:
+            rounds, values = history.column(column)
+        except SpecError as error:  # a column of a method's own may lack where a round was never of its kind
+            missing = error
+            continue
+        if len(rounds):
+            found.append(dict(zip(rounds.tolist(), values.tolist(), strict=True)))
+    if missing is not None and not found:
+        raise missing
     common = sorted(set.intersection(*(set(values) for values in found))) if found else []
     table = np.array([[values[round] for round in common] for values in found], dtype=np.float64)
     table = table.reshape(len(found), len(common))
-    rounds = np.array(common, dtype=np.int64)
+    shared = np.array(common, dtype=np.int64)
     if not common:
-        return Band(rounds, np.zeros(0), np.zeros(0))
+        return Band(shared, np.zeros(0), np.zeros(0))
     sd = table.std(axis=0, ddof=1) if len(table) > 1 else np.zeros(len(common))
-    return Band(rounds, table.mean(axis=0), sd)
+    return Band(shared, table.mean(axis=0), sd)
 
 
 def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> None:

@@ -89,8 +89,12 @@ class ClientSampler(Setting):
         """Whether it asks clients for the plain number of their samples."""
         return False
 
-    @property
-    def learns(self) -> bool:
+    def check_private(self, config: FederationConfig) -> None:
+        """Raise ``SpecError`` where the sampler would learn sizes that clients keep private."""
+        if self.tells_sizes:
+            raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
+
+    def learns(self, config: FederationConfig) -> bool:
         """Whether it needs the models that participants send back; see ``observe``."""
         return False
 

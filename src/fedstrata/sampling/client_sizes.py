@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from fedstrata.federation.federation import Federation
 from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
+
+Epsilon = Annotated[float, Field(ge=1e-6)]
+"""ε of local differential privacy; with less the truth would be told so rarely that estimates divide by zero."""
 
 
 @record

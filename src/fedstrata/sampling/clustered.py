@@ -103,8 +103,7 @@ class Clustered(ClientSampler):
         """Clients are drawn by size."""
         return True
 
-    @property
-    def learns(self) -> bool:
+    def learns(self, config: FederationConfig) -> bool:
         """Algorithm 2 compares updates."""
         return self.algorithm == 2
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
-from fedstrata.sampling.client_sizes import ask_sizes, estimated_total
+from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total
 from fedstrata.sampling.ldp import FedSTaSData
 
 
@@ -56,7 +56,7 @@ class FedSamplingData(DataSampler):
     """
 
     samples: PositiveInt = 1000
-    epsilon: PositiveFloat | None = None
+    epsilon: Epsilon | None = None
     bound: int = Field(default=100, gt=1)
     reuse: bool = True
 

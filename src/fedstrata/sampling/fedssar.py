@@ -61,8 +61,7 @@ class FedSSARSampler(ClientSampler):
     coordinates: int = Field(default=2048, ge=0)
     optics_max: PositiveInt = 2000
 
-    @property
-    def learns(self) -> bool:
+    def learns(self, config: FederationConfig) -> bool:
         """Sketches are of participants' models."""
         return True
 

@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import DataSampler
-from fedstrata.sampling.client_sizes import ask_sizes, estimated_total
+from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total
 
 
 @record
@@ -43,7 +43,7 @@ class FedSTaSData(DataSampler):
 
     fraction: float = Field(default=0.1, gt=0, le=1)
     samples: PositiveInt | None = None
-    epsilon: PositiveFloat | None = None
+    epsilon: Epsilon | None = None
     bound: int = Field(default=100, gt=1)
 
     @property

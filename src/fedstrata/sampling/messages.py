@@ -15,6 +15,9 @@ from fedstrata.federation.reply_checks import require_shape
 from fedstrata.records import record
 from fedstrata.sampling.quantization import restore
 
+MOST_SAMPLES = 2**31
+"""Nobody holds more, and the sizes of a million clients still add up in 64 bits."""
+
 
 @record
 class SizeReply(Reply):
@@ -45,7 +48,7 @@ class SizeReport(Request):
 
     def check(self, reply: SizeReply) -> None:
         """A size that can be."""
-        if reply.samples < 0 or (self.bound and not 1 <= reply.samples < self.bound):
+        if not 0 <= reply.samples <= MOST_SAMPLES or (self.bound and not 1 <= reply.samples < self.bound):
             raise ReplyRefusedError(f"size {reply.samples} is impossible")
 
 

@@ -109,6 +109,8 @@ def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, se
         seed: The experiment's seed.
         updates: Whether what counts is the difference from the model that was sent out.
     """
+    # A model that took no step is the one that was sent, and says nothing of the client.
+    replies = {client: reply for client, reply in replies.items() if reply.trained}
     if not replies:
         return state
     points = sketches([reply.weights.params for reply in replies.values()], coordinates, seed)

@@ -44,6 +44,7 @@ class StratifiedState:
         participants: Who returned a model in the last round, ascending, int64.
         sent: The sketch of the model that went out, shape (d,), where updates stand for gradients.
         lr: η of that round.
+        steps: K of every client where it is the same for all, else 1.
         seed: The experiment's seed, which sketches belong to.
         clusters: Where k-means stands, beyond ``FITTED`` clients of whom a few are renewed a round.
     """
@@ -53,6 +54,7 @@ class StratifiedState:
     participants: NDArray[np.int64]
     sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     lr: float = 1.0
+    steps: int = 1
     seed: int = 0
     clusters: Clusters | None = None
 
@@ -119,10 +121,16 @@ class Stratified(ClientSampler):
                 stacklevel=2,
             )
 
-    @property
-    def learns(self) -> bool:
+    def check_private(self, config: FederationConfig) -> None:
+        """Updates of clients that took unequal numbers of steps would be long where a client holds much."""
+        if self._uses_updates(config) and config.training.local_steps is None:
+            problem = "updates tell how many steps a client took, and with them the size that it keeps private"
+            accepted = "use 'asked', or give training.local_steps, the same for all"
+            raise SpecError("method.gradients", f"{problem}; {accepted}", "updates")
+
+    def learns(self, config: FederationConfig) -> bool:
         """Updates may stand for gradients."""
-        return self.gradients == "updates"
+        return self._uses_updates(config)
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
@@ -178,11 +186,14 @@ class Stratified(ClientSampler):
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Remember who took part: their compressed gradients are renewed, or their updates stand for them."""
-        if len(state.sent) and replies:
-            lr, steps = np.float32(state.lr), [max(reply.steps, 1) for reply in replies.values()]
-            models = sketches([reply.weights.params for reply in replies.values()], self.coordinates, state.seed)
-            points = (state.sent - models) / (lr * np.array(steps, dtype=np.float32))[:, None]
-            state = state.learned(np.fromiter(replies, dtype=np.int64), points)
+        # A client that took no step, because it kept no sample this time, has not shown what its gradient is like.
+        trained = {client: reply for client, reply in replies.items() if reply.trained} if len(state.sent) else {}
+        if trained:
+            # Where sizes are private nobody tells its steps, and all take the same number: see ``check_private``.
+            steps = [reply.steps or state.steps for reply in trained.values()]
+            models = sketches([reply.weights.params for reply in trained.values()], self.coordinates, state.seed)
+            points = (state.sent - models) / (np.float32(state.lr) * np.array(steps, dtype=np.float32))[:, None]
+            state = state.learned(np.fromiter(trained, dtype=np.int64), points)
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
@@ -224,7 +235,9 @@ class Stratified(ClientSampler):
         if self._uses_updates(federation.config):
             config = federation.config
             sent = sketch(weights.params, self.coordinates, config.seed)
-            return replace(state, sent=sent, lr=config.training.lr_at(federation.round), seed=config.seed), candidates
+            training = config.training
+            lr, steps = training.lr_at(federation.round), training.local_steps or 1
+            return replace(state, sent=sent, lr=lr, steps=steps, seed=config.seed), candidates
         asked = candidates
         if refresh == "participants":
             # Those of the last round renew theirs. Nobody can be drawn before being known: as many unseen clients as

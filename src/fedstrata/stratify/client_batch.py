@@ -18,7 +18,7 @@ from fedstrata.nn.batchnorm import federated
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.records import record
-from fedstrata.rng import torch_seeded
+from fedstrata.rng import SERVER, torch_seeded
 from fedstrata.stratify.messages import Gradient, GradientReply, Reserve, ReserveReply, Steps
 from fedstrata.training.local import is_plain, manual_sgd_of
 
@@ -148,7 +148,7 @@ def gradient(client: Client, request: Gradient) -> GradientReply:
     with (
         nullcontext() if group is None else federated(model.module, group),
         model.loaded(weights.params, weights.buffers, train=True) as params,
-        _seeded(client.context, request),
+        _seeded(client.context, request, client.number),
     ):
         return summed_gradient(client.context, model, params, request, indices)
 
@@ -182,9 +182,9 @@ class _Drawing:
         self.known = False
 
 
-def _seeded(context: ClientContext, request: Gradient) -> AbstractContextManager[None]:
-    """Layers that draw numbers draw those of their batch."""
-    return torch_seeded(context.config.seed, f"layers/{request.batch}", request.round)
+def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
+    """Layers that draw numbers draw those of their batch, and of their client where each computes its own part."""
+    return torch_seeded(context.config.seed, f"layers/{request.batch}", request.round, client)
 
 
 def _standing_model(context: ClientContext) -> tuple[Model, Params]:

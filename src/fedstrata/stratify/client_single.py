@@ -26,6 +26,9 @@ from fedstrata.training.traced_sgd import TracedSGD
 
 Ints = NDArray[np.int64]
 
+TRIAL = 3
+"""Steps in which a traced stepper has to agree with autograd before it is used."""
+
 BLOCK_BYTES = 16 << 20
 """Inputs that are made floats at once, and after which a relay in one pass makes sure that the model is still sound."""
 
@@ -97,7 +100,7 @@ class FusedSteps:
     """
 
     def __init__(self, context: ClientContext, weights: Weights) -> None:
-        self._world = context
+        self._shared = context
         self._stepper = stepper_of(context, context.config.model)
         self._stepper.load(weights)
         self._like = weights
@@ -156,7 +159,7 @@ class FusedSteps:
     def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
         """The losses of some tasks, or why the model is spoilt after them."""
         try:
-            losses = _run(self._world, self._stepper, parts, self._round)
+            losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
             return Failure(f"{type(error).__name__}: {error}", error)
         if _finite(losses, self._stepper):
@@ -196,13 +199,30 @@ class _Last:
 
 
 def _make_stepper(context: ClientContext, model: Model) -> Stepper:
+    plain = AutogradStepper(context, model)
     # A norm is known only when all gradients are, and BatchNorm changes buffers: both go through autograd.
     if context.config.training.clip is None and not model.buffers():
         try:
-            return TracedStepper(context, model)
+            traced = TracedStepper(context, model)
+            if _agree(traced, plain, context, model):
+                return traced
         except Exception:  # whatever the tracer says about a model that it cannot follow
             pass
-    return AutogradStepper(context, model)
+    return plain
+
+
+def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
+    """Whether two steppers take the same steps: what a trace assumes of a model is tried once, and not believed."""
+    start = Weights(model.params(), model.buffers())
+    where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()
+    x, y, after = context.data.inputs(where), context.data.y_train[where], []
+    for stepper in (traced, plain):
+        stepper.load(start)
+        with torch_seeded(0, "trial"):
+            losses = stepper.run(x, y, context.config.training.lr)
+        after.append([losses, *stepper.weights().params.values()])
+        stepper.load(start)
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in zip(*after, strict=True))
 
 
 def _loss(shared: ClientContext, model: Model, params: Params, x: Tensor, y: Tensor) -> Tensor:
@@ -248,7 +268,7 @@ class AutogradStepper:
     random = True
 
     def __init__(self, context: ClientContext, model: Model) -> None:
-        self._world, self._model = context, model
+        self._shared, self._model = context, model
         self._weights = Weights(model.params(), model.buffers())
 
     def load(self, weights: Weights) -> None:
@@ -257,12 +277,12 @@ class AutogradStepper:
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
         """One step a sample, in order."""
-        model, training = self._model, self._world.config.training
+        model, training = self._model, self._shared.config.training
         losses = []
         with model.loaded(self._weights.params, self._weights.buffers, train=True) as params:
             leaves, sgd = list(params.values()), SGD(training, lr)
             for sample, label in zip(torch.split(x, 1), torch.split(y, 1), strict=True):
-                loss = _loss(self._world, model, params, sample, label)
+                loss = _loss(self._shared, model, params, sample, label)
                 gradient = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
                 sgd.step(leaves, gradient)
                 losses.append(loss.detach())

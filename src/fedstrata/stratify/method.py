@@ -21,6 +21,9 @@ from fedstrata.stratify.masking.enrolment import check as check_masking
 from fedstrata.stratify.schedule import Holders, Rule, frequencies, schedule
 from fedstrata.stratify.single import Route, single_epoch
 
+MOST_CELLS = 2**31
+"""Positions × clients of a chunk that is planned at once, five bytes each."""
+
 
 @record
 class StratifyState:
@@ -71,7 +74,7 @@ class Stratify(Method):
     selection: Literal["uniform", "weighted"] = "uniform"
     batch_size: PositiveInt | None = None
     server: AnyServer | None = None
-    chunk_size: PositiveInt = 5
+    chunk_size: int = Field(default=5, ge=1, le=100_000)
     retain: float = Field(default=0.5, gt=0, le=1)
     pretraining: PositiveInt | None = None
     stream: float = Field(default=0.5, gt=0, lt=1)
@@ -89,6 +92,9 @@ class Stratify(Method):
             if normalises and (self.batch_size or config.training.batch_size) == 1:
                 raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
             return
+        if self.chunk_size * config.clients > MOST_CELLS:
+            problem = f"a chunk is a table of positions and clients; at most {MOST_CELLS // config.clients} with these"
+            raise SpecError("method.chunk_size", problem, self.chunk_size)
         if normalises:
             raise SpecError("method.mode", "BatchNorm has nothing to normalise in batches of one; use batch", self.mode)
         if self.mode == "single" and self.server is not None:

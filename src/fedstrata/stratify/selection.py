@@ -59,6 +59,8 @@ def assign_runs(
         part = wanted[begin : begin + block]
         covers = _covers(part, able, shares, chunk_size, retain, generator)
         found = _walk(covers, generator).reshape(-1)[: len(part)]
+        for _ in range(chunk_size - covers.shape[1]):
+            generator.random(len(clients))  # a chunk that is filled up draws for every position; so does a short one
         owner[begin : begin + block] = np.where(found >= 0, clients[found], -1)
     return owner
 
@@ -115,7 +117,10 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Whose pool covers each position, shape (chunks, chunk_size, N); a short last chunk is filled up with nobody."""
+    """Whose pool covers each position, shape (chunks, chunk_size, N); a short last chunk is filled up with nobody.
+
+    A single chunk is as short as it is.
+    """
     length = len(wanted)
     chunk = np.arange(length) // chunk_size
     # One pool for each placeholder that a chunk wants, shared by all its positions there.
@@ -123,9 +128,10 @@ def _covers(
     of_placeholder = pools % len(able)
     kept = retained(able[of_placeholder], None if weights is None else weights[of_placeholder], retain, generator)
     chunks = -(-length // chunk_size)
-    covers = np.zeros((chunks * chunk_size, able.shape[1]), dtype=bool)
+    size = min(chunk_size, length)
+    covers = np.zeros((chunks * size, able.shape[1]), dtype=bool)
     covers[:length] = kept[pool_of]
-    return covers.reshape(chunks, chunk_size, -1)
+    return covers.reshape(chunks, size, -1)
 
 
 def _walk(covers: Bools, generator: np.random.Generator) -> Ints:

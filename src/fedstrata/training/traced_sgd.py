@@ -211,7 +211,8 @@ def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    changed = _mutated(graph)
+    # Parameters, and views of them: a product with one of these must be taken before any of them moves.
+    changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # −η
     with graph.inserting_before(output):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from limits import within
 from torch import nn
 
 import fedstrata as fs
@@ -309,6 +310,17 @@ def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:
         read(sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)]))), Total)
 
 
+def test_a_site_that_has_answered_keeps_nobody_waiting_for_its_parts() -> None:
+    from fedstrata.engines.nvflare.wire import Part, Total
+
+    sums = Sums(1000.0)
+    sums.open("g", {"a": {0}, "b": {1}})
+    sums.leave("g", "b")
+    sums.leave("gone", "b")
+    with pytest.raises(SiteRefusedError, match=r"member\(s\) 1 ended"):
+        read(within(60, lambda: sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)])))), Total)
+
+
 def test_a_group_that_loses_a_site_is_void_and_nobody_waits_for_it(sites: Callable[..., Sites], tmp_path: Path) -> None:
     spec = _spec("stratify", method={"cap": 4}, model={"name": "resnet20"}, training={"rounds": 1})
     made = sites(spec)
@@ -583,13 +595,13 @@ def test_sites_with_files_of_their_own_compute_the_same(
 @pytest.mark.parametrize(
     ("arrays", "problem"),
     [
-        ({"x_train": np.zeros((4, 8, 8))}, "needs x_train and y_train"),
+        ({"x_train": np.zeros((4, 8, 8))}, "has no y_train; it holds: x_train"),
         ({"x_train": np.zeros((4, 8, 9)), "y_train": np.zeros(4, int)}, r"shape \[1, 8, 9\]; agreed is \[1, 8, 8\]"),
         ({"x_train": np.zeros((4, 8, 8)), "y_train": np.full(4, 10)}, r"other labels than 0…9, which are agreed$"),
         ({"x_train": np.zeros((4, 8, 8)), "y_train": np.zeros(3, int)}, "one whole number for each of 4"),
         ({"x_train": np.zeros((4, 8, 8)), "y_train": np.full(4, "a")}, "one whole number for each of 4"),
         ({"x_train": np.full((4, 8, 8), np.nan), "y_train": np.zeros(4, int)}, "x_train"),
-        ({"x_train": np.array([{}], dtype=object), "y_train": np.zeros(1, int)}, "plain arrays"),
+        ({"x_train": np.array([{}], dtype=object), "y_train": np.zeros(1, int)}, "without pickle"),
     ],
 )
 def test_a_file_that_is_not_what_was_agreed_is_refused(tmp_path: Path, arrays: Any, problem: str) -> None:

@@ -25,6 +25,7 @@ from fedstrata.engines.nvflare.wire import (
     Hop,
     Hopped,
     Kept,
+    More,
     Save,
     Settled,
     SiteLostError,
@@ -162,15 +163,21 @@ class NVFlareEngine(Engine):
             bodies[site] = Ask(self._exchange, clients, different, which, group, mine)
         if not together:
             return self._outcomes(self._all(bodies, Answers), requests)
-        refuse_random(self.config.model)
+        refuse_random(self.config)
         if gone := [site for site in bodies if site in self._absent]:
             # A sum lacks a part from the start: nobody needs to compute.
             lost = {client: Failure(self._absent[site]) for site in gone for client in self._asked[site]}
             others = Failure("another of the group is absent", bystander=True)
             return {client: lost.get(client, others) for client in requests}
         self.sums.open(group, {site: {places[client] for client in self._asked[site]} for site in bodies})
+
+        def ended(site: str, failed: str) -> None:
+            if failed:
+                self.sums.abort(group, failed)
+            self.sums.leave(group, site)
+
         try:
-            return self._outcomes(self._all(bodies, Answers, lambda reason: self.sums.abort(group, reason)), requests)
+            return self._outcomes(self._all(bodies, Answers, ended), requests)
         finally:
             self.sums.close(group)
 
@@ -182,6 +189,7 @@ class NVFlareEngine(Engine):
         body = Hop(self._exchange, self._journeys, 0, client, task, "", 0, weights, True)
         outcome = self.send(self.homes[client], body, Hopped)
         if isinstance(outcome, FedstrataError):
+            self.refuse_solitude([outcome])
             return Failure(str(outcome))
         reply = reply_of(outcome.reply, task)
         if isinstance(reply, Failure):
@@ -238,24 +246,37 @@ class NVFlareEngine(Engine):
         self,
         bodies: Mapping[str, Message],
         kind: type[Message],
-        failed: Callable[[str], None] = lambda reason: None,
+        ended: Callable[[str, str], None] = lambda site, failed: None,
     ) -> dict[str, Any]:
         def one(site: str) -> Any:
             outcome = self.send(site, bodies[site], kind)
+            while isinstance(outcome, Answers) and outcome.left:
+                rest = self.send(site, More(self._exchange), Answers)
+                outcome = (
+                    rest if isinstance(rest, FedstrataError) else Answers(outcome.outcomes + rest.outcomes, rest.left)
+                )
             if isinstance(outcome, FedstrataError):
-                failed(str(outcome))
-            elif isinstance(outcome, Answers) and any(isinstance(answer, Failed) for answer in outcome.outcomes):
-                failed(f"a client of site {site} failed")
+                ended(site, str(outcome))
+            else:
+                failed = isinstance(outcome, Answers) and any(isinstance(one, Failed) for one in outcome.outcomes)
+                ended(site, f"a client of site {site} failed" if failed else "")
             return outcome
 
         if len(bodies) == 1:
             outcomes = {site: one(site) for site in bodies}
         else:
             outcomes = dict(zip(bodies, self._pool.map(one, bodies), strict=True))
-        if self._lost | self._absent.keys() >= set(self._sites):
-            # Rounds without anybody would pass in no time; the run can go on when somebody is there again.
-            raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes.values()))}")
+        self.refuse_solitude(outcomes.values())
         return outcomes
+
+    def refuse_solitude(self, outcomes: Iterable[object]) -> None:
+        """Rounds without anybody would pass in no time; the run can go on when somebody is there again.
+
+        Raises:
+            SiteLostError: No site can be reached.
+        """
+        if self._lost | self._absent.keys() >= set(self._sites):
+            raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes))}")
 
     def _outcomes(
         self, answers: Mapping[str, Any], requests: Mapping[ClientId, Request]
@@ -282,8 +303,8 @@ class NVFlareEngine(Engine):
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
     """A reply to a request, or why there is none."""
     if isinstance(outcome, Failed):
-        error = None if outcome.bystander else ClientRaisedError(outcome.reason)
-        return Failure(outcome.reason, error, outcome.bystander)
+        error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
+        return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
     wanted = request.reply_type
     if isinstance(outcome, wanted):
         return outcome
@@ -335,7 +356,8 @@ class SiteRelay:
                 body = Hop(self._engine.next_exchange(), self._number, number, client, task, "", base, found, False)
                 outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, FedstrataError | Unmoved):
-                return Failure(str(outcome))
+                self._engine.refuse_solitude([outcome])
+                return Failure(outcome.reason if isinstance(outcome, Unmoved) else str(outcome))
             reply = reply_of(outcome.reply, task)
             if not isinstance(reply, Failure):
                 self._last = client, reply

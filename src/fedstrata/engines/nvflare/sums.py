@@ -12,18 +12,24 @@ from fedstrata.engines.nvflare.wire import Part, Refused, SiteRefusedError, Tota
 from fedstrata.errors import WireError
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 
+SHARE = 0.4
+"""The part of a call's time that the members of a group wait for each other at one sum."""
+
 
 class Sums:
     """The server's side: a barrier for each group that is at work.
 
     Sums are taken in the order of the members, whichever site comes first: the same bits as ``LocalGroup``.
 
+    The barrier loses patience before the calls of the sites that wait at it do: otherwise one site that hangs would
+    take all others with it, whose own answers would come too late.
+
     Args:
-        patience: Seconds that a site waits for the others.
+        patience: Seconds that a site has for its whole answer.
     """
 
     def __init__(self, patience: float) -> None:
-        self.patience = patience
+        self.patience = patience * SHARE
         self._lock = threading.Lock()
         self._groups: dict[str, tuple[LocalGroup, dict[str, set[int]]]] = {}
 
@@ -38,6 +44,13 @@ class Sums:
             found = self._groups.get(group)
         if found is not None:
             found[0].abort(reason)
+
+    def leave(self, group: str, site: str) -> None:
+        """Note that a site has answered: no more parts of its clients will come."""
+        with self._lock:
+            found, places = self._groups.get(group, (None, {}))
+        if found is not None:
+            found.leave(*places[site])
 
     def close(self, group: str) -> None:
         """Forget a group."""
@@ -71,7 +84,7 @@ class SiteGroup(LocalGroup):
     """
 
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:
-        super().__init__(len(places), patience)
+        super().__init__(len(places), patience * SHARE)
         self._group, self._places, self._send = group, list(places), send
 
     def _add_up(self, parts: list[Tensor]) -> Tensor:

@@ -138,17 +138,36 @@ class Failed(Message):
     Args:
         reason: In words.
         bystander: See ``fedstrata.federation.engine.Failure``.
+        refused: See there.
     """
 
     reason: str
     bystander: bool
+    refused: bool = False
 
 
 @record
 class Answers(Message):
-    """Replies, or ``Failed``, in the order of the clients that were asked."""
+    """Replies, or ``Failed``, in the order of the clients that were asked.
+
+    Args:
+        outcomes: What came of the next clients.
+        left: How many clients' answers did not fit; ``More`` asks for them.
+    """
 
     outcomes: list[Any]
+    left: int = 0
+
+
+@record
+class More(Message):
+    """Send the answers that did not fit into the last message.
+
+    Args:
+        exchange: Of ``Ask``.
+    """
+
+    exchange: int
 
 
 @record

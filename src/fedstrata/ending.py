@@ -1,0 +1,80 @@
+"""How processes end: in order when they are told to, and never later than the process that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a process that was told to end, as shells have it."""
+
+GRACE = 2.0
+"""Seconds for a process without its parent to end in order; less than whoever comes next waits for a folder."""
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+
+class Terminated(SystemExit):
+    """SIGTERM came: what is open is closed on the way out."""
+
+    def __init__(self) -> None:
+        super().__init__(TERMINATED)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Let SIGTERM raise ``Terminated`` in the block, as Ctrl-C raises ``KeyboardInterrupt``.
+
+    Only the main thread can have that, and only where nobody else decided what the signal does.
+    """
+    ours = in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(*_: object) -> None:
+    # What cleans up is not to be torn away from it by a second one; SIGKILL is for those who cannot wait.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+def end_with_parent(asked_by_main_thread: bool) -> None:
+    """Let this process, which ``multiprocessing`` started, end with its parent, however that one ends.
+
+    A pipe tells, which the system closes; then comes SIGTERM, and after ``GRACE`` the end. On Linux the system sends
+    SIGTERM as well, for others may hold the pipe open.
+
+    Args:
+        asked_by_main_thread: Whether the parent's main thread started this process. To Linux a parent is a thread, and
+            another one may end long before its process.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        raise RuntimeError("this process was started by hand")
+    if asked_by_main_thread and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def follow() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE)
+        os._exit(TERMINATED)
+
+    threading.Thread(target=follow, name="fedstrata-parent", daemon=True).start()
+
+
+def in_main_thread() -> bool:
+    """Whether the caller is the main thread; see ``end_with_parent``."""
+    return threading.current_thread() is threading.main_thread()

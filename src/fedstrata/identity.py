@@ -1,0 +1,214 @@
+"""What a run is: its spec, its data, its model, its partition and its code.
+
+A run folder's ``run.json`` and every checkpoint hold it, and a run goes on only as the run that it was. What may change
+says so in its field (``config.MayChange``). The versions and the processor that a run was made on are no part of it:
+where they differ a resumed run warns, for the last bits may differ too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import inspect
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedstrata.config import MayChange, Setting
+from fedstrata.data.dataset import Dataset
+from fedstrata.errors import SpecError
+from fedstrata.nn.model import Model
+from fedstrata.partitions import Assignment
+from fedstrata.spec import Experiment
+
+RESULTS = 1
+"""Raised by the commit that moves results, and by no other: see ``tests/integration/test_golden.py``."""
+
+LONG = 20
+"""Items of a list beyond which its fingerprint stands for it."""
+
+
+def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
+    """What a run is, as plain values.
+
+    Args:
+        spec: The experiment.
+        data: As trained on.
+        model: With its initial parameters.
+        assignment: Which samples belong to whom.
+    """
+    return {
+        "results_version": RESULTS,
+        "spec": dict(_flat(spec.to_spec())),
+        "data": fingerprint_of_data(data),
+        "model": fingerprint_of_model(model),
+        "partition": _digest(assignment.indices.tobytes(), assignment.offsets.tobytes()),
+        "code": dict(sorted(_code(spec))),
+    }
+
+
+def well_formed(identity: object) -> bool:
+    """Whether something that was read is an identity at all, be it this run's or another's."""
+    kinds = {"results_version": int, "spec": dict, "data": str, "model": str, "partition": str, "code": dict}
+    return isinstance(identity, dict) and all(isinstance(identity.get(key), kind) for key, kind in kinds.items())
+
+
+def about_data(data: Dataset) -> str:
+    """Data of the user's own, as a run's spec names them."""
+    sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
+    return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.classes} classes"
+
+
+def about_model(model: Model) -> str:
+    """A module of the user's own, as a run's spec names it."""
+    cls, count = type(model.module), sum(w.numel() for w in model.params().values())
+    return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
+
+
+def fingerprint_of_data(data: Dataset) -> str:
+    """SHA-256 of arrays, class names and normalisation."""
+    tensors = (data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale)
+    return _digest(*map(_bytes, tensors), *(name.encode() for name in data.class_names))
+
+
+def fingerprint_of_model(model: Model) -> str:
+    """SHA-256 of the architecture and of the initial parameters and buffers."""
+    named = {**model.params(), **model.buffers()}
+    parts = [part for name, tensor in named.items() for part in (name.encode(), _bytes(tensor))]
+    return _digest(str(model.module).encode(), *parts)
+
+
+@cache
+def environment() -> dict[str, str]:
+    """What a run is made with."""
+    return {
+        "fedstrata": importlib.metadata.version("fedstrata"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor(),
+    }
+
+
+@cache
+def processor() -> str:
+    """The processor's type; results are equal to the bit on machines of one type."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
+    """Refuse to go on with another run.
+
+    Args:
+        before: What the run was; from ``identity_of``, through JSON.
+        now: What is asked for.
+        where: The folder, for the message.
+
+    Returns:
+        What differs and may, in words.
+
+    Raises:
+        SpecError: Something that decides the result differs; with its key, both values and what to do.
+    """
+    advice = f"; go on with what it was, or give another folder than {where}"
+    changes = []
+    old, new = before["spec"], now["spec"]
+    for key in sorted(old.keys() | new.keys()):
+        was, will = old.get(key, "left out"), new.get(key, "left out")
+        if was == will:
+            continue
+        allowed = _may_change(key)
+        if allowed is None or (allowed.upwards and not _grows(was, will)):
+            only = " (it may only grow)" if allowed is not None else ""
+            raise SpecError(key, f"this run has {was!r}{only}{advice}", will)
+        changes.append(f"{key} was {was!r} and is {will!r}")
+    if any(change.startswith("training.rounds ") for change in changes) and (why := _rounds_decide(new)):
+        problem = f"this run has {old['training.rounds']}, and with {why} their number decides every round{advice}"
+        raise SpecError("training.rounds", problem, new["training.rounds"])
+    for key, what in (("data", "data"), ("model", "model"), ("partition", "partition")):
+        if before[key] != now[key]:
+            raise SpecError(what, f"this run was on other {what} ({before[key][:12]}…, now {now[key][:12]}…){advice}")
+    for name in sorted(before["code"].keys() | now["code"].keys()):
+        if before["code"].get(name) != now["code"].get(name):
+            raise SpecError("code", f"module {name!r} is not what it was when this run began{advice}")
+    if before["results_version"] != now["results_version"]:
+        raise SpecError("out", f"this run was made by a version of fedstrata whose results were others{advice}", where)
+    return changes
+
+
+def _may_change(key: str) -> MayChange | None:
+    """Whether the field of a dotted key says that it may change."""
+    section, _, name = key.partition(".")
+    field = Experiment.model_fields.get(section)
+    cls = field.annotation if field else None
+    if not (inspect.isclass(cls) and issubclass(cls, Setting)) or name not in cls.model_fields:
+        return None
+    return next((item for item in cls.model_fields[name].metadata if isinstance(item, MayChange)), None)
+
+
+def _grows(was: Any, will: Any) -> bool:
+    return isinstance(was, int) and isinstance(will, int) and will > was
+
+
+def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
+    """Why more rounds would change those that have run."""
+    if spec.get("training.schedule") == "cosine":
+        return "training.schedule = 'cosine'"
+    return "method.mode = 'hybrid'" if spec.get("method.mode") == "hybrid" else None
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and plain values; long lists as their fingerprints."""
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and len(str(value)) > LONG * LONG:
+            yield prefix + key, f"{len(value)} items, sha256 {_digest(str(value).encode())}"
+        else:
+            yield prefix + key, value
+
+
+def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
+    """The modules of the user's own that a spec's settings come from, and the SHA-256 of their source."""
+    for cls in {type(value) for value in _settings(spec)}:
+        if cls.__module__.partition(".")[0] == "fedstrata":
+            continue
+        try:
+            source = inspect.getsource(sys.modules[cls.__module__] if cls.__module__ != "__main__" else cls)
+        except (OSError, TypeError, KeyError):  # typed into a prompt: there is nothing to compare
+            continue
+        yield cls.__module__, _digest(source.encode())
+
+
+def _settings(value: Any) -> Iterator[Setting]:
+    if isinstance(value, Setting):
+        yield value
+        for name in type(value).model_fields:
+            yield from _settings(getattr(value, name))
+
+
+def _bytes(tensor: Tensor | None) -> bytes:
+    if tensor is None:
+        return b"none"
+    array = tensor.detach().cpu().contiguous().numpy()
+    return f"{array.dtype}{array.shape}".encode() + array.tobytes()
+
+
+def _digest(*parts: bytes) -> str:
+    """SHA-256 of parts, each after its length: no two lists of parts have one."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.hexdigest()

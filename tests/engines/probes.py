@@ -1,0 +1,126 @@
+"""What the conformance suite asks clients: to count, to walk with a model, to add up, and to misbehave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import fedstrata as fs
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles, handles_hop
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.records import record
+
+
+@record
+class Counted(Reply):
+    """How often a client has answered, by its own state.
+
+    Args:
+        times: That.
+        values: Something finite, of the size that was asked for.
+    """
+
+    times: int
+    values: Tensor
+
+
+@record
+class Probe(Request):
+    """Count this question; some clients go wrong.
+
+    Args:
+        culprits: Which.
+        how: ``raise``, ``nan``, ``kind`` (another record), ``type`` (a field of another type) or ``check`` (an answer
+            that the request refuses).
+        size: Numbers in the answer.
+    """
+
+    reply_type: ClassVar[type[Reply]] = Counted
+
+    culprits: tuple[int, ...] = ()
+    how: str = ""
+    size: int = 1
+
+    def check(self, reply: Counted) -> None:
+        if reply.times < 0:
+            raise ReplyRefusedError("a negative count")
+
+
+@record
+class Walk(Probe):
+    """The same with a travelling model, to which every hop adds 1."""
+
+
+@record
+class Meet(Probe):
+    """The same in a group: everybody adds its number, before or after it goes wrong.
+
+    Args:
+        late: Whether the culprits go wrong after the sum.
+    """
+
+    late: bool = False
+
+
+@record
+class Other(Reply):
+    """No answer to any of these."""
+
+
+def misbehave(client: Client, request: Probe, reply: Counted) -> Any:
+    if client.number not in request.culprits:
+        return reply
+    if request.how == "raise":
+        raise ValueError("on purpose")
+    if request.how == "nan":
+        return replace(reply, values=torch.full_like(reply.values, float("nan")))
+    if request.how == "type":
+        return replace(reply, times="many")
+    return Other() if request.how == "kind" else replace(reply, times=-1)
+
+
+def counted(client: Client, request: Probe, value: float = 0.0) -> Counted:
+    client.state["times"] = client.state.get("times", 0) + 1
+    return Counted(client.state["times"], torch.full((request.size,), value))
+
+
+@handles(Probe)
+def probe(client: Client, request: Probe) -> Counted:
+    return misbehave(client, request, counted(client, request))
+
+
+@handles_hop(Walk)
+def walk(client: Client, request: Walk, weights: Weights) -> tuple[Weights, Counted]:
+    reply = counted(client, request)
+    moved = Weights({name: w + 1 for name, w in weights.params.items()}, weights.buffers)
+    if client.number in request.culprits and request.how == "model":
+        return Weights({name: w * float("inf") for name, w in moved.params.items()}, moved.buffers), reply
+    return moved, misbehave(client, request, reply)
+
+
+@handles(Meet)
+def meet(client: Client, request: Meet) -> Counted:
+    reply = counted(client, request)
+    if not request.late:
+        reply = misbehave(client, request, reply)
+    total = client.group.all_reduce_sum(torch.tensor([float(client.number)]))
+    reply = replace(reply, values=total.repeat(request.size)) if isinstance(reply, Counted) else reply
+    return misbehave(client, request, reply) if request.late else reply
+
+
+class Probes(fs.FedAvg):
+    """A method that brings these handlers."""
+
+    handlers = (probe, walk, meet)
+
+
+def normalised(shape: tuple[int, ...], classes: int) -> torch.nn.Module:
+    """A small model with BatchNorm, for sums that take no time."""
+    nn = torch.nn
+    width = torch.Size(shape).numel()
+    return nn.Sequential(nn.Flatten(), nn.Linear(width, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, classes))

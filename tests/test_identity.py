@@ -1,0 +1,250 @@
+"""A run goes on only as the run that it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import fedstrata as fs
+from fedstrata import identity
+from fedstrata.cli import main
+from fedstrata.errors import DataError, FedstrataError, SpecError
+from fedstrata.jsonl import read_jsonl
+
+X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+Y = np.arange(60) % 3
+OWN = (X, Y, X[:30], Y[:30])
+
+
+def spec(**tables: Any) -> fs.Experiment:
+    table = {
+        "data": {"name": "digits", "limit": 200},
+        "partition": {"name": "iid", "clients": 4},
+        "model": {"name": "mlp", "hidden": [8]},
+        "training": {"rounds": 2, "local_steps": 2},
+        "evaluation": {"every": 0, "checkpoint_every": 1},
+    }
+    for section, change in tables.items():
+        table[section] = {**table[section], **change} if isinstance(change, dict) and section in table else change
+    return fs.Experiment.from_table(table)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    fs.run(spec(), out=folder)
+    return folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "run")
+    return tmp_path / "run"
+
+
+OTHERS = {
+    "training.lr = 0.2: this run has 0.1": {"training": {"lr": 0.2}},
+    "seed = 3: this run has 0": {"seed": 3},
+    "training.momentum = 0.9: this run has 0.0": {"training": {"momentum": 0.9}},
+    "training.precision = 'bf16': this run has 'float32'": {"training": {"precision": "bf16"}},
+    "partition.clients = 5: this run has 4": {"partition": {"clients": 5}},
+    "data.limit = 150: this run has 200": {"data": {"limit": 150}},
+    "model.hidden = [9]: this run has [8]": {"model": {"hidden": [9]}},
+    "method.name = 'scaffold': this run has 'fedavg'": {"method": "scaffold"},
+    "availability.name = 'bernoulli': this run has 'always'": {"availability": "bernoulli"},
+    "training.rounds = 1: this run has 2 (it may only grow)": {"training": {"rounds": 1}},
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_what_decides_a_result_may_not_differ(folder: Path, message: str) -> None:
+    """Ten of eleven such edits went on: one history of two experiments, exit code 0."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    with pytest.raises(SpecError) as caught:
+        fs.run(spec(**OTHERS[message]), out=folder, resume=True)
+    # Several keys may differ where a section has another name; the first is named.
+    assert str(caught.value).split(";")[0] == message or caught.value.key.startswith(message.split(".")[0])
+    assert "give another folder" in str(caught.value)
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("edited", ["", "seed = 5\n", "[training]\nlr = 0.5\n"])
+def test_an_edited_spec_file_is_not_what_the_run_was(folder: Path, edited: str, capsys: pytest.CaptureFixture) -> None:
+    """An empty one finished as the experiment of all defaults."""
+    (folder / "spec.toml").write_text(edited)
+    assert main(["run", "--resume", str(folder), "--quiet"]) == 2
+    assert "this run has" in capsys.readouterr().err
+
+
+def test_more_rounds_go_on_and_are_noted(folder: Path) -> None:
+    assert main(["run", "--resume", str(folder), "--set", "training.rounds=4", "--quiet"]) == 0
+    history = fs.History.load(folder)
+    assert [record["round"] for record in history] == [1, 2, 3, 4]
+    (event,) = read_jsonl(folder / "events.jsonl")
+    assert (event["round"], event["kind"]) == (2, "resumed")
+    assert "training.rounds was 2 and is 4" in event["reason"]
+    straight = fs.run(spec(training={"rounds": 4}))
+    assert all((straight.params[name] == tensor).all() for name, tensor in history_params(folder).items())
+    # What the folder says now is what it goes on as.
+    assert main(["run", "--resume", str(folder), "--quiet"]) == 0
+
+
+def history_params(folder: Path) -> dict[str, Any]:
+    import safetensors.torch
+
+    return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+def test_what_decides_no_round_may_change(folder: Path) -> None:
+    changed = spec(training={"rounds": 3, "workers": 1}, evaluation={"every": 1, "targets": [0.5], "per_class": True})
+    history = fs.run(changed, out=folder, resume=True)
+    assert history[-1]["per_class"] is not None
+    reasons = " ".join(event["reason"] for event in read_jsonl(folder / "events.jsonl"))
+    for key in ("training.workers", "training.rounds", "evaluation.every", "evaluation.targets"):
+        assert f"{key} was" in reasons
+
+
+@pytest.mark.parametrize(
+    ("table", "why"),
+    [({"training": {"schedule": "cosine"}}, "cosine"), ({"method": {"name": "stratify", "mode": "hybrid"}}, "hybrid")],
+)
+def test_more_rounds_are_refused_where_their_number_decides_every_round(
+    tmp_path: Path, table: dict[str, Any], why: str
+) -> None:
+    fs.run(spec(**table), out=tmp_path / "run")
+    with pytest.raises(SpecError, match=f"{why}.* their number decides every round"):
+        fs.run(
+            spec(**{**table, "training": {**table.get("training", {}), "rounds": 3}}), out=tmp_path / "run", resume=True
+        )
+
+
+def test_data_of_ones_own_stand_in_the_spec_and_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The folder said digits and mlp whatever was passed; resuming it trained on digits."""
+    out = tmp_path / "own"
+    own = spec()
+    fs.run(own, data=OWN, out=out)
+    text = (out / "spec.toml").read_text()
+    assert 'name = "custom"' in text
+    assert "60 training and 30 test samples of shape (4,), 3 classes" in text
+    assert main(["run", "--resume", str(out), "--quiet"]) == 2
+    assert "arrays of your own: go on in Python" in capsys.readouterr().err
+    longer = spec(training={"rounds": 3})
+    with pytest.raises(SpecError, match="data"):
+        fs.run(longer, data=(X + 1, *OWN[1:]), out=out, resume=True)
+    with pytest.raises(SpecError, match="data"):
+        fs.run(longer, out=out, resume=True)
+    assert len(fs.run(longer, data=OWN, out=out, resume=True)) == 3
+
+
+def test_a_module_of_ones_own_stands_in_the_spec_and_is_checked(tmp_path: Path) -> None:
+    def module(width: int, seed: int = 0) -> nn.Module:
+        from fedstrata.rng import torch_seeded
+
+        with torch_seeded(seed, "module"):
+            return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+    out = tmp_path / "own"
+    fs.run(spec(), model=module(8), out=out)
+    assert "torch.nn.modules.container.Sequential" in (out / "spec.toml").read_text()
+    longer = spec(training={"rounds": 3})
+    for other in (module(9), module(8, seed=1)):
+        with pytest.raises(SpecError, match="model"):
+            fs.run(longer, model=other, out=out, resume=True)
+    with pytest.raises(SpecError, match="model"):
+        fs.run(longer, out=out, resume=True)
+    assert len(fs.run(longer, model=module(8), out=out, resume=True)) == 3
+
+
+def test_changed_data_behind_the_same_name_are_noticed(tmp_path: Path) -> None:
+    np.savez(tmp_path / "own.npz", x_train=X, y_train=Y, x_test=X, y_test=Y)
+    own = spec(data={"name": str(tmp_path / "own.npz")})
+    fs.run(own, out=tmp_path / "run")
+    np.savez(tmp_path / "own.npz", x_train=X[::-1], y_train=Y, x_test=X, y_test=Y)
+    with pytest.raises(SpecError, match="data: this run was on other data"):
+        fs.run(
+            own.model_copy(update={"training": fs.Training(rounds=3, local_steps=2)}), out=tmp_path / "run", resume=True
+        )
+
+
+def test_changed_code_of_the_users_own_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    source = "import fedstrata as fs\n\n\nclass Mine(fs.FedAvg):\n    '''Mine.'''\n"
+    (tmp_path / "mine_of_identity.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    mine = spec(method="mine_of_identity:Mine")
+    fs.run(mine, out=tmp_path / "run")
+    (tmp_path / "mine_of_identity.py").write_text(source + "    paper = 'another'\n")
+    import linecache
+
+    linecache.checkcache()
+    importlib.reload(importlib.import_module("mine_of_identity"))
+    with pytest.raises(SpecError, match="code: module 'mine_of_identity' is not what it was"):
+        fs.run(mine, out=tmp_path / "run", resume=True)
+
+
+def test_another_results_version_is_another_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "RESULTS", identity.RESULTS + 1)
+    with pytest.raises(SpecError, match="a version of fedstrata whose results were others"):
+        fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+
+
+def test_another_environment_warns_and_is_noted(folder: Path) -> None:
+    made = json.loads((folder / "run.json").read_text())
+    made["made_with"]["torch"] = "1.0"
+    (folder / "run.json").write_text(json.dumps(made))
+    with pytest.warns(UserWarning, match=r"begun with torch 1\.0"):
+        fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+    assert "begun with torch 1.0" in " ".join(event["reason"] for event in read_jsonl(folder / "events.jsonl"))
+
+
+@pytest.mark.parametrize("key", ["spec", "data", "code", "results_version", None])
+def test_a_folder_that_does_not_say_what_it_was_is_left_alone(folder: Path, key: str | None) -> None:
+    shutil.rmtree(folder / "checkpoint")
+    whole = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({"identity": {**whole["identity"], key: None}} if key else {}))
+    with pytest.raises(SpecError, match="does not say what it was"):
+        fs.run(spec(), out=folder, resume=True)
+
+
+def test_the_checkpoint_says_it_where_run_json_was_edited(folder: Path) -> None:
+    text = (folder / "run.json").read_text()
+    (folder / "run.json").write_text(text.replace('"training.lr": 0.1', '"training.lr": 0.2'))
+    with pytest.raises(SpecError, match=r"training\.lr = 0\.2: this run has 0\.1"):
+        fs.run(spec(training={"lr": 0.2}), out=folder, resume=True)
+
+
+def test_damaged_events_are_found_said_and_kept(folder: Path) -> None:
+    """A zero-filled file counted as a torn line: all events vanished, exit code 0."""
+    fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+    whole = (folder / "events.jsonl").read_bytes()
+    (folder / "events.jsonl").write_bytes(bytes(len(whole)))
+    fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
+    assert (folder / "events.jsonl.damaged").read_bytes() == bytes(len(whole))
+    assert "events.jsonl, line 1: no JSON object" in " ".join(e["reason"] for e in read_jsonl(folder / "events.jsonl"))
+
+
+@pytest.mark.parametrize("damage", ["flipped", "deleted", "twice", "swapped", "zeros"])
+def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Path, damage: str) -> None:
+    fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
+    path = folder / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    changed = {
+        "flipped": [lines[0], lines[1].replace(b'"clients_returned": 4', b'"clients_returned": 3'), *lines[2:]],
+        "deleted": [lines[0], *lines[2:]],
+        "twice": [lines[0], lines[1], *lines[1:]],
+        "swapped": [lines[1], lines[0], *lines[2:]],
+        "zeros": [lines[0], bytes(40) + b"\n", *lines[2:]],
+    }[damage]
+    path.write_bytes(b"".join(changed))
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line \d: .*what stands before can be read"):
+        fs.History.load(folder)
+    with pytest.raises(FedstrataError, match="ends before its checkpoint"):
+        fs.run(spec(training={"rounds": 5}), out=folder, resume=True)
+    assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(changed)

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedstrata.errors import SpecError
+from fedstrata.locking import occupied
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "/dev/null/inside"], ids=["null", "long", "file"])
+def test_a_name_that_no_folder_can_have_is_refused(name):
+    with pytest.raises(SpecError, match=r"^out = '.*: cannot be made a folder: ."), occupied(Path(name)):
+        pass
