@@ -175,7 +175,7 @@ def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(
     other = folder_of(plan, new, tmp_path / "server", deployed)
     Server([])._run(plan, new, other, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
     assert len(fs.History.load(other)) == 1
-    with pytest.raises(SpecError, match="training.rounds = 1: this run has 2"):
+    with pytest.raises(SpecError, match=r"training\.rounds = 1: this run has 2"):
         Server([])._run(plan, new, folder, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
     assert (folder / "spec.toml").read_text() == old
 
