@@ -14,6 +14,7 @@ from fedstrata.comparison import compare
 from fedstrata.errors import SpecError
 from fedstrata.spec import variants
 
+pytestmark = pytest.mark.slow
 SPEC = """
 seed = 0
 [partition]
