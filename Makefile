@@ -5,7 +5,10 @@ BIN    := $(VENV)/bin
 LEAN   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: demo test check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
+.PHONY: demo test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
+
+# Tests run in one process more than there are processors, because one of them mostly waits for servers and sites.
+BESIDE := -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadgroup
 
 # What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.
 $(LEAN): pyproject.toml constraints.txt
@@ -24,8 +27,14 @@ demo: $(LEAN)  ## Four methods on scikit-learn's digits with label skew and drop
 	$(BIN)/fedstrata compare examples/specs/demo.toml --out demo
 	@echo "open demo/report.html"
 
-test: $(DEV) check  ## All checks and all tests.
-	$(BIN)/python -m pytest
+test: $(DEV) check  ## All checks, and all tests but those that take minutes each.
+	$(BIN)/python -m pytest $(BESIDE)
+
+test-fast: $(DEV)  ## Tests that start no processes and take no seconds: for the time between two changes.
+	$(BIN)/python -m pytest $(BESIDE) -m 'not slow and not long'
+
+test-long: $(DEV)  ## Tests that take minutes each.
+	$(BIN)/python -m pytest -m long
 
 check: $(DEV)  ## Format, lint, types, import rules.
 	$(BIN)/ruff format --check .

@@ -75,6 +75,21 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_folder, "draw_partition", draw_partition)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where several processes test: each file stays in one of them, and those that start servers in the same one.
+
+    What a file's tests share is then made once, and two sessions of Ray or NVFlare never fight for the processors. They
+    come first, because they take longest.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "servers")
+
+
 class Tiny(Federation):
     """A federation with what a test looks at within reach."""
 

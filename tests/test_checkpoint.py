@@ -102,6 +102,7 @@ for method in methods:
 """Kills runs at ever later moments, until one comes to its end."""
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_any_change_of_its_folder_ends_in_the_same_bytes(tmp_path, undisturbed):
     for method in METHODS:
         (tmp_path / f"{method}.toml").write_text(experiment(method).to_toml())
@@ -120,6 +121,7 @@ def test_a_run_killed_before_any_change_of_its_folder_ends_in_the_same_bytes(tmp
         assert resumed >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_killed_from_outside_and_resumed_by_command(tmp_path, undisturbed, capsys, method):
     path, folder = tmp_path / "spec.toml", tmp_path / "run"

@@ -17,6 +17,7 @@ from fedstrata.comparison import compare, rounds_done
 from fedstrata.errors import SpecError
 from fedstrata.spec import variants
 
+pytestmark = pytest.mark.slow
 SPEC = """
 seed = 0
 [partition]

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_imports_point_downwards_only(tmp_path):
     pytest.importorskip("importlinter")
     code = "from importlinter.cli import lint_imports; import sys; sys.exit(lint_imports(no_cache=True))"

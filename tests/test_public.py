@@ -49,12 +49,14 @@ def in_a_new_process(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
+@pytest.mark.slow
 def test_importing_fedstrata_does_not_wait_for_pytorch():
     heavy = "{'torch', 'numpy', 'pydantic', 'sklearn', 'matplotlib', 'rich', 'jinja2', 'datasets'}"
     code = f"import sys, fedstrata, fedstrata.cli; print(sorted({heavy} & set(sys.modules)))"
     assert in_a_new_process(code) == "[]"
 
 
+@pytest.mark.slow
 def test_a_run_without_a_folder_imports_nothing_for_reports_or_the_hub():
     code = (
         "import sys, fedstrata as fs; fs.run(fs.Experiment(training={'rounds': 1}));"

@@ -26,6 +26,7 @@ from fedstrata.preparation import prepare
 from fedstrata.run_folder import SPEC
 from fedstrata.spec import Experiment
 
+pytestmark = pytest.mark.slow
 STEPS = 50
 
 

@@ -86,6 +86,7 @@ def test_partition_prints_its_table_and_draws_it(capsys):
     assert [path.name for path in Path().iterdir()] == ["partition.png"]
 
 
+@pytest.mark.slow
 def test_report_writes_a_page(capsys):
     main(["run", "--set", "training.rounds=2", "--set", "partition.clients=5", "--quiet", "--out", "one"])
     capsys.readouterr()

@@ -109,6 +109,7 @@ def test_bad_arguments(capsys, arguments, message):
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.slow
 def test_as_a_process():
     def fedstrata(*arguments):
         return subprocess.run(

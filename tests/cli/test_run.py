@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from fedstrata.cli import main
 
 BASE = """[training]
@@ -74,6 +76,7 @@ def test_what_a_client_says_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     assert "written to lr[0.1]/[b]" in said
 
 
+@pytest.mark.slow
 def test_runs_that_start_within_a_second_have_folders_of_their_own(monkeypatch):
     monkeypatch.setattr("fedstrata.comparison.stamp", lambda: "now")
     Path("s.toml").write_text(BASE)

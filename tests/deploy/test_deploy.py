@@ -385,6 +385,7 @@ def test_certificates_are_never_written_over(kits: Path, capsys: pytest.CaptureF
 
 @needs_nvflare
 @pytest.mark.slow
+@pytest.mark.xdist_group("servers")
 @pytest.mark.filterwarnings("ignore:ssl_context is deprecated:DeprecationWarning")
 def test_a_trial_with_the_sites_own_files_and_mutual_tls_gives_the_result_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "spec.toml").write_text(SPEC.replace("clients = 3", "clients = 2"))

@@ -114,6 +114,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("servers")
 def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployment: Deployment) -> None:
     processes = deployment.processes
 

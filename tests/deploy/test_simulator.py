@@ -25,6 +25,9 @@ STOPPED = "ask, state of the objective"
 """The run that is interrupted and goes on."""
 
 
+pytestmark = pytest.mark.xdist_group("servers")
+
+
 @dataclass
 class Session:
     """What became of all experiments of the matrix in one session of the simulator, because its start takes long.

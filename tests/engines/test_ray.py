@@ -41,6 +41,8 @@ from fedstrata.engines import ray as engine_module  # noqa: E402
 from fedstrata.engines.ray import RayEngine, WorkerPool  # noqa: E402
 from fedstrata.engines.ray_worker import WorkerPayload  # noqa: E402
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:

@@ -47,6 +47,7 @@ def table(**sections):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sections",
     [

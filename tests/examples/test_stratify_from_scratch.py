@@ -6,11 +6,13 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "stratify_from_scratch.py"
 
 
+@pytest.mark.slow
 def test_it_beats_fedavg_and_agrees_with_the_library(capsys):
     with torch.random.fork_rng():
         runpy.run_path(str(EXAMPLE), run_name="__main__")

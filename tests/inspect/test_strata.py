@@ -21,6 +21,7 @@ def spec(method: object, **training: object) -> fs.Experiment:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedsts", "fedssar", "clustered"])
 def test_a_runs_folder_gives_what_running_it_again_gives(method, tmp_path):
     fs.run(spec(method), out=tmp_path)
@@ -91,6 +92,7 @@ def test_a_picture_of_pies_or_of_dots(clients, tmp_path):
         assert (np.abs(right * 255 - colour).max(axis=1) < 3).sum() > 200
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys, monkeypatch):
     settings = ["--set", "method.name=fedsts", "--set", "partition.clients=12"]
     assert main(["strata", *settings, "--out", str(tmp_path / "a.png")]) == 0

@@ -7,10 +7,13 @@ import pytest
 import fedstrata as fs
 from fedstrata.data.catalog import folders
 
-pytestmark = pytest.mark.skipif(
-    not any((folder / "mnist.npz").is_file() for folder in folders()),
-    reason="no mnist.npz in $FEDSTRATA_DATA or ~/.cache/fedstrata",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not any((folder / "mnist.npz").is_file() for folder in folders()),
+        reason="no mnist.npz in $FEDSTRATA_DATA or ~/.cache/fedstrata",
+    ),
+]
 LAST_ONLY = {"every": 0}
 
 

@@ -34,6 +34,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 def test_ten_thousand_clients_stay_under_a_gigabyte_and_a_half():
     done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -76,6 +76,7 @@ def test_under_dropout_by_hand(start, two, trace):
     assert h.abs().max() > 0.01
 
 
+@pytest.mark.slow
 def test_it_reaches_the_optimum_where_fedavg_stays_biased(two):
     # argmin of ½ |W − (1, 0)|² + ½ |2 W − (0, 1)|² is Σ x t / Σ x² = (1, 2) / 5.
     optimum = torch.tensor([0.2, 0.4])

@@ -90,6 +90,7 @@ def test_requested_samples_by_hand(start, seven):
     assert (metrics["requested_samples"], metrics["keep"], metrics["samples"]) == (100, 1.0, 7)
 
 
+@pytest.mark.slow
 def test_private_sizes_estimate_the_total_and_clients_without_data_take_part(start):
     owners = [tuple(range(k * 60, (k + 1) * 60)) for k in range(19)] + [()]
     method = {"name": "fedstas", "strata": 2, "coordinates": 32, "fraction": 0.5, "epsilon": 4.0, "bound": 70}
@@ -224,6 +225,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bytes(method, tmp_path):
     assert [{k: v for k, v in record.items() if k != "seconds"} for record in resumed] == same
 
 
+@pytest.mark.slow
 def test_it_learns_digits():
     wanted = spec({**FEDSTAS, "fraction": 0.5}, rounds=25, lr=0.2, local_epochs=2)
     assert fs.run(wanted).final_accuracy > 0.7

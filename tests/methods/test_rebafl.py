@@ -97,6 +97,7 @@ def test_the_bytes_of_prototypes_are_counted():
     assert run({"name": "rebafl", "mu": 0})[0]["bytes_up"] == plain[0]["bytes_up"]
 
 
+@pytest.mark.slow
 def test_its_switches():
     plain, both = run("fedavg"), run("rebafl")
     # FedAvg's steps are made by hand, which add up in another order.

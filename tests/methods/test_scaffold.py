@@ -143,6 +143,7 @@ def solution(objective) -> Tensor:
     return fs.run(experiment, data=data, model=nn.Linear(1, 2, bias=False)).params["weight"].flatten()
 
 
+@pytest.mark.slow
 def test_it_reaches_the_optimum_where_fedavg_stays_biased():
     # argmin of ½ |W − (1, 0)|² + ½ |2 W − (0, 1)|² is Σ x t / Σ x² = (1, 2) / 5.
     optimum = torch.tensor([0.2, 0.4])

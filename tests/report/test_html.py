@@ -9,9 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 
 from fedstrata.errors import DataError
 from fedstrata.history import History
+from fedstrata.report import html, plots
 from fedstrata.report.html import own_columns, write_comparison, write_report
 
 VOID = {"meta", "img", "br", "link"}
@@ -57,6 +59,15 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages without pictures, which take most of the time."""
+    for name in ("overview", "panels", "grid"):
+        monkeypatch.setattr(plots, name, lambda *_: None)
+    monkeypatch.setattr(html, "inline_svg", lambda figure, key: Markup("<svg></svg>"))
+
+
+@pytest.mark.slow
 def test_compare_folder_gets_table_picture_and_page(compare: Path) -> None:
     rows = write_comparison(compare)
     assert [row.label for row in rows] == ["fedavg", "fedstas"]
@@ -99,6 +110,7 @@ def test_page_needs_nothing_from_outside(make_run: Callable[..., Path], tmp_path
     assert "currentColor" in text
 
 
+@pytest.mark.slow
 def test_page_tells_about_events_spec_and_own_columns(make_run: Callable[..., Path]) -> None:
     folder = make_run("mine", method="fedstas", rounds=20)
     page = Page(write_report([folder], folder).read_text())
@@ -112,6 +124,7 @@ def test_page_tells_about_events_spec_and_own_columns(make_run: Callable[..., Pa
     assert "estimate.samples" in page.text
 
 
+@pytest.mark.slow
 def test_everything_is_escaped(make_run: Callable[..., Path], tmp_path: Path) -> None:
     evil = "<script>x()<&>--><"
     for name in ("a", "b"):
@@ -155,7 +168,7 @@ def test_own_columns_are_drawn_where_they_change() -> None:
     assert own_columns([many])[2] == ["m13", "m14"]
 
 
-def test_each_data_set_has_a_table_of_its_own(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_each_data_set_has_a_table_of_its_own(make_run: Callable[..., Path], undrawn: None, tmp_path: Path) -> None:
     folders = [make_run("a"), make_run("b", best=0.7), make_run("c", best=0.5)]
     other = folders[2] / "spec.toml"
     other.write_text(other.read_text().replace("digits", "mnist"))
@@ -171,5 +184,5 @@ def test_each_data_set_has_a_table_of_its_own(make_run: Callable[..., Path], tmp
     assert "On data that no spec names" in write_report(folders, tmp_path / "again.html").read_text()
 
 
-def test_one_data_set_needs_no_heading(compare: Path, tmp_path: Path) -> None:
+def test_one_data_set_needs_no_heading(compare: Path, undrawn: None, tmp_path: Path) -> None:
     assert "On digits" not in Page(write_report([compare], tmp_path / "report.html").read_text()).text

@@ -63,6 +63,7 @@ def test_nobody_is_asked_and_everybody_becomes_known(tiny):
     assert unknown[-1] == 0
 
 
+@pytest.mark.slow
 def test_strangers_are_drawn_alike_and_the_aggregate_stays_unbiased(tiny):
     """Six known clients and six strangers: E[a_k] = 1/N for each of them, over 400 rounds."""
     federation = tiny(12, clients_per_round=4)
@@ -108,6 +109,7 @@ def test_many_points_are_clustered_by_a_subset(monkeypatch):
         assert len(set(zip(found.tolist(), group.tolist(), strict=True))) == 4
 
 
+@pytest.mark.slow
 def test_it_learns():
     history = fs.run(
         fs.Experiment(

@@ -87,6 +87,7 @@ def test_the_mean_aggregate_is_the_full_one(name, frozen):
     assert found.deviation(other) > 8
 
 
+@pytest.mark.slow
 def test_the_papers_aggregate_of_importance_samples_is_biased(frozen):
     """FedSTS: long updates are drawn more often and not weighted down, so that the aggregate is too long."""
     sizes, updates = frozen
@@ -127,6 +128,7 @@ def test_fedssar_on_homogeneous_clusters_is_unbiased_and_without_variance(frozen
     assert found.weight == pytest.approx(np.full(N, 1 / N), rel=0.15)
 
 
+@pytest.mark.slow
 def test_variance_of_a_clients_weight_is_the_papers():
     """FedSSAR, Eq. 10 and 11: (1/mN)(1 − 1/N) by independent draws, (1/mN)(1 − m/N) by one of each of m clusters."""
     n, m = 20, 5
@@ -138,6 +140,7 @@ def test_variance_of_a_clients_weight_is_the_papers():
     assert stratified.variance / n == pytest.approx(each * (1 - m / n), rel=0.05)
 
 
+@pytest.mark.slow
 def test_more_clusters_than_places_leave_nobody_out(frozen):
     """Nine clusters, six places: unbiased even where clusters are not homogeneous."""
     sizes, updates = np.full(N, 3), frozen[1]

@@ -121,6 +121,7 @@ def _events(folder: Path, kind: str) -> list[str]:
     return [event.get("reason", "") for event in read_jsonl(folder / "events.jsonl") if event["kind"] == kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("homes", ["abc", "aab", "aaa"])
 @pytest.mark.parametrize(
     ("method", "table"),
@@ -410,6 +411,7 @@ def test_no_site_at_all_is_an_error(sites: Callable[..., Sites]) -> None:
         made.run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["scaffold", "stratify"])
 def test_a_server_that_died_goes_on_with_the_clients_states_of_its_last_checkpoint(
     sites: Callable[..., Sites], tmp_path: Path, method: str

@@ -49,6 +49,7 @@ def trained(masking: str, **options: Any) -> fs.History:
 COMPARED = ("accuracy", "loss", "scheduled", "samples", "train_loss", "clients_invited", "bytes_up", "bytes_down")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"selection": "weighted", "schedule": "uncapped"}, {"mode": "single", "selection": "weighted"}],
