@@ -117,6 +117,7 @@ def test_a_run_killed_before_any_change_of_its_folder_ends_in_the_same_bytes(tmp
             fs.run(experiment(method), out=folder, resume=True)
             assert result(folder) == result(undisturbed[method]), folder.name
             assert not list(folder.rglob("*.part"))
+            assert not list(folder.rglob(".*.tmp"))
         assert started_over >= 2
         assert resumed >= 2
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.errors import DataError
-from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl
+from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
 
 RECORDS = [
     {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},
@@ -80,3 +84,24 @@ def test_jsonable_names_what_it_cannot_record() -> None:
     assert jsonable({"t": torch.arange(2), "s": {3, 1}, "n": np.int64(2)}) == {"t": [0, 1], "s": [1, 3], "n": 2}
     with pytest.raises(TypeError, match="complex"):
         jsonable({"z": 1j})
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from fedstrata.jsonl import replace_file
+
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+replace_file(Path("spec.toml"), b"half")
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, check=False).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".spec.toml.")
+    kept = [".note.tmp", ".a.b.tmp", f".other.{os.getppid()}.tmp"]  # nobody's, and that of a process that runs
+    for name in kept:
+        (tmp_path / name).touch()
+    replace_file(tmp_path / "run.json", b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "run.json"])

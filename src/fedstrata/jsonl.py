@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def write_json(path: Path | str, value: object) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that a reader, or a crash, finds either the old or the new one."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    remove_leftovers(path.parent)
     try:
         with beside.open("wb") as file:
             file.write(data)
@@ -153,6 +155,28 @@ def replace_file(path: Path, data: bytes) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=256)
+def remove_leftovers(folder: Path) -> None:
+    """Remove files that processes which were killed had begun to write, the first time that this one comes by."""
+    for left in folder.glob(".*.tmp"):
+        pid = left.name.split(".")[-2]
+        if pid.isdigit() and not _runs(int(pid)):
+            left.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is a process of that number; True where that cannot be asked."""
+    if os.name != "posix":
+        return True  # there a signal of number 0 would end it
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return True
 
 
 def jsonable(value: Any) -> Any:

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from processes import started
 from torch import nn
 
 import fedstrata as fs
@@ -17,6 +18,7 @@ from fedstrata.engines import local
 from fedstrata.engines.local import LocalEngine
 from fedstrata.engines.team import cores
 from fedstrata.federation.messages import Reply, Request
+from fedstrata.locking import occupied
 from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
 
@@ -182,3 +184,32 @@ def test_a_process_among_several_starts_no_team(monkeypatch):
     assert cores() == len(os.sched_getaffinity(0))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     assert cores() == 1
+
+
+SLOW = """
+import sys
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.engines import local
+
+local.TEAM_PAYS = local.ASKING_PAYS = -1.0
+sys.exit(main(["run", "spec.toml", "--out", "out", "--quiet"]))
+"""
+"""A run of many clients and workers."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGKILL], ids=lambda kind: kind.name)
+def test_workers_end_with_their_parent(tmp_path, kind):
+    spec = table(training={"workers": 3, "rounds": 100_000}, evaluation={"every": 0, "checkpoint_every": 2})
+    (tmp_path / "spec.toml").write_text(fs.Experiment.from_table(spec).to_toml())
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    with started("-c", SLOW, cwd=tmp_path) as command:
+        command.wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") > 5)
+        assert len(command.alive()) == 3
+        command.process.send_signal(kind)
+        assert command.ended() == (143 if kind == signal.SIGTERM else -signal.SIGKILL)
+        assert command.leaves_nothing()
+    # Nobody holds the folder.
+    with occupied(tmp_path / "out"):
+        pass
