@@ -100,7 +100,10 @@ def pool() -> Iterator[Any]:
         ray.shutdown()
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] if name == "ray" else []) for name in ENGINES])
+STARTS_SERVERS = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
+
+
+@pytest.fixture(params=[pytest.param(name, marks=STARTS_SERVERS if name == "ray" else []) for name in ENGINES])
 def federation(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
     if request.param == "workers":  # such small work would not pay
         monkeypatch.setattr("fedstrata.engines.local.TEAM_PAYS", -1.0)
