@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
+import matrix
 import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from torch import nn
 
+import fedstrata as fs
 from fedstrata import run_folder
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
@@ -216,3 +219,9 @@ def labelled():
         )  # fmt: skip
 
     return build
+
+
+@pytest.fixture(scope="session")
+def local() -> Callable[[str], fs.History]:
+    """What the local engine makes of a spec of the matrix; computed once."""
+    return cache(lambda label: fs.run(matrix.MATRIX[label]))
