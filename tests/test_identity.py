@@ -248,3 +248,24 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
     with pytest.raises(FedstrataError, match="ends before its checkpoint"):
         fs.run(spec(training={"rounds": 5}), out=folder, resume=True)
     assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(changed)
+
+
+@pytest.mark.parametrize("damage", ["gone", "emptied", "shortened"])
+def test_events_that_were_lost_whole_are_missed(folder: Path, damage: str) -> None:
+    """The running checksum says nothing of lines that are missing at the end."""
+    fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+    path = folder / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) if damage == "shortened" else b"")
+    if damage == "gone":
+        path.unlink()
+    fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
+    told = " ".join(event["reason"] for event in read_jsonl(path))
+    assert "events.jsonl is not the one that this run had when its checkpoint of round 3 was made" in told
+
+
+def test_records_of_another_run_are_not_this_runs(folder: Path, tmp_path: Path) -> None:
+    fs.run(spec(seed=1), out=tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "metrics.jsonl", folder / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"metrics\.jsonl is not the one that this run had"):
+        fs.run(spec(training={"rounds": 3}), out=folder, resume=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 import fedstrata as fs
@@ -48,6 +50,11 @@ def drive(path, prepared, *, rounds=4, resume=False):
 def files(folder):
     """What is there, but for the clock."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in found:
+        if name.endswith("manifest.json"):
+            # The checksums of the records have the clock in them.
+            manifest = json.loads(json.loads(found[name])["manifest"])
+            found[name] = json.dumps({**manifest, "logs": sorted(manifest["logs"])}).encode()
     return {name: data for name, data in found.items() if name not in ("metrics.jsonl", "summary.json")}
 
 

@@ -19,7 +19,7 @@ from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
 from fedstrata.history import History
 from fedstrata.identity import environment, require_same, well_formed
-from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
+from fedstrata.jsonl import CHECKSUM, MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
 from fedstrata.partitions import draw_partition
 from fedstrata.predictor import MODEL, describe_model
@@ -138,6 +138,12 @@ class RunFolder:
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
+        logs = self.checkpoint.logs if self.checkpoint is not None else {}
+        for name in (name for name, last in logs.items() if last not in _checksums(self.path / name)):
+            problem = f"{name} is not the one that this run had when its checkpoint of round {done} was made"
+            if name == METRICS:
+                raise DataError(f"{self.path}: {problem}")
+            notes.append(f"{problem}: what had happened is lost")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Of the rounds so far: who looks for them must not find them before this run is over.
         for name in (SUMMARY, WEIGHTS):
@@ -183,8 +189,9 @@ class RunFolder:
                 log.sync()  # A checkpoint must never be ahead of the records that it stands for.
             remote = running.engine.keeps_states
             identity = self.prepared.identity
+            logs = {name: sums[-1] for name in (METRICS, EVENTS) if (sums := _checksums(self.path / name))}
             store, state = running.store, running.state
-            checkpoint.save(self.path / CHECKPOINT, round, state, store, remote=remote, identity=identity)
+            checkpoint.save(self.path / CHECKPOINT, round, state, store, remote=remote, identity=identity, logs=logs)
 
     def finish(self, running: Running) -> History:
         """Leave the model and the summary behind."""
@@ -202,6 +209,12 @@ class RunFolder:
             # One for the whole run: a new one reads the file to see whether its last line is whole.
             log = self._logs.setdefault(name, MetricsLog(self.path / name))
             log.append(*records)
+
+
+def _checksums(path: Path) -> list[str]:
+    """Those of a file's lines, in order."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [str(json.loads(line).get(CHECKSUM)) for line in lines if line.strip()]
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
