@@ -7,8 +7,10 @@ DEV    := $(VENV)/.installed-dev
 
 .PHONY: demo test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
 
-# Tests run in one process more than there are processors, because one of them mostly waits for servers and sites.
-BESIDE := -n $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1))) --dist loadgroup
+# One process more than there are processors, because one mostly waits for servers and sites. Tests start many processes,
+# which would otherwise compile every module anew where the environment forbids to write bytecode.
+CORES  := $(shell getconf _NPROCESSORS_ONLN)
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadgroup
 
 # What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.
 $(LEAN): pyproject.toml constraints.txt
@@ -28,13 +30,13 @@ demo: $(LEAN)  ## Four methods on scikit-learn's digits with label skew and drop
 	@echo "open demo/report.html"
 
 test: $(DEV) check  ## All checks, and all tests but those that take minutes each.
-	$(BIN)/python -m pytest $(BESIDE)
+	$(PYTEST) -n $$(($(CORES) + 1))
 
 test-fast: $(DEV)  ## Tests that start no processes and take no seconds: for the time between two changes.
-	$(BIN)/python -m pytest $(BESIDE) -m 'not slow and not long'
+	$(PYTEST) -n $(CORES) -m 'not slow and not long'
 
 test-long: $(DEV)  ## Tests that take minutes each.
-	$(BIN)/python -m pytest -m long
+	$(PYTEST) -n 0 -m long
 
 check: $(DEV)  ## Format, lint, types, import rules.
 	$(BIN)/ruff format --check .

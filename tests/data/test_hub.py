@@ -4,13 +4,14 @@ import sys
 
 import numpy as np
 import pytest
+from lazy import Lazy
 
 from fedstrata.data.hub import from_hub, input_columns, label_column
 from fedstrata.data.sources import Data
 from fedstrata.errors import DataError, ExtraMissingError
 
-datasets = pytest.importorskip("datasets")
-Image = pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.slow
+datasets, Image = Lazy("datasets"), Lazy("PIL.Image")
 
 
 def pictures(count, size=(4, 3), mode="RGB"):
@@ -22,12 +23,14 @@ def split(columns, **features):
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features) if features else None)
 
 
-PICTURES = {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])}
+def photos():
+    """Features of photos and their kinds."""
+    return {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])}
 
 
 def test_images_and_class_labels():
-    train = split({"photo": pictures(4), "kind": [0, 1, 1, 0]}, **PICTURES)
-    test = split({"photo": pictures(2), "kind": [1, 0]}, **PICTURES)
+    train = split({"photo": pictures(4), "kind": [0, 1, 1, 0]}, **photos())
+    test = split({"photo": pictures(2), "kind": [1, 0]}, **photos())
     arrays = from_hub(datasets.DatasetDict(train=train, test=test))
     assert arrays["x_train"].shape == (4, 3, 4, 3)
     assert arrays["x_train"].dtype == np.uint8
@@ -37,7 +40,7 @@ def test_images_and_class_labels():
 
 
 def test_grey_images_and_validation_in_place_of_test():
-    grey = split({"photo": pictures(3, mode="L"), "kind": [0, 1, 0]}, **PICTURES)
+    grey = split({"photo": pictures(3, mode="L"), "kind": [0, 1, 0]}, **photos())
     arrays = from_hub(datasets.DatasetDict(train=grey, validation=grey))
     assert arrays["x_test"].shape == (3, 3, 4)
 
@@ -81,7 +84,7 @@ def test_unclear_columns_are_named():
 
 
 def test_inputs_of_different_sizes_are_refused():
-    mixed = split({"photo": [*pictures(1), *pictures(1, size=(5, 3))], "kind": [0, 1]}, **PICTURES)
+    mixed = split({"photo": [*pictures(1), *pictures(1, size=(5, 3))], "kind": [0, 1]}, **photos())
     with pytest.raises(DataError, match="different sizes in column 'photo', 4x3 and 5x3"):
         from_hub(datasets.DatasetDict(train=mixed, test=mixed))
     ragged = split({"x": [[1.0], [1.0, 2.0]], "y": [0, 1]})
@@ -104,7 +107,7 @@ def test_images_of_more_than_eight_bits_keep_their_numbers():
     """They were clipped at 255; floats in [0, 1] became 0."""
     deep = [Image.fromarray(np.full((3, 4), 300 * n, np.uint16)) for n in range(4)]
     columns = {"photo": deep, "kind": [0, 1, 0, 1]}
-    arrays = from_hub(datasets.DatasetDict(train=split(columns, **PICTURES), test=split(columns, **PICTURES)))
+    arrays = from_hub(datasets.DatasetDict(train=split(columns, **photos()), test=split(columns, **photos())))
     assert arrays["x_train"][:, 0, 0].tolist() == [0, 300, 600, 900]
 
 
@@ -112,6 +115,6 @@ def test_grey_images_among_colours_whichever_comes_first():
     mixed = [*pictures(2, mode="L"), *pictures(3)[2:]]
     for order in (mixed, mixed[::-1]):
         columns = {"photo": order, "kind": [0, 1, 0]}
-        arrays = from_hub(datasets.DatasetDict(train=split(columns, **PICTURES), test=split(columns, **PICTURES)))
+        arrays = from_hub(datasets.DatasetDict(train=split(columns, **photos()), test=split(columns, **photos())))
         assert arrays["x_train"].shape == (3, 3, 4, 3)
         assert sorted(arrays["x_train"][:, 0, 0, 1].tolist()) == [0, 1, 2]

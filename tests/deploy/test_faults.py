@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 import slowly
+from lazy import Lazy
 
 import fedstrata as fs
 from fedstrata.deploy.federation import Sites
-from fedstrata.jsonl import read_jsonl
-
-pytest.importorskip("nvflare")
-
 from fedstrata.deploy.local_deployment import Processes
 from fedstrata.deploy.processes import send_signal
 from fedstrata.deploy.provision import ADMIN, SERVER, provision
+from fedstrata.jsonl import read_jsonl
 
+nvflare = Lazy("nvflare")
 PATIENCE = 5.0
 ROUNDS = 70
 

@@ -96,6 +96,14 @@ def test_the_final_model_is_that_of_the_local_engine_to_the_bit(
 
 
 @needs_nvflare
+@pytest.mark.long
+def test_every_method_gives_the_bytes_of_the_local_engine(tmp_path: Path) -> None:
+    specs = list(matrix.EVERY_METHOD.values())
+    there = simulate([(spec, tmp_path / str(number)) for number, spec in enumerate(specs)])
+    assert [matrix.final_bytes(history) for history in there] == [matrix.final_bytes(fs.run(spec)) for spec in specs]
+
+
+@needs_nvflare
 @pytest.mark.slow
 def test_a_run_goes_on_with_the_states_that_its_sites_kept(session: Session) -> None:
     assert session.before == [1, 2]

@@ -19,6 +19,7 @@ import matrix
 import pytest
 import raycases
 import torch
+from lazy import Lazy
 from torch import nn
 
 import fedstrata as fs
@@ -35,7 +36,7 @@ from fedstrata.preparation import prepare
 from fedstrata.simulation import make_context
 from fedstrata.stratify.masking.key_store import KeyRing
 
-ray = pytest.importorskip("ray")
+ray = Lazy("ray")
 
 from fedstrata.engines import ray as engine_module  # noqa: E402
 from fedstrata.engines.ray import RayEngine, WorkerPool  # noqa: E402
@@ -85,6 +86,14 @@ def federation(engine: Any, context: ClientContext) -> Federation:
 @pytest.mark.parametrize("label", matrix.MATRIX)
 def test_equal_bytes_and_equal_books(label: str, run: Any, local: Callable[[str], fs.History]) -> None:
     here, there = local(label), run(matrix.MATRIX[label])
+    assert matrix.final_bytes(here) == matrix.final_bytes(there)
+    assert rows(here) == rows(there)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", matrix.EVERY_METHOD)
+def test_every_method_gives_equal_bytes_and_equal_books(name: str, run: Any) -> None:
+    here, there = fs.run(matrix.EVERY_METHOD[name]), run(matrix.EVERY_METHOD[name])
     assert matrix.final_bytes(here) == matrix.final_bytes(there)
     assert rows(here) == rows(there)
 

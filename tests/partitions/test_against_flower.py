@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from lazy import Lazy
 
 from fedstrata.partitions import IID, Classes, Dirichlet, Shards
 
-partitioner = pytest.importorskip("flwr_datasets.partitioner")
-datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.slow
+partitioner, datasets = Lazy("flwr_datasets.partitioner"), Lazy("datasets")
 
 LABELS = np.arange(2000) % 10
 CLIENTS = 20
@@ -63,7 +64,6 @@ def test_dirichlet_over_the_clients_of_a_class(labelled, alpha):
 
 
 # Theirs divides by zero for small α, where a whole row underflows once a class has run out.
-@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [1.0, 10.0])
 def test_dirichlet_over_the_classes_of_a_client(labelled, alpha):
     sizes = [len(LABELS) // CLIENTS] * CLIENTS

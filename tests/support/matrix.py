@@ -8,6 +8,7 @@ from typing import Any
 import safetensors.torch
 
 import fedstrata as fs
+from fedstrata.methods.base import METHODS
 
 CLIENTS = 3
 
@@ -52,6 +53,25 @@ def _spec(table: dict[str, Any]) -> fs.Experiment:
 HE = importlib.util.find_spec("tenseal") is not None
 MATRIX = {label: _spec(table) for label, table in _TABLES.items() if HE or "masked" not in label}
 """Experiments by what they stand for; without the extra ``he`` those that need none."""
+
+
+_METHODS: dict[str, dict[str, Any]] = {
+    "fedsts": {"method": {"strata": 2}, "training": {"clients_per_round": 2}},
+    "fedstas": {"method": {"strata": 2, "fraction": 0.5, "epsilon": 3.0, "bound": 700}},
+    "fedsampling": {"method": {"samples": 200}},
+    "clustered": {"training": {"clients_per_round": 2}},
+    "power-of-choice": {"training": {"clients_per_round": 2}},
+    "fedavg-ft": {
+        "method": {"per_class": 5},
+        "partition": {"name": "classes", "per_client": 4, "size": 100, "clients": CLIENTS},
+    },
+    "fedtan": {**_NORMALISED, "training": {"local_steps": 2, "batch_size": 8}},
+}
+EVERY_METHOD = {
+    name: _spec({**_METHODS.get(name, {}), "method": {"name": name, **_METHODS.get(name, {}).get("method", {})}})
+    for name in METHODS
+}
+"""An experiment with each method that is registered, for tests that may take minutes."""
 
 
 def final_bytes(history: fs.History) -> bytes:
