@@ -46,7 +46,7 @@ from fedstrata.sampling.messages import SizeReply, SizeReport
 from fedstrata.simulation import run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 Hook = Callable[[str, Any, Callable[[], bytes]], bytes]
 """What a test does with a message: to whom, its body, and how to deliver it."""
