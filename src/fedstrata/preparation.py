@@ -124,7 +124,7 @@ def assemble(
 def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
     """Whether a forward pass in training mode draws random numbers: it is tried, whatever the layers are."""
     x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
-    before, draws = torch.get_rng_state(), _Draws()
+    before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
     loaded = model.loaded(model.params(), model.buffers(), train=True)
     try:
         # What fails here fails in training, whose error names the client.
@@ -135,7 +135,7 @@ def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
         torch.set_rng_state(before)
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes whether an operation of this thread draws random numbers; the generator belongs to all threads."""
 
     found = False
