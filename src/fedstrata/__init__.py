@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
+    from fedstrata.data.schema import Schema as Schema
     from fedstrata.data.sources import Data as Data
+    from fedstrata.data.tables import from_dataframe as from_dataframe
     from fedstrata.experiment import run as run
     from fedstrata.federation.availability import Always as Always
+    from fedstrata.federation.availability import Availability as Availability
     from fedstrata.federation.availability import Bernoulli as Bernoulli
     from fedstrata.federation.availability import Grouped as Grouped
     from fedstrata.federation.availability import Persistent as Persistent
+    from fedstrata.federation.availability import Population as Population
     from fedstrata.federation.availability import Trace as Trace
     from fedstrata.history import History as History
     from fedstrata.methods.base import Method as Method
@@ -55,7 +59,9 @@ if TYPE_CHECKING:
     from fedstrata.partitions import Domains as Domains
     from fedstrata.partitions import Given as Given
     from fedstrata.partitions import Groups as Groups
+    from fedstrata.partitions import Natural as Natural
     from fedstrata.partitions import Partition as Partition
+    from fedstrata.partitions import Pooled as Pooled
     from fedstrata.partitions import PowerLaw as PowerLaw
     from fedstrata.partitions import Shards as Shards
     from fedstrata.predictor import Predictor as Predictor
@@ -90,6 +96,8 @@ _HOMES = {
     "Data": "data.sources",
     "Dataset": "data.dataset",
     "from_arrays": "data.dataset",
+    "from_dataframe": "data.tables",
+    "Schema": "data.schema",
     "Partition": "partitions",
     "Assignment": "partitions",
     "IID": "partitions",
@@ -100,7 +108,11 @@ _HOMES = {
     "Domains": "partitions",
     "PowerLaw": "partitions",
     "Given": "partitions",
+    "Natural": "partitions",
+    "Pooled": "partitions",
     "Always": "federation.availability",
+    "Availability": "federation.availability",
+    "Population": "federation.availability",
     "Bernoulli": "federation.availability",
     "Persistent": "federation.availability",
     "Grouped": "federation.availability",
