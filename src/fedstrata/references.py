@@ -17,7 +17,7 @@ from fedstrata.history import History, Record
 from fedstrata.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.partitions import Pooled
-from fedstrata.preparation import prepare
+from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import METRICS, SPEC, SUMMARY
 from fedstrata.spec import Experiment
 
@@ -45,7 +45,9 @@ UNSENT = ("exchanges", "hops", "bytes_up", "bytes_down")
 """What nobody does who trains alone."""
 
 
-def reference_runs(name: str, experiments: Mapping[str, Experiment]) -> dict[str, Experiment]:
+def reference_runs(
+    name: str, experiments: Mapping[str, Experiment], data: Arrays | None = None
+) -> dict[str, Experiment]:
     """The runs of a reference, by the names of their folders.
 
     ``centralised``: ``pooled``, with as many sample-gradients a round as the clients that a round invites compute
@@ -55,6 +57,7 @@ def reference_runs(name: str, experiments: Mapping[str, Experiment]) -> dict[str
     Args:
         name: Which of ``REFERENCES``.
         experiments: What is compared.
+        data: Data of your own; see ``prepare``.
 
     Raises:
         SpecError: There is no such reference, or the experiments differ in data, partition, model or work.
@@ -65,7 +68,7 @@ def reference_runs(name: str, experiments: Mapping[str, Experiment]) -> dict[str
     for key, what in WHAT_COUNTS.items():
         if any(what(spec) != what(first) for spec in experiments.values()):
             raise SpecError("--references", f"measures experiments of the same {key}; these differ in it", name)
-    sizes = prepare(first).assignment.sizes
+    sizes = prepare(first, data=data).assignment.sizes
     budget = _budget(first, int(sizes.sum()), len(sizes)) if name == "centralised" else {}
 
     def alone(partition: Pooled) -> Experiment:

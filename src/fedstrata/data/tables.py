@@ -89,6 +89,13 @@ def from_dataframe(
             other.require(column, "test")
         table = Table(name, {column: [*cells, *other.columns[column]] for column, cells in table.columns.items()})
         schema, held = build(Schema, given).completed(table), np.arange(len(table)) >= cut
+    return dataset_of(table, schema, held, name=name, normalize=normalize)
+
+
+def dataset_of(
+    table: Table, schema: Schema, held: NDArray[np.bool_], *, name: str, normalize: Normalize = "standard"
+) -> Dataset:
+    """Rows as a data set: see ``arrays_of`` and ``from_arrays``."""
     arrays = arrays_of(table, schema, held)
     return from_arrays(
         *(arrays[key] for key in ("x_train", "y_train", "x_test", "y_test")),
