@@ -50,7 +50,7 @@ class Column(Setting):
     """
 
     type: Literal["number", "category", "boolean"] = "number"
-    unit: str = ""
+    unit: str | None = None
     range: tuple[float, float] | None = None
     categories: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     missing: tuple[str, ...] = ()
