@@ -13,8 +13,8 @@ NAMES = """
     Aggregator Always Assignment Availability BSMFedAvg Bernoulli Classes ClientSampler ClusteredSampling Data
     DataError DataSampler Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC
     FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit Given Grouped Groups History IID MOON
-    MeanBySize Method Model Natural Objective Partition Persistent Pooled Population PowerLaw PowerOfChoice
-    Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Schema Selection Shards Simulation SpecError Stratify Trace
+    MeanBySize Method Model Natural Objective Partition Persistent Population PowerLaw PowerOfChoice Predictor
+    ReBaFL Recipe RunFolder SCAFFOLD SFL Schema Selection Shards Simulation SingleClient SpecError Stratify Trace
     Training Weights __version__ compare from_arrays from_dataframe load plot prepare record run setting_of
     uniforms
 """

@@ -51,13 +51,13 @@ def test_a_client_alone_is_that_client_without_the_others():
 
 
 def test_everything_in_one_place_has_the_same_work():
-    whole = reference_runs("centralised", {"a": spec()})["pooled"]
+    whole = reference_runs("centralised", {"a": spec()})["everything"]
     history = fs.run(whole)
     assert history[0]["samples"] == 2 * 120  # all are invited: two epochs of everything
-    part = fs.run(reference_runs("centralised", {"a": spec(clients_per_round=1)})["pooled"])
+    part = fs.run(reference_runs("centralised", {"a": spec(clients_per_round=1)})["everything"])
     assert part[0]["samples"] == 16 * round(2 * 120 / 3 / 16)  # a third of that, in whole batches
     steps = fs.run(
-        reference_runs("centralised", {"a": spec(local_epochs=None, local_steps=4, clients_per_round=2)})["pooled"]
+        reference_runs("centralised", {"a": spec(local_epochs=None, local_steps=4, clients_per_round=2)})["everything"]
     )
     assert steps[0]["samples"] == 4 * 2 * 16
 

@@ -68,9 +68,9 @@ if TYPE_CHECKING:
     from fedstrata.partitions import Groups as Groups
     from fedstrata.partitions import Natural as Natural
     from fedstrata.partitions import Partition as Partition
-    from fedstrata.partitions import Pooled as Pooled
     from fedstrata.partitions import PowerLaw as PowerLaw
     from fedstrata.partitions import Shards as Shards
+    from fedstrata.partitions import SingleClient as SingleClient
     from fedstrata.predictor import Predictor as Predictor
     from fedstrata.predictor import load as load
     from fedstrata.preparation import prepare as prepare
@@ -119,7 +119,7 @@ _HOMES = {
     "PowerLaw": "partitions",
     "Given": "partitions",
     "Natural": "partitions",
-    "Pooled": "partitions",
+    "SingleClient": "partitions",
     "Always": "federation.availability",
     "Availability": "federation.availability",
     "Population": "federation.availability",

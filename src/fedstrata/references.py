@@ -1,6 +1,6 @@
 """What federated methods are to be measured against: training without the others, and training without borders.
 
-Both are ordinary runs of an experiment's own data, model and training, of a single client that ``Pooled`` makes: of all
+Both are ordinary runs of an experiment's own data, model and training, with a partition ``SingleClient``: of all
 clients' samples (``centralised``), or of one client's alone (``local``, a run for each). ``fold`` makes a row of them.
 """
 
@@ -16,7 +16,7 @@ from fedstrata.federation.availability import Always
 from fedstrata.history import History, Record
 from fedstrata.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.methods.fedavg import FedAvg
-from fedstrata.partitions import Pooled
+from fedstrata.partitions import SingleClient
 from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import METRICS, SPEC, SUMMARY
 from fedstrata.spec import Experiment
@@ -50,7 +50,7 @@ def reference_runs(
 ) -> dict[str, Experiment]:
     """The runs of a reference, by the names of their folders.
 
-    ``centralised``: ``pooled``, with as many sample-gradients a round as the clients that a round invites compute
+    ``centralised``: ``everything``, with as many sample-gradients a round as the clients that a round invites compute
     together, on average. ``local``: ``client-K`` for every client, which trains in every round as if it were invited.
     What else decides training, such as the learning rate, is the first experiment's.
 
@@ -71,15 +71,15 @@ def reference_runs(
     sizes = prepare(first, data=data).assignment.sizes
     budget = _budget(first, int(sizes.sum()), len(sizes)) if name == "centralised" else {}
 
-    def alone(partition: Pooled) -> Experiment:
+    def alone(partition: SingleClient) -> Experiment:
         training = first.training.model_copy(update={"clients_per_round": 1, **budget})
         changed = {"method": FedAvg(), "availability": Always(), "partition": partition, "training": training}
         return first.model_copy(update=changed)
 
     if name == "centralised":
-        return {"pooled": alone(Pooled(of=first.partition))}
+        return {"everything": alone(SingleClient(of=first.partition))}
     holders = [client for client, size in enumerate(sizes.tolist()) if size]
-    return {f"client-{client}": alone(Pooled(of=first.partition, only=client)) for client in holders}
+    return {f"client-{client}": alone(SingleClient(of=first.partition, only=client)) for client in holders}
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:

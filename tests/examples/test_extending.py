@@ -55,7 +55,7 @@ KINDS = {
     "partition": ("leaning:Leaning", "share"),
     "model": ("gated:Gated", "width"),
     "method": ("fednova:FedNova", "aggregator"),
-    "metric": ("macro_f1:macro_f1", "F1"),
+    "evaluation.metrics": ("macro_f1:macro_f1", "F1"),
 }
 
 
@@ -122,7 +122,7 @@ def test_the_command_line_lists_it(beside, capsys, kind):
 
 
 def test_a_metric_is_a_function_and_a_word_is_not(capsys):
-    assert main(["settings", "metric", "math:pi"]) == 2
+    assert main(["settings", "evaluation.metrics", "math:pi"]) == 2
     assert "name = 'math:pi': is a float; accepted: a class or a function" in capsys.readouterr().err
 
 

@@ -72,7 +72,8 @@ def test_more_than_there_are(settings, message):
         fs.Natural(**settings).split(data(), 0)
 
 
-def test_data_that_do_not_say_whose_they_are(digits):
+def test_data_that_do_not_say_whose_they_are():
+    digits = Data("digits").load()
     with pytest.raises(SpecError, match=r"partition.name = 'natural': digits does not say whose its samples are; give"):
         fs.Natural().split(digits, 0)
 
@@ -142,17 +143,19 @@ def test_a_run_on_them_and_their_names_in_the_pictures(tmp_path):
 
 def test_one_client_holds_what_all_hold_or_one_of_them():
     dataset = data()
-    whole = fs.Pooled(of=fs.Natural()).split(dataset, 0)
+    whole = fs.SingleClient(of=fs.Natural()).split(dataset, 0)
     assert [part.tolist() for part in whole] == [list(range(9))]
-    alone = fs.Pooled(of="natural", only=3).split(dataset, 0)
+    alone = fs.SingleClient(of="natural", only=3).split(dataset, 0)
     assert [part.tolist() for part in alone] == [[0, 4, 7]]
     assert alone.names(dataset) == ["zoe"]
     fixed = fs.Given(indices=[[1, 2], [5]])
-    assert fs.Pooled(of=fixed).split(dataset, 0)[0].tolist() == [1, 2, 5]
-    assert fs.Pooled(of=fixed, only=1).split(dataset, 0)[0].tolist() == [5]
+    assert fs.SingleClient(of=fixed).split(dataset, 0)[0].tolist() == [1, 2, 5]
+    assert fs.SingleClient(of=fixed, only=1).split(dataset, 0)[0].tolist() == [5]
     drawn = fs.Dirichlet(clients=3, alpha=1.0)
     for seed in (0, 1):
-        assert fs.Pooled(of=drawn, only=2).split(dataset, seed)[0].tolist() == drawn.split(dataset, seed)[2].tolist()
+        assert (
+            fs.SingleClient(of=drawn, only=2).split(dataset, seed)[0].tolist() == drawn.split(dataset, seed)[2].tolist()
+        )
 
 
 @pytest.mark.parametrize(
@@ -164,10 +167,12 @@ def test_one_client_holds_what_all_hold_or_one_of_them():
 )
 def test_a_client_that_is_not_there(settings, message):
     with pytest.raises(SpecError, match=message):
-        fs.Pooled(**settings).split(data(), 0)
+        fs.SingleClient(**settings).split(data(), 0)
 
 
-def test_what_a_pooled_partition_is_of():
+def test_what_a_single_clients_samples_are_of():
     with pytest.raises(SpecError, match="of: needed, and not given"):
-        fs.Pooled()
-    assert fs.Experiment.from_table({"partition": fs.Pooled(of=fs.Natural(), only=1).to_spec()}).partition.only == 1
+        fs.SingleClient()
+    assert (
+        fs.Experiment.from_table({"partition": fs.SingleClient(of=fs.Natural(), only=1).to_spec()}).partition.only == 1
+    )

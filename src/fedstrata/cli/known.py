@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedstrata.config import Setting
     from fedstrata.reference import Row
 
-FUNCTIONS = {"model": 2, "metric": 2}
+FUNCTIONS = {"model": 2, "evaluation.metrics": 2}
 """Sections that take functions of the user's own, and how many arguments those are called with in any case."""
 
 FILE = Path(__file__).with_name("known.json")
@@ -49,7 +49,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
     Args:
         section: Such as ``"method.objective"``.
         name: The kind; ``"module:Class"`` for one of the user's own, or ``"module:function"`` where the section takes
-            functions (``model`` and ``metric``); it is then imported.
+            functions (``model`` and ``evaluation.metrics``); it is then imported.
 
     Raises:
         SpecError: There is no such section, or nothing of that name in it.
@@ -69,19 +69,27 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
             return _described(registry.find(name))
     if name not in kinds:
         raise SpecError("name", f"there are: {', '.join(kinds)}{nearest(name, kinds)}", name)
-    told: dict[str, Any] = kinds[name]
-    return told
+    kind: dict[str, Any] = kinds[name]
+    return kind
 
 
 def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
     """What a docstring and a signature say, without the arguments that are not a spec's."""
     if not callable(found):
         raise SpecError("name", f"is a {type(found).__name__}; accepted: a class or a function", name)
+    try:
+        arguments = list(inspect.signature(found).parameters.values())[given:]
+    except ValueError:  # some that are written in C do not tell
+        arguments = []
     rows = [
-        [key, "" if each.annotation is each.empty else inspect.formatannotation(each.annotation),
-         "needed" if each.default is each.empty else str(each.default), ""]
-        for key, each in list(inspect.signature(found).parameters.items())[given:]
-    ]  # fmt: skip
+        [
+            each.name,
+            "" if each.annotation is each.empty else inspect.formatannotation(each.annotation),
+            "needed" if each.default is each.empty else str(each.default),
+            "",
+        ]
+        for each in arguments
+    ]
     return {"about": (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " "), "keys": rows}
 
 

@@ -105,11 +105,7 @@ with warnings.catch_warnings():
             """The arrays that the name stands for."""
             hub, table = self.name.startswith("hub:"), self.name.endswith(SUFFIXES)
             if self.client is not None and not hub:
-                other = (
-                    "here data.schema.client does"
-                    if table
-                    else "a .npz file has its own arrays client_train, client_test"
-                )
+                other = "here data.schema.client does" if table else "a .npz file holds client_train and client_test"
                 raise SpecError("data.client", f"names a column of a hub data set; {other}", self.client)
             if self.schema is not None and not table:
                 raise SpecError("data.schema", "says what the columns of a .csv or .parquet file mean", self.name)
@@ -117,9 +113,7 @@ with warnings.catch_warnings():
                 return load_hub(self.name.removeprefix("hub:"), seed, self.client)
             if table:
                 if self.schema is None:
-                    problem = (
-                        "a table needs it; at least [data.schema] label = 'COLUMN', which names the column to learn"
-                    )
+                    problem = "a table needs it: [data.schema] label = 'COLUMN' at least, the column to learn"
                     raise SpecError("data.schema", problem)
                 return load_table(Path(self.name), self.schema, seed)
             return _read(self.name)

@@ -203,7 +203,7 @@ PARTITIONS = Registry(
         "power-law": f"{_SCHEMES}:PowerLaw",
         "given": f"{_SCHEMES}:Given",
         "natural": "fedstrata.partitions.natural:Natural",
-        "pooled": "fedstrata.partitions.natural:Pooled",
+        "single-client": "fedstrata.partitions.natural:SingleClient",
     },
 )
 """What ``[partition] name`` may say."""

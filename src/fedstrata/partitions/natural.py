@@ -68,7 +68,7 @@ class Natural(Partition):
         return Assignment(found.indices, found.offsets, kept.astype(np.int64))
 
 
-class Pooled(Partition):
+class SingleClient(Partition):
     """One client that holds what the clients of another partition hold: centralised training, or one of them alone.
 
     Args:
