@@ -118,8 +118,8 @@ def assemble(
     )
     # A copy, for what ``check`` keeps is this run's.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
-    known = (assignment, dataset.y_train.cpu().numpy()) if sizes_known else ()
-    population = Population(config.clients, *known, classes=dataset.classes)
+    known = assignment if sizes_known else None
+    population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
     under("availability", lambda: spec.availability.check(population))
     spec.method.check(config)
     return Prepared(spec, dataset, assignment, config)

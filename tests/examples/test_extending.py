@@ -181,10 +181,10 @@ def test_absence_goes_with_the_label():
     y = np.array([0, 1, 1, 1, 0, 1])
     owners = fs.Assignment.from_owners(np.array([0, 0, 1, 1, 2, 2]), 3)
     own = drowsy.model_copy()
-    own.check(Population(3, owners, y, classes=2))
+    own.check(Population(3, 2, owners, y))
     there = np.array([own.online(np.arange(3), round, 0) for round in range(4000)]).mean(axis=0)
     assert there == pytest.approx([0.6, 0.2, 0.6], abs=5 * 0.5 / np.sqrt(4000))
-    for unfit in (Population(3), Population(3, owners, np.zeros(6, dtype=np.int64), classes=1)):
+    for unfit in (Population(3, 2), Population(3, 1, owners, np.zeros(6, dtype=np.int64))):
         with pytest.raises(SpecError, match="label = 1: needs a simulation, and labels 0 to"):
             drowsy.model_copy().check(unfit)
 

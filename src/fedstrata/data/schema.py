@@ -180,20 +180,21 @@ class Schema(Setting):
             given = {name: _guess(table.cells(name, self.missing)) for name in left}
         if not given:
             raise SpecError("data.schema.columns", "no column is left for a model to see", list(table.columns))
-        columns = {}
-        for name, column in given.items():
-            table.require(name, f"data.schema.columns.{name}")
-            if name in self.roles:
-                raise SpecError(f"data.schema.columns.{name}", f"is the {self.roles[name]}, which no model may see")
-            if column.type == "category" and column.categories is None:
-                cells = table.cells(name, (*self.missing, *column.missing))
-                found = sorted({text_of(cell) for cell in cells if cell is not None})
-                column = under(
-                    f"data.schema.columns.{name}",
-                    lambda column=column, found=found: build(Column, {**dict(column), "categories": tuple(found)}),  # type: ignore[misc]
-                )
-            columns[name] = column
-        return self.model_copy(update={"columns": columns})
+        return self.model_copy(
+            update={"columns": {name: self._settled(table, name, each) for name, each in given.items()}}
+        )
+
+    def _settled(self, table: Table, name: str, column: Column) -> Column:
+        """A column that is there and is a feature, with the table's categories where none are given."""
+        key = f"data.schema.columns.{name}"
+        table.require(name, key)
+        if name in self.roles:
+            raise SpecError(key, f"is the {self.roles[name]}, which no model may see")
+        if column.type != "category" or column.categories is not None:
+            return column
+        cells = table.cells(name, (*self.missing, *column.missing))
+        found = tuple(sorted({text_of(cell) for cell in cells if cell is not None}))
+        return under(key, lambda: build(Column, {**dict(column), "categories": found}))
 
     def names(self) -> list[str]:
         """The name of every feature, of a completed schema."""

@@ -40,15 +40,15 @@ class Population:
 
     Args:
         clients: N.
+        classes: C.
         assignment: Whose the training samples are: known to a simulation, None where sites keep their own.
         y: The label of every training sample.
-        classes: C.
     """
 
     clients: int
+    classes: int = 0
     assignment: Assignment | None = None
     y: NDArray[np.int64] | None = None
-    classes: int = 0
 
     @property
     def sizes(self) -> NDArray[np.int64] | None:
