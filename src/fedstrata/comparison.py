@@ -71,6 +71,10 @@ def compare(
         FedstrataError: A run's process was killed; the others have ended well.
     """
     out = Path(out)
+    for label, spec in experiments.items():
+        if not label or "/" in label or label.startswith(".") or label in references:
+            raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
+        prepare(spec)
     planned = plan(experiments, seeds, references)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
@@ -103,13 +107,9 @@ def plan(
     """Every run of a comparison, by label and seed; those of a reference are called ``NAME/RUN``.
 
     Raises:
-        SpecError: A setting is wrong; every experiment is checked, with its own seed.
+        SpecError: The seeds differ, or there is no such reference of these experiments.
     """
     seeds = [common_seed(experiments)] if seeds is None else seeds
-    for label, spec in experiments.items():
-        if not label or "/" in label or label.startswith(".") or label in references:
-            raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
-        prepare(spec)
     planned = {
         (label, seed): build(Experiment, {**_fields(spec), "seed": seed})
         for label, spec in experiments.items()
