@@ -10,11 +10,13 @@ import pytest
 import fedstrata as fs
 
 NAMES = """
-    Aggregator Always Assignment BSMFedAvg Bernoulli Classes ClientSampler ClusteredSampling Data DataSampler
-    Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR
-    FedSTS FedSTaS FedSampling FedTAN Given Grouped Groups History IID MOON Method Model Objective Partition
-    Persistent PowerLaw PowerOfChoice Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Shards Simulation Stratify Trace
-    Training __version__ compare from_arrays load plot prepare run
+    Aggregator Always Assignment Availability BSMFedAvg Bernoulli Classes ClientSampler ClusteredSampling Data
+    DataError DataSampler Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC
+    FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit Given Grouped Groups History IID MOON
+    MeanBySize Method Model Natural Objective Partition Persistent Population PowerLaw PowerOfChoice Predictor
+    ReBaFL Recipe RunFolder SCAFFOLD SFL Schema Selection Shards Simulation SingleClient SpecError Stratify Trace
+    Training Weights __version__ compare from_arrays from_dataframe load plot prepare record run setting_of
+    uniforms
 """
 PUBLIC = NAMES.split()
 

@@ -14,19 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
+    from fedstrata.aggregation.base import MeanBySize as MeanBySize
     from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
+    from fedstrata.data.schema import Schema as Schema
     from fedstrata.data.sources import Data as Data
+    from fedstrata.data.tables import from_dataframe as from_dataframe
+    from fedstrata.errors import DataError as DataError
+    from fedstrata.errors import SpecError as SpecError
     from fedstrata.experiment import run as run
     from fedstrata.federation.availability import Always as Always
+    from fedstrata.federation.availability import Availability as Availability
     from fedstrata.federation.availability import Bernoulli as Bernoulli
     from fedstrata.federation.availability import Grouped as Grouped
     from fedstrata.federation.availability import Persistent as Persistent
+    from fedstrata.federation.availability import Population as Population
     from fedstrata.federation.availability import Trace as Trace
+    from fedstrata.federation.federation import Federation as Federation
+    from fedstrata.federation.messages import Fit as Fit
+    from fedstrata.federation.messages import Weights as Weights
     from fedstrata.history import History as History
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
+    from fedstrata.methods.base import setting_of as setting_of
     from fedstrata.methods.bsm import BSMFedAvg as BSMFedAvg
     from fedstrata.methods.clustered import ClusteredSampling as ClusteredSampling
     from fedstrata.methods.fedavg import FedAvg as FedAvg
@@ -55,16 +66,21 @@ if TYPE_CHECKING:
     from fedstrata.partitions import Domains as Domains
     from fedstrata.partitions import Given as Given
     from fedstrata.partitions import Groups as Groups
+    from fedstrata.partitions import Natural as Natural
     from fedstrata.partitions import Partition as Partition
     from fedstrata.partitions import PowerLaw as PowerLaw
     from fedstrata.partitions import Shards as Shards
+    from fedstrata.partitions import SingleClient as SingleClient
     from fedstrata.predictor import Predictor as Predictor
     from fedstrata.predictor import load as load
     from fedstrata.preparation import prepare as prepare
+    from fedstrata.records import record as record
     from fedstrata.report.plots import plot as plot
+    from fedstrata.rng import uniforms as uniforms
     from fedstrata.run_folder import RunFolder as RunFolder
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
+    from fedstrata.sampling.base import Selection as Selection
     from fedstrata.settings import Evaluation as Evaluation
     from fedstrata.settings import Training as Training
     from fedstrata.simulation import Simulation as Simulation
@@ -90,6 +106,8 @@ _HOMES = {
     "Data": "data.sources",
     "Dataset": "data.dataset",
     "from_arrays": "data.dataset",
+    "from_dataframe": "data.tables",
+    "Schema": "data.schema",
     "Partition": "partitions",
     "Assignment": "partitions",
     "IID": "partitions",
@@ -100,7 +118,11 @@ _HOMES = {
     "Domains": "partitions",
     "PowerLaw": "partitions",
     "Given": "partitions",
+    "Natural": "partitions",
+    "SingleClient": "partitions",
     "Always": "federation.availability",
+    "Availability": "federation.availability",
+    "Population": "federation.availability",
     "Bernoulli": "federation.availability",
     "Persistent": "federation.availability",
     "Grouped": "federation.availability",
@@ -132,6 +154,16 @@ _HOMES = {
     "ClientSampler": "sampling.base",
     "DataSampler": "sampling.base",
     "Aggregator": "aggregation.base",
+    "setting_of": "methods.base",
+    "Federation": "federation.federation",
+    "Fit": "federation.messages",
+    "Weights": "federation.messages",
+    "MeanBySize": "aggregation.base",
+    "Selection": "sampling.base",
+    "record": "records",
+    "uniforms": "rng",
+    "DataError": "errors",
+    "SpecError": "errors",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -24,6 +24,7 @@ from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.experiment import run
 from fedstrata.history import History
 from fedstrata.preparation import prepare
+from fedstrata.references import fold, reference_runs
 from fedstrata.run_folder import METRICS, SUMMARY, refuse_foreign
 from fedstrata.spec import Experiment
 
@@ -42,6 +43,7 @@ def compare(
     *,
     seeds: Sequence[int] | None = None,
     out: str | Path,
+    references: Sequence[str] = (),
     jobs: int | None = None,
     watch: Watcher | None = None,
 ) -> Runs:
@@ -54,6 +56,9 @@ def compare(
         experiments: By label.
         seeds: Each experiment runs once with each; with the specs' own one unless given.
         out: The folder; a run goes to ``LABEL/seed-S/``.
+        references: What else to compare with: ``"local"``, each client training alone (a run for each of them, whose
+            mean is the row), and ``"centralised"``, one client with everybody's samples and as many sample-gradients
+            a round. See ``fedstrata.references``.
         jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
             processors unless given. Results do not depend on it.
         watch: Told about progress.
@@ -66,17 +71,12 @@ def compare(
         FedstrataError: A run's process was killed; the others have ended well.
     """
     out = Path(out)
-    seeds = [common_seed(experiments)] if seeds is None else seeds
     for label, spec in experiments.items():
-        if not label or "/" in label or label.startswith("."):
-            raise SpecError("--methods", "a label names a folder; use letters, digits and dashes", label)
+        if not label or "/" in label or label.startswith(".") or label in references:
+            raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
         prepare(spec)
-    planned = {
-        (label, seed): build(Experiment, {**_fields(spec), "seed": seed})
-        for label, spec in experiments.items()
-        for seed in seeds
-    }
-    folders = {key: out / key[0] / f"seed-{key[1]}" for key in planned}
+    planned = plan(experiments, seeds, references)
+    folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
         if folders[key].exists():
             refuse_foreign(folders[key], prepare(spec), resume=True)
@@ -87,11 +87,45 @@ def compare(
             _one(planned[key], folders[key], _follow(watch, key))
     else:
         _in_processes({key: planned[key] for key in todo}, folders, jobs, watch)
-    result: Runs = {label: [History.load(folders[label, seed]) for seed in seeds] for label in experiments}
+    for name in dict.fromkeys(references):
+        for seed in dict.fromkeys(seed for _, seed in planned):
+            runs = [folder for key, folder in folders.items() if key[0].startswith(f"{name}/") and key[1] == seed]
+            fold(name, runs, folder_of(out, (name, seed)))
+    rows = dict.fromkeys((label.partition("/")[0], seed) for label, seed in planned)
+    result: Runs = {}
+    for label, seed in rows:
+        result.setdefault(label, []).append(History.load(folder_of(out, (label, seed))))
     from fedstrata.report.html import write_comparison
 
     write_comparison(out)
     return result
+
+
+def plan(
+    experiments: Mapping[str, Experiment], seeds: Sequence[int] | None = None, references: Sequence[str] = ()
+) -> dict[Key, Experiment]:
+    """Every run of a comparison, by label and seed; those of a reference are called ``NAME/RUN``.
+
+    Raises:
+        SpecError: The seeds differ, or there is no such reference of these experiments.
+    """
+    seeds = [common_seed(experiments)] if seeds is None else seeds
+    planned = {
+        (label, seed): build(Experiment, {**_fields(spec), "seed": seed})
+        for label, spec in experiments.items()
+        for seed in seeds
+    }
+    for name in dict.fromkeys(references):
+        for seed in seeds:
+            runs = reference_runs(name, {label: planned[label, seed] for label in experiments})
+            planned |= {(f"{name}/{run}", seed): spec for run, spec in runs.items()}
+    return planned
+
+
+def folder_of(out: Path, key: Key) -> Path:
+    """Where a run of a comparison goes."""
+    label, _, run = key[0].partition("/")
+    return out / label / f"seed-{key[1]}" / run
 
 
 def _is_done(folder: Path, spec: Experiment) -> bool:

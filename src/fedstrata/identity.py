@@ -72,9 +72,13 @@ def about_model(model: Model) -> str:
 
 
 def fingerprint_of_data(data: Dataset) -> str:
-    """SHA-256 of arrays, class names and normalisation."""
-    tensors = (data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale)
-    return _digest(*map(_bytes, tensors), *(name.encode() for name in data.class_names))
+    """SHA-256 of arrays, class names, normalisation, and client ids where there are any."""
+    tensors = [data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale]
+    names = [*data.class_names]
+    if data.client_train is not None:
+        tensors += [data.client_train, data.client_test]
+        names += data.client_names
+    return _digest(*map(_bytes, tensors), *(name.encode() for name in names))
 
 
 def fingerprint_of_model(model: Model) -> str:

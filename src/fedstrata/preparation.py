@@ -17,6 +17,7 @@ from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError
+from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.identity import about_data, about_model, identity_of
 from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
@@ -116,7 +117,11 @@ def assemble(
         weight_diversity=spec.evaluation.weight_diversity,
         random=_draws_random_numbers(made, dataset),
     )
-    under("availability", lambda: spec.availability.check(config.clients))
+    # A copy, for what ``check`` keeps is this run's.
+    spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
+    known = assignment if sizes_known else None
+    population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
+    under("availability", lambda: spec.availability.check(population))
     spec.method.check(config)
     return Prepared(spec, dataset, assignment, config)
 

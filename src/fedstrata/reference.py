@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.config import Registry, Setting, plain
+from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
 from fedstrata.federation.availability import AVAILABILITIES
@@ -26,6 +27,8 @@ from fedstrata.settings import Evaluation, Training
 
 SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "data": Data,
+    "data.schema": Schema,
+    "data.schema.columns.NAME": Column,
     "partition": PARTITIONS,
     "availability": AVAILABILITIES,
     "model": MODELS,

@@ -56,7 +56,7 @@ def test_settings_of_a_class_of_ones_own(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["availabilty"], "section = 'availabilty': there are: data, partition, availability"),
+        (["availabilty"], "section = 'availabilty': there are: data, data.schema"),
         (
             ["availability", "persistant"],
             "name = 'persistant': there are: always, bernoulli, persistent",

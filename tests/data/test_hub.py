@@ -8,7 +8,7 @@ from lazy import Lazy
 
 from fedstrata.data.hub import from_hub, input_columns, label_column
 from fedstrata.data.sources import Data
-from fedstrata.errors import DataError, ExtraMissingError
+from fedstrata.errors import DataError, ExtraMissingError, SpecError
 
 pytestmark = pytest.mark.slow
 datasets, Image = Lazy("datasets"), Lazy("PIL.Image")
@@ -118,3 +118,21 @@ def test_grey_images_among_colours_whichever_comes_first():
         arrays = from_hub(datasets.DatasetDict(train=split(columns, **photos()), test=split(columns, **photos())))
         assert arrays["x_train"].shape == (3, 3, 4, 3)
         assert sorted(arrays["x_train"][:, 0, 0, 1].tolist()) == [0, 1, 2]
+
+
+def test_a_column_says_whose_a_sample_is_and_is_no_input():
+    columns = {"pixels": [[float(n), 1.0] for n in range(20)], "writer": [f"w{n % 3}" for n in range(20)],
+               "label": [n % 2 for n in range(20)]}  # fmt: skip
+    one = from_hub(datasets.DatasetDict(train=split(columns)), client="writer")
+    for part in ("train", "test"):  # each sample's first number tells its writer
+        assert one[f"client_{part}"].tolist() == [f"w{int(n) % 3}" for n in one[f"x_{part}"][:, 0]]
+    two = from_hub(datasets.DatasetDict(train=split(columns), test=split(columns)), client="writer")
+    assert two["client_test"].tolist() == columns["writer"]
+    numbers = {"a": [1.0, 2.0], "who": [7, 9], "label": [0, 1]}
+    table = from_hub(datasets.DatasetDict(train=split(numbers), test=split(numbers)), client="who")
+    assert table["x_train"].tolist() == [[1.0], [2.0]]
+    assert table["client_train"].tolist() == [7, 9]
+    with pytest.raises(
+        SpecError, match=r"data.client = 'writr': no such column; there are: pixels, writer, label; did you"
+    ):
+        from_hub(datasets.DatasetDict(train=split(columns)), client="writr")

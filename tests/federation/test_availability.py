@@ -7,7 +7,7 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
-from fedstrata.federation.availability import AvailabilityGroup
+from fedstrata.federation.availability import AvailabilityGroup, Population
 
 EVERYBODY = np.arange(400)
 
@@ -66,9 +66,9 @@ def test_groups_have_frequencies_of_their_own():
         assert near_to(there[:, part].mean(), p, there[:, part].size)
     assert there[:, 100:150].all()
     assert (model.online(np.array([399, 120]), 7, 0) == there[6, [399, 120]]).all()
-    model.check(400)
+    model.check(Population(400))
     with pytest.raises(SpecError, match="add up to 400; the partition has 401 clients"):
-        model.check(401)
+        model.check(Population(401))
 
 
 @pytest.mark.parametrize("model", [fs.Bernoulli(p=0.4), fs.Persistent(p=0.4, period=3)])
@@ -98,9 +98,9 @@ def test_trace(tmp_path):
         5: [False, True, False],
         6: [False, False, False],
     }
-    model.check(3)
+    model.check(Population(3))
     with pytest.raises(SpecError, match=r"names client 2; there are clients 0 to 1"):
-        model.check(2)
+        model.check(Population(2))
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,21 @@ class Aggregator(Setting):
             Shape (r,).
         """
 
+    def weigh(
+        self, selection: Selection, returned: NDArray[np.int64], replies: Sequence[FitReply]
+    ) -> NDArray[np.float64]:
+        """a_k of those who returned, by all that they sent; ``coefficients`` unless overridden.
+
+        Args:
+            selection: Who was invited, and how they were drawn.
+            returned: Places in ``selection.clients`` of those who returned, ascending, shape (r,).
+            replies: What each of them sent.
+
+        Returns:
+            Shape (r,).
+        """
+        return self.coefficients(selection, returned, np.array([reply.samples for reply in replies]))
+
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
@@ -64,7 +79,7 @@ class Aggregator(Setting):
             return weights, state
         answers = list(replies.values())
         returned = np.searchsorted(selection.clients, np.fromiter(replies, dtype=np.int64))
-        a = self.coefficients(selection, returned, np.array([reply.samples for reply in answers]))
+        a = self.weigh(selection, returned, answers)
         if not a.any():
             return weights, state
         update = weighted_update(weights.params, [reply.weights.params for reply in answers], a)

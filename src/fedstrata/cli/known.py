@@ -5,6 +5,7 @@ It lies beside this file as ``known.json``. ``make reference`` writes it anew, a
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from fedstrata.config import Setting
     from fedstrata.reference import Row
+
+FUNCTIONS = {"model": 2, "evaluation.metrics": 2}
+"""Sections that take functions of the user's own, and how many arguments those are called with in any case."""
 
 FILE = Path(__file__).with_name("known.json")
 
@@ -44,11 +48,18 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 
     Args:
         section: Such as ``"method.objective"``.
-        name: The kind; ``"module:Class"`` for one of the user's own, which is then imported.
+        name: The kind; ``"module:Class"`` for one of the user's own, or ``"module:function"`` where the section takes
+            functions (``model`` and ``evaluation.metrics``); it is then imported.
 
     Raises:
         SpecError: There is no such section, or nothing of that name in it.
     """
+    if ":" in name and section in FUNCTIONS:
+        from fedstrata.config import Setting, load_object
+
+        found = load_object(name, section)
+        if not (inspect.isclass(found) and issubclass(found, Setting)):
+            return _of_function(found, name, FUNCTIONS[section])
     kinds = find_section(section)["kinds"]
     if ":" in name:
         from fedstrata.config import Registry
@@ -58,8 +69,28 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
             return _described(registry.find(name))
     if name not in kinds:
         raise SpecError("name", f"there are: {', '.join(kinds)}{nearest(name, kinds)}", name)
-    found: dict[str, Any] = kinds[name]
-    return found
+    kind: dict[str, Any] = kinds[name]
+    return kind
+
+
+def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
+    """What a docstring and a signature say, without the arguments that are not a spec's."""
+    if not callable(found):
+        raise SpecError("name", f"is a {type(found).__name__}; accepted: a class or a function", name)
+    try:
+        arguments = list(inspect.signature(found).parameters.values())[given:]
+    except ValueError:  # some that are written in C do not tell
+        arguments = []
+    rows = [
+        [
+            each.name,
+            "" if each.annotation is each.empty else inspect.formatannotation(each.annotation),
+            "needed" if each.default is each.empty else str(each.default),
+            "",
+        ]
+        for each in arguments
+    ]
+    return {"about": (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " "), "keys": rows}
 
 
 def collect() -> dict[str, Any]:

@@ -69,6 +69,9 @@ def add_compare(commands: Commands) -> None:
     )
     parser.add_argument("--seeds", help="comma-separated seeds (default: the spec's)")
     parser.add_argument("--out", type=Path, help="the folder; runs/compare-DATA-TIME unless given")
+    parser.add_argument(
+        "--references", help="what else to compare with: local (each client alone), centralised, or both by comma"
+    )
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(work=_compare)
@@ -77,7 +80,7 @@ def add_compare(commands: Commands) -> None:
 def _compare(options: argparse.Namespace) -> int:
     import rich
 
-    from fedstrata.comparison import common_seed, compare
+    from fedstrata.comparison import compare, plan
     from fedstrata.report.progress import Progress
     from fedstrata.report.tables import compare_table, to_rich
     from fedstrata.spec import variants
@@ -88,14 +91,19 @@ def _compare(options: argparse.Namespace) -> int:
     table = read_spec(options.spec)
     experiments = located(options, lambda: variants(table, labels, options.overrides))
     first = next(iter(experiments.values()))
-    seeds = [common_seed(experiments)] if options.seeds is None else _seeds(options.seeds)
-    rounds = {(label, seed): spec.training.rounds for label, spec in experiments.items() for seed in seeds}
+    seeds = None if options.seeds is None else _seeds(options.seeds)
+    references = [name.strip() for name in options.references.split(",")] if options.references else []
+    planned = located(options, lambda: plan(experiments, seeds, references))
+    rounds = {key: spec.training.rounds for key, spec in planned.items()}
     with (
         run_folder(options.out, f"compare-{Path(first.data.name).stem}") as out,
         Progress(options.quiet) as progress,
     ):
         watch = progress.of_runs(rounds)
-        runs = located(options, lambda: compare(experiments, seeds=seeds, out=out, jobs=options.jobs, watch=watch))
+        runs = located(
+            options,
+            lambda: compare(experiments, seeds=seeds, out=out, references=references, jobs=options.jobs, watch=watch),
+        )
     rich.print(to_rich(compare_table(runs)))
     print(f"written to {out}: table.md, accuracy.png, report.html")
     return 0

@@ -168,6 +168,32 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     return (codes[:cut].clone(), codes[cut:].clone()), tuple(str(text) for text in names)
 
 
+def encode_clients(
+    first: Array | None, second: Array | None, train: Tensor, test: Tensor
+) -> tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]]:
+    """Ids of clients as 0…M−1, and what each number is called.
+
+    Args:
+        first: Whose each training sample is; None where there are no natural clients.
+        second: Whose each test sample is; None where it is not known.
+        train: Training inputs, (N, …).
+        test: Test inputs.
+
+    Raises:
+        DataError: Wrong length, shape or type, or ids of the test samples alone.
+    """
+    if first is None:
+        if second is not None:
+            raise DataError("client_test: given without client_train; give both, or client_train alone")
+        return (None, None), ()
+    if second is None:  # an empty test set: nobody's samples, with labels of the same kind
+        ids = checked_labels(first, _numpy(first, "client_train")[:0], train, test[:0], "client")
+        (owner, _), names = encode(ids, None, "client")
+        return (owner, None), names
+    owners, names = encode(checked_labels(first, second, train, test, "client"), None, "client")
+    return owners, names
+
+
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     """Name the classes that only the test set has: nobody can learn them, and every such sample counts as wrong.
 

@@ -20,6 +20,7 @@ from fedstrata.data.arrays import (
     checked_inputs,
     checked_labels,
     encode,
+    encode_clients,
     normalisation,
 )
 from fedstrata.errors import DataError
@@ -48,6 +49,9 @@ class Dataset:
         domain_names: The name of each domain.
         shift: Subtracted from every channel (C,) or feature (F,); float32.
         scale: Multiplied after that.
+        client_train: The client that each training sample comes from, (N,) int64, where clients are natural ones.
+        client_test: The same for the test samples, where it is known.
+        client_names: The name of each of those clients, of the test samples' too.
     """
 
     name: str
@@ -61,6 +65,9 @@ class Dataset:
     domain_names: tuple[str, ...] = ()
     shift: Tensor | None = None
     scale: Tensor | None = None
+    client_train: Tensor | None = None
+    client_test: Tensor | None = None
+    client_names: tuple[str, ...] = ()
 
     @property
     def classes(self) -> int:
@@ -129,6 +136,7 @@ class Dataset:
 
     def __repr__(self) -> str:
         domains = f", domains={len(self.domain_names)}" if self.domain_names else ""
+        domains += f", clients={len(self.client_names)}" if self.client_names else ""
         sizes = f"train={self.train_size}, test={len(self.y_test)}"
         return f"Dataset({self.name!r}, {sizes}, shape={self.shape}, classes={self.classes}{domains})"
 
@@ -144,6 +152,8 @@ def from_arrays(
     domain_test: Array | None = None,
     class_names: Sequence[str] | None = None,
     domain_names: Sequence[str] | None = None,
+    clients: Array | None = None,
+    clients_test: Array | None = None,
     normalize: Normalize = "standard",
 ) -> Dataset:
     """A data set from arrays or tensors.
@@ -161,6 +171,8 @@ def from_arrays(
         class_names: When given, labels are numbers into it; otherwise the sorted labels are numbered and
             named.
         domain_names: The same for domains.
+        clients: Whose each training sample is, for the partition ``natural``: any whole numbers or strings.
+        clients_test: The same for the test samples; of clients without training samples too, which never train.
         normalize: ``"standard"``: each channel or feature gets mean 0 and deviation 1 on the training set
             (one that never changes is only shifted); ``"unit"``: it lies in [0, 1] there (bytes are divided
             by 255); ``"none"``: values stay as they are.
@@ -186,8 +198,9 @@ def from_arrays(
     if domain_train is not None and domain_test is not None:
         pair = checked_labels(domain_train, domain_test, train, test, "domain")
         domains, named = encode(pair, domain_names, "domain")
+    owners, known = encode_clients(clients, clients_test, train, test)
     shift, scale = normalisation(train, normalize)
-    return Dataset(name, train, y[0], test, y[1], names, *domains, named, shift, scale)
+    return Dataset(name, train, y[0], test, y[1], names, *domains, named, shift, scale, *owners, known)
 
 
 def _take(tensor: Tensor, indices: Indices) -> Tensor:

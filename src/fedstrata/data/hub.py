@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.data.subsets import stratified
-from fedstrata.errors import DataError, ExtraMissingError
+from fedstrata.errors import DataError, ExtraMissingError, SpecError, nearest
 from fedstrata.rng import rng
 
 Arrays = dict[str, NDArray[Any]]
@@ -19,12 +19,13 @@ LABEL_NAMES = ("label", "labels", "fine_label", "target", "class", "y")
 TEST_SPLITS = ("test", "validation", "valid", "dev")
 
 
-def load_hub(name: str, seed: int) -> Arrays:
+def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     """Download (or find in the cache) a data set of the hub.
 
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
         seed: Decides the split of a data set that has only one.
+        client: The column that says whose a sample is, such as ``writer_id``.
 
     Raises:
         ExtraMissingError: ``datasets`` is not installed.
@@ -40,10 +41,10 @@ def load_hub(name: str, seed: int) -> Arrays:
     except Exception as error:  # whatever goes wrong on the way: network, name, permission, format
         first = str(error).strip().splitlines() or [""]
         raise DataError(f"the hub gives no {name!r}: {type(error).__name__}: {first[0]}") from None
-    return from_hub(splits, seed)
+    return from_hub(splits, seed, client)
 
 
-def from_hub(splits: Any, seed: int = 0) -> Arrays:
+def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
     """The arrays of a ``datasets.DatasetDict``.
 
     Training samples are those of ``train``; test samples those of ``test``, else ``validation``, else a fifth
@@ -52,9 +53,10 @@ def from_hub(splits: Any, seed: int = 0) -> Arrays:
     Args:
         splits: The splits by name; each with the same columns.
         seed: Decides that last split.
+        client: The column that says whose a sample is.
 
     Returns:
-        ``x_train y_train x_test y_test`` and ``classes``, as in a ``.npz`` file.
+        ``x_train y_train x_test y_test`` and ``classes``, as in a ``.npz`` file, and ``client_train client_test``.
 
     Raises:
         DataError: There is no split ``train``, or the columns are not clear.
@@ -62,23 +64,37 @@ def from_hub(splits: Any, seed: int = 0) -> Arrays:
     if "train" not in splits:
         raise DataError(f"no split 'train'; there are: {', '.join(splits)}")
     train = splits["train"]
-    inputs, label = input_columns(train.features), label_column(train.features)
+    if client is not None:
+        _check_client(client, train.features)
+    features = {name: feature for name, feature in train.features.items() if name != client}
+    inputs, label = input_columns(features), label_column(features)
     x, y = read_inputs(train, inputs), read_labels(train, label)
     classes = getattr(train.features[label], "names", None)
     named = {} if classes is None else {"classes": np.array(classes)}
     other = next((name for name in TEST_SPLITS if name in splits), None)
     if other is not None:
         test = splits[other]
-        return {
+        parts = {"client_train": train, "client_test": test} if client else {}
+        owners = {key: read_labels(split, str(client)) for key, split in parts.items()}
+        arrays = {
             "x_train": x,
             "y_train": y,
             "x_test": read_inputs(test, inputs),
             "y_test": read_labels(test, label),
-        } | named
+        }
+        return arrays | owners | named
     codes = np.unique(y, return_inverse=True)[1]
     held = stratified(codes, max(1, len(y) // 5), rng(seed, "hub split"))
     rest = np.setdiff1d(np.arange(len(y)), held)
-    return {"x_train": x[rest], "y_train": y[rest], "x_test": x[held], "y_test": y[held]} | named
+    owner = read_labels(train, client) if client else None
+    owners = {} if owner is None else {"client_train": owner[rest], "client_test": owner[held]}
+    return {"x_train": x[rest], "y_train": y[rest], "x_test": x[held], "y_test": y[held]} | owners | named
+
+
+def _check_client(client: str, features: Any) -> None:
+    if client not in features:
+        accepted = ", ".join(features)
+        raise SpecError("data.client", f"no such column; there are: {accepted}{nearest(client, features)}", client)
 
 
 def input_columns(features: Any) -> list[str]:

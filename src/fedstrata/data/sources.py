@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -17,12 +17,14 @@ from numpy.lib.format import MAGIC_PREFIX, read_array, read_array_header_1_0, re
 from numpy.typing import NDArray
 from pydantic import PositiveInt
 
-from fedstrata.config import Setting
+from fedstrata.config import Setting, from_word
 from fedstrata.data.arrays import Normalize, check_seen, decoded, normalisation
 from fedstrata.data.catalog import KNOWN, folders, names_there
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.hub import load_hub
+from fedstrata.data.schema import Schema
 from fedstrata.data.subsets import stratified
+from fedstrata.data.tables import SUFFIXES, load_table
 from fedstrata.errors import DataError, SpecError, nearest
 from fedstrata.process import memory
 from fedstrata.rng import rng
@@ -34,27 +36,31 @@ NEEDED = ("x_train", "y_train", "x_test", "y_test")
 
 
 with warnings.catch_warnings():
-    # `name` is what the registry calls a setting; for data it is a setting itself, and pydantic remarks on
-    # that.
-    warnings.filterwarnings("ignore", message='Field name "name" in "Data" shadows', category=UserWarning)
+    # `name` is what the registry calls a setting and `schema` an old method of pydantic's; for data they are settings
+    # themselves, and pydantic remarks on that.
+    warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
         """Which data set, and how it is prepared.
 
         Args:
             name: A known name (``fedstrata datasets`` lists them), the NAME of a file NAME.npz in
-                ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``, a path that ends in ``.npz``, or ``"hub:owner/name"``
-                (``"hub:owner/name:configuration"``).
+                ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``, a path that ends in ``.npz``, ``.csv`` or ``.parquet``,
+                or ``"hub:owner/name"`` (``"hub:owner/name:configuration"``).
             normalize: ``"standard"``: each channel or feature gets mean 0 and deviation 1 on the training set;
                 ``"unit"``: it lies in [0, 1] there; ``"none"``: values stay as they are.
             limit: Use only so many training samples, chosen at random with the classes in proportion: for
                 quick trials.
+            client: The column of a hub data set that says whose a sample is, for the partition ``natural``.
+            schema: What the columns of a ``.csv`` or ``.parquet`` file mean; the word alone names the label.
             custom: What arrays of the user's own were, in the spec that a run leaves behind; not to be given.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above
         normalize: Normalize = "standard"
         limit: PositiveInt | None = None
+        client: str | None = None
+        schema: Annotated[Schema | None, from_word(Schema, "label")] = None  # type: ignore[assignment]  # see above
         custom: str | None = None
 
         def __init__(self, name: str = "digits", **settings: Any) -> None:
@@ -72,7 +78,7 @@ with warnings.catch_warnings():
                 ExtraMissingError: ``hub:`` without the extra ``hub``.
             """
             try:
-                arrays = _read(self.name, seed)
+                arrays = self._read(seed)
                 data = from_arrays(
                     *(arrays[key] for key in NEEDED),
                     name=self.name,
@@ -80,17 +86,37 @@ with warnings.catch_warnings():
                     domain_test=arrays.get("domain_test"),
                     class_names=_names(arrays, "classes"),
                     domain_names=_names(arrays, "domains"),
+                    clients=arrays.get("client_train"),
+                    clients_test=arrays.get("client_test"),
                     normalize="none",
                 )
             except DataError as error:
                 raise DataError(f"data {self.name!r}: {error}") from None
             if self.limit is not None and self.limit < data.train_size:
                 kept = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
-                domain = None if data.domain_train is None else data.domain_train[kept]
+                keys = ("x_train", "y_train", "domain_train", "client_train")
+                cut = {key: None if (whole := getattr(data, key)) is None else whole[kept] for key in keys}
                 check_seen(data.y_train[kept], data.y_test, data.class_names)
-                data = replace(data, x_train=data.x_train[kept], y_train=data.y_train[kept], domain_train=domain)
+                data = replace(data, **cut)  # type: ignore[arg-type]  # tensors where the data set has them
             shift, scale = normalisation(data.x_train, self.normalize)
             return replace(data, shift=shift, scale=scale)
+
+        def _read(self, seed: int) -> Arrays:
+            """The arrays that the name stands for."""
+            hub, table = self.name.startswith("hub:"), self.name.endswith(SUFFIXES)
+            if self.client is not None and not hub:
+                other = "here data.schema.client does" if table else "a .npz file holds client_train and client_test"
+                raise SpecError("data.client", f"names a column of a hub data set; {other}", self.client)
+            if self.schema is not None and not table:
+                raise SpecError("data.schema", "says what the columns of a .csv or .parquet file mean", self.name)
+            if hub:
+                return load_hub(self.name.removeprefix("hub:"), seed, self.client)
+            if table:
+                if self.schema is None:
+                    problem = "a table needs it: [data.schema] label = 'COLUMN' at least, the column to learn"
+                    raise SpecError("data.schema", problem)
+                return load_table(Path(self.name), self.schema, seed)
+            return _read(self.name)
 
 
 def read_npz(path: Path) -> Arrays:
@@ -98,12 +124,17 @@ def read_npz(path: Path) -> Arrays:
 
     Args:
         path: The file; needs ``x_train y_train x_test y_test``, and may hold ``domain_train domain_test``,
-            ``classes`` (the name of each label 0…C−1) and ``domains``.
+            ``classes`` (the name of each label 0…C−1), ``domains``, and ``client_train client_test``, whose a
+            sample is; ``client`` alone is taken for ``client_train``.
 
     Raises:
         DataError: There is no such file, it is damaged, holds Python objects or lacks an array.
     """
-    return read_arrays(path, NEEDED, ("domain_train", "domain_test", "classes", "domains"))
+    optional = ("domain_train", "domain_test", "classes", "domains", "client", "client_train", "client_test")
+    arrays = read_arrays(path, NEEDED, optional)
+    if "client" in arrays:
+        arrays.setdefault("client_train", arrays.pop("client"))
+    return arrays
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
@@ -159,11 +190,9 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
         return array
 
 
-def _read(name: str, seed: int) -> Arrays:
+def _read(name: str) -> Arrays:
     if name == "custom":
         raise DataError("these were arrays of your own: go on in Python, fedstrata.run(spec, data=…, resume=True)")
-    if name.startswith("hub:"):
-        return load_hub(name.removeprefix("hub:"), seed)
     if name.endswith(".npz"):
         return read_npz(Path(name))
     if name == "digits":
@@ -181,7 +210,9 @@ def _read(name: str, seed: int) -> Arrays:
             "data.name = 'hub:owner/name'"
         )
     there = ", ".join(["digits", *names_there()])
-    accepted = f"there are: {there} (looked in {looked}), or a path ending in .npz, or 'hub:owner/name'"
+    accepted = (
+        f"there are: {there} (looked in {looked}), or a path ending in .npz, .csv or .parquet, or 'hub:owner/name'"
+    )
     raise SpecError("data.name", f"no such data set; {accepted}{nearest(name, [*KNOWN, *names_there()])}", name)
 
 

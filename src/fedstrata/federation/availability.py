@@ -9,6 +9,8 @@ from __future__ import annotations
 import csv
 import math
 from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated
@@ -26,9 +28,39 @@ from pydantic import (
 
 from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.errors import SpecError
+from fedstrata.partitions import Assignment
 from fedstrata.rng import uniforms
 
 Clients = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """The clients of a federation, as far as whoever runs it knows them.
+
+    Args:
+        clients: N.
+        classes: C.
+        assignment: Whose the training samples are: known to a simulation, None where sites keep their own.
+        y: The label of every training sample.
+    """
+
+    clients: int
+    classes: int = 0
+    assignment: Assignment | None = None
+    y: NDArray[np.int64] | None = None
+
+    @property
+    def sizes(self) -> NDArray[np.int64] | None:
+        """Training samples of each client, (N,); None where they are not known."""
+        return None if self.assignment is None else self.assignment.sizes
+
+    @cached_property
+    def labels(self) -> NDArray[np.int64] | None:
+        """Training samples of each class at each client, (N, C); None where they are not known."""
+        if self.assignment is None or self.y is None:
+            return None
+        return self.assignment.counts(self.y, self.classes)
 
 
 class Availability(Setting):
@@ -48,8 +80,15 @@ class Availability(Setting):
     seconds_per_sample: PositiveFloat = 0.001
     speed_spread: float = Field(default=0.0, ge=0, le=10)
 
-    def check(self, clients: int) -> None:
-        """Raise ``SpecError`` where these settings do not fit a federation of ``clients``."""
+    def check(self, population: Population) -> None:
+        """Raise ``SpecError`` where these settings do not fit the federation.
+
+        Called once before the first round, of a copy that is this run's own: what ``online`` needs to know of the
+        clients may be kept in a ``pydantic.PrivateAttr``.
+
+        Args:
+            population: The clients, as far as they are known.
+        """
 
     @abstractmethod
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
@@ -131,11 +170,11 @@ class Grouped(Availability):
 
     groups: list[AvailabilityGroup] = Field(min_length=1)
 
-    def check(self, clients: int) -> None:
+    def check(self, population: Population) -> None:
         """The groups must cover the clients exactly."""
         total = sum(group.clients for group in self.groups)
-        if total != clients:
-            raise SpecError("groups", f"their sizes add up to {total}; the partition has {clients} clients")
+        if total != population.clients:
+            raise SpecError("groups", f"their sizes add up to {total}; the partition has {population.clients} clients")
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
         """Independent draws with the probability of each client's group."""
@@ -188,11 +227,12 @@ class Trace(Availability):
                 raise ValueError(f"line {number}: expected 1 <= first <= last, got {first} and {last}")
             self._intervals.setdefault(client, []).append((first, last))
 
-    def check(self, clients: int) -> None:
+    def check(self, population: Population) -> None:
         """Every client of the file must exist."""
-        unknown = [client for client in self._intervals if not 0 <= client < clients]
+        unknown = [client for client in self._intervals if not 0 <= client < population.clients]
         if unknown:
-            raise SpecError("file", f"names client {unknown[0]}; there are clients 0 to {clients - 1}", self.file)
+            last = population.clients - 1
+            raise SpecError("file", f"names client {unknown[0]}; there are clients 0 to {last}", self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
         """Whether the round lies in one of the client's intervals."""

@@ -2,6 +2,7 @@
 
 from fedstrata.partitions.base import PARTITIONS, UNUSED, Assignment, Partition
 from fedstrata.partitions.label_skew import Classes, ClassGroup, Domains, Groups
+from fedstrata.partitions.natural import Natural, SingleClient
 from fedstrata.partitions.picture import draw_partition, label_table, render_table
 from fedstrata.partitions.schemes import IID, Dirichlet, Given, PowerLaw, Shards
 
@@ -16,9 +17,11 @@ __all__ = [
     "Domains",
     "Given",
     "Groups",
+    "Natural",
     "Partition",
     "PowerLaw",
     "Shards",
+    "SingleClient",
     "draw_partition",
     "label_table",
     "render_table",

@@ -32,6 +32,7 @@ class Assignment:
     Args:
         indices: Sample numbers, client after client, int64.
         offsets: Where each client begins, (N + 1,) int64.
+        codes: Which of the data set's ``client_names`` each client is, (N,), where clients are natural ones.
 
     >>> two = Assignment.from_owners(np.array([1, 0, UNUSED, 1]), clients=2)
     >>> len(two), two[1].tolist(), two.sizes.tolist()
@@ -40,6 +41,7 @@ class Assignment:
 
     indices: Ints
     offsets: Ints
+    codes: Ints | None = None
 
     @classmethod
     def from_owners(cls, owner: Ints, clients: int) -> Assignment:
@@ -72,6 +74,16 @@ class Assignment:
     def owners(self) -> Ints:
         """The client of each entry of ``indices``."""
         return np.repeat(np.arange(len(self), dtype=np.int64), self.sizes)
+
+    def names(self, dataset: Dataset) -> list[str]:
+        """What each client is called: by its number where it has no name of its own.
+
+        Args:
+            dataset: What was divided.
+        """
+        if self.codes is None:
+            return [str(client) for client in range(len(self))]
+        return [dataset.client_names[code] for code in self.codes.tolist()]
 
     def counts(self, labels: Ints, classes: int) -> Ints:
         """Samples of each class at each client.
@@ -190,6 +202,8 @@ PARTITIONS = Registry(
         "domain": f"{_HOLDING}:Domains",
         "power-law": f"{_SCHEMES}:PowerLaw",
         "given": f"{_SCHEMES}:Given",
+        "natural": "fedstrata.partitions.natural:Natural",
+        "single-client": "fedstrata.partitions.natural:SingleClient",
     },
 )
 """What ``[partition] name`` may say."""

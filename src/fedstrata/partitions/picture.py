@@ -19,6 +19,8 @@ Ints = NDArray[np.int64]
 
 BUBBLES = 100
 """Up to so many clients (and half as many labels) a picture has one bubble a cell."""
+NAMED = 20
+"""Up to so many natural clients are named below a picture."""
 COLUMNS = 1000
 """A picture shows so many clients at most, evenly chosen."""
 INK = "#1f4e79"
@@ -78,12 +80,20 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
         figure.colorbar(image, ax=main, label="samples", pad=0.01)
     main.set_xlim(-0.6, len(table) - 0.4)
     main.set_ylim(-0.6, classes - 0.4)
+    if assignment.codes is not None and bubbles and len(table) <= NAMED:
+        main.set_xticks(
+            range(len(table)), [_short(name) for name in assignment.names(dataset)], rotation=30, ha="right"
+        )
     main.set_xlabel(xlabel)
     main.set_ylabel("label")
     if classes <= 30:
-        main.set_yticks(range(classes), [name if len(name) <= 16 else name[:15] + "…" for name in dataset.class_names])
+        main.set_yticks(range(classes), [_short(name) for name in dataset.class_names])
     top.set_title(title, loc="left", fontsize=10)
     figure.savefig(path)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 16 else name[:15] + "…"
 
 
 def _draw_sizes(axes: Axes, sizes: Ints) -> None:
@@ -137,10 +147,11 @@ def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Ta
     table = Table(title=title, caption=None if shown == len(sizes) else f"the first {shown} of {len(sizes):,} clients")
     for head in ("client", "samples", *heads):
         table.add_column(Text(head), justify="right")
+    names = assignment.names(dataset)
     for client in range(shown):
         row = [f"{value:,.0f}" for value in values[client]]
         held = [text if text != "0" else "·" for text in row[1:]] if each else row[1:]
-        table.add_row(str(client), row[0], *held, end_section=client == shown - 1)
+        table.add_row(Text(names[client]), row[0], *held, end_section=client == shown - 1)
     for word, summary in (("min", values.min(0)), ("mean", values.mean(0)), ("max", values.max(0))):
         digits = 1 if word == "mean" else 0
         table.add_row(word, *(f"{value:,.{digits}f}" for value in summary))

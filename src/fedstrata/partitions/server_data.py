@@ -29,7 +29,9 @@ class ServerData:
         return type(None), ()
 
     def indices(self) -> NDArray[np.int64]:
-        """Numbers of the samples, ascending."""
+        """Numbers of the samples, ascending; none where clients are natural ones, for then others' are left over."""
+        if self.assignment.codes is not None:
+            return np.empty(0, dtype=np.int64)
         left = np.ones(self.data.train_size, dtype=bool)
         left[self.assignment.indices] = False
         return np.flatnonzero(left)

@@ -1,0 +1,205 @@
+"""What does each hospital gain over training alone, and which method serves the smallest best?
+
+    python examples/hospitals/study.py --out runs/hospitals            # 50 divisions into folds, some 20 minutes
+    python examples/hospitals/study.py --out runs/trial --seeds 1      # a look
+
+Every patient is predicted by models that have not seen them: five folds, by label within each hospital, for each seed.
+A cell is a method, a seed and a fold; what is there is not repeated, so that a study that was broken off goes on.
+``--results`` writes the figures, ``--page`` puts the table between the marks of docs/hospitals.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import fedstrata as fs
+from fedstrata.data.schema import Schema, Table, ids
+from fedstrata.data.tables import dataset_of, read_csv
+from fedstrata.references import reference_runs
+from fedstrata.spec import read_table, variants
+
+HERE = Path(__file__).parent
+SPEC = HERE / "hospitals.toml"
+METHODS = ("fedavg", "scaffold", "fedstas", "rebafl", "stratify")
+REFERENCES = ("local", "centralised")
+FOLDS, RESAMPLES = 5, 4000
+LOOKS = (10, 20, 30)
+"""Rounds after which everybody is predicted; the last one is what is reported."""
+MARKS = "<!-- table -->", "<!-- end -->"
+
+Reals = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+def folds(groups: Ints, seed: int) -> Ints:
+    """The fold of every patient, (N,): each group dealt out evenly, in an order and from a fold of the seed's."""
+    draw, fold = np.random.default_rng(seed), np.empty(len(groups), dtype=np.int64)
+    for group in np.unique(groups):
+        rows = draw.permutation(np.flatnonzero(groups == group))
+        fold[rows] = (np.arange(len(rows)) + draw.integers(FOLDS)) % FOLDS
+    return fold
+
+
+def predicted(spec: fs.Experiment, data: fs.Dataset) -> Reals:
+    """Probability of the disease for the patients held out, after each of ``LOOKS``, (looks, patients)."""
+    found = []
+    with fs.Simulation(fs.prepare(spec, data=data)) as simulation:
+        model = simulation.prepared.config.model
+        for record in simulation:
+            if record["round"] in LOOKS:
+                weights = simulation.evaluated()
+                with torch.no_grad(), model.loaded(weights.params, weights.buffers) as params:
+                    found.append(model(params, data.inputs(slice(None), "test")).softmax(1)[:, 1].numpy())
+    return np.stack(found).astype(np.float64)
+
+
+def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
+    """What a method, or a reference, predicts for the patients held out; alone, each hospital for its own."""
+    if label not in REFERENCES:
+        return predicted(spec, data)
+    assert data.client_test is not None
+    runs = list(reference_runs(label, {"": spec}, data=data).values())
+    each = [predicted(run, data) for run in runs]
+    if label == "centralised":
+        return each[0]
+    return np.stack([each[client][:, place] for place, client in enumerate(data.client_test.tolist())], axis=1)
+
+
+def study(out: Path, seeds: int) -> dict[str, Reals]:
+    """Every method's out-of-fold predictions, (seeds, looks, patients)."""
+    overrides = [f"training.rounds={LOOKS[-1]}", "evaluation.every=0"]
+    specs = variants(read_table(SPEC), METHODS, overrides)
+    specs |= dict.fromkeys(REFERENCES, specs["fedavg"])
+    table, schema, hospital, sick = patients()
+    result = {label: np.full((seeds, len(LOOKS), len(table)), np.nan) for label in specs}
+    for seed in range(seeds):
+        fold = folds(2 * hospital + sick, seed)
+        for number in range(FOLDS):
+            data = None
+            for label, spec in specs.items():
+                file = out / label / f"seed-{seed}-fold-{number}.npy"
+                if not file.exists():
+                    data = data or dataset_of(table, schema, fold == number, name="heart")
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    half = file.with_suffix(".half.npy")
+                    np.save(half, cell(label, spec.model_copy(update={"seed": seed}), data))
+                    half.replace(file)
+                    print(f"{label}, seed {seed}, fold {number}", flush=True)
+                result[label][seed][:, fold == number] = np.load(file)
+    return result
+
+
+def patients() -> tuple[Table, Schema, Ints, Ints]:
+    """The table, its schema, and the hospital and the diagnosis (1 for diseased) of everybody, (N,)."""
+    schema = fs.Experiment.from_toml(SPEC).data.schema
+    table = read_csv(HERE / "heart.csv")
+    schema = schema.completed(table)
+    hospital = np.unique(ids(table, "hospital", schema), return_inverse=True)[1]
+    return table, schema, hospital, (ids(table, "disease", schema) == "yes").astype(np.int64)
+
+
+def ranked(p: Reals, sick: Ints) -> Reals:
+    """Whether each diseased patient is above each healthy one, a half where level; the mean over seeds, (sick, well).
+
+    The mean of it over pairs is the AUROC (Mann and Whitney 1947), and of a resample of patients a weighted mean: what
+    is resampled is the same for all seeds.
+    """
+    high, low = p[:, sick == 1, None], p[:, None, sick == 0]
+    return ((high > low) + 0.5 * (high == low)).mean(axis=0)
+
+
+def resampled(pairs: Reals, seed: int) -> tuple[Reals, int]:
+    """AUROCs of bootstrap resamples of the patients, and how many resamples had none, for want of a class."""
+    sick, well = pairs.shape
+    counts = np.random.default_rng(seed).multinomial(sick + well, np.full(sick + well, 1 / (sick + well)), RESAMPLES)
+    total = counts[:, :sick].sum(1) * counts[:, sick:].sum(1)
+    sums = np.einsum("rs,sw,rw->r", counts[:, :sick], pairs, counts[:, sick:], optimize=True)
+    return sums[total > 0] / total[total > 0], int((total == 0).sum())
+
+
+def figures(predictions: dict[str, Reals]) -> dict[str, Any]:
+    """AUROC by method and hospital with 95 % bootstrap intervals, and the gain over training alone with its own."""
+    table, schema, hospital, sick = patients()
+    names = np.unique(ids(table, "hospital", schema)).tolist()
+    result: dict[str, Any] = {"seeds": len(predictions["local"]), "folds": FOLDS, "rounds": LOOKS[-1], "hospitals": {}}
+    for number, name in enumerate(names):
+        here, y = hospital == number, sick[hospital == number]
+        entry: dict[str, Any] = {"patients": len(y), "without disease": int((y == 0).sum()), "methods": {}}
+        result["hospitals"][name] = entry
+        if len(set(y.tolist())) < 2:
+            entry["undefined"] = "patients of one class only"
+            continue
+        local = ranked(predictions["local"][:, -1, here], y)
+        for label, p in predictions.items():
+            last = ranked(p[:, -1, here], y)
+            drawn, undefined = resampled(last, number)
+            gains, _ = resampled(last - local, number)
+            single = [float(ranked(p[[seed], -1][:, here], y).mean()) for seed in range(len(p))]
+            looks = {str(rounds): ranked(p[:, look, here], y).mean() for look, rounds in enumerate(LOOKS)}
+            entry["methods"][label] = {
+                "auroc": round(float(last.mean()), 4),
+                "interval": np.percentile(drawn, [2.5, 97.5]).round(4).tolist(),
+                "sd over seeds": round(float(np.std(single, ddof=1)), 4) if len(single) > 1 else None,
+                "undefined resamples": undefined,
+                "gain": round(float((last - local).mean()), 4),
+                "gain interval": np.percentile(gains, [2.5, 97.5]).round(4).tolist(),
+                "after rounds": {rounds: round(float(each), 4) for rounds, each in looks.items()},
+            }
+    return result
+
+
+def page(result: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    hospitals = result["hospitals"]
+    heads = [f"{name} ({each['patients']}; {each['without disease']} well)" for name, each in hospitals.items()]
+    lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for label in next(iter(hospitals.values()))["methods"]:
+        row = []
+        for each in hospitals.values():
+            found = each["methods"].get(label)
+            if found is None:
+                row.append(f"undefined: {each['undefined']}")
+                continue
+            low, high = found["interval"]
+            text = f"{found['auroc']:.3f} ({low:.3f}–{high:.3f})"
+            if label != "local":
+                low, high = found["gain interval"]
+                text += f"<br>{found['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
+            row.append(text)
+        lines.append(f"| {label} | {' | '.join(row)} |")
+    lost = {
+        name: each["methods"]["local"]["undefined resamples"] for name, each in hospitals.items() if each["methods"]
+    }
+    left_out = ", ".join(f"{count} of {name}" for name, count in lost.items() if count) or "none"
+    lines += [
+        "",
+        f"AUROC, and below it the gain over `local`; 95 % intervals from {RESAMPLES:,} resamples of the patients.",
+        f"Mean over {result['seeds']} seeds of {result['folds']} folds each. Resamples without a patient of one class",
+        f"have no AUROC and are left out: {left_out}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where predictions are kept, cell by cell")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--results", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--page", type=Path, help="a Markdown file that gets the table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = figures(study(options.out, options.seeds))
+    print(page(found))
+    if options.results:
+        options.results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if options.page:
+        before, _, rest = options.page.read_text(encoding="utf-8").partition(MARKS[0])
+        text = f"{before}{MARKS[0]}\n{page(found)}{MARKS[1]}{rest.partition(MARKS[1])[2]}"
+        options.page.write_text(text, encoding="utf-8")

@@ -1,0 +1,448 @@
+"""What the columns of a table mean, and rows as arrays by it.
+
+Reading is in three steps, so that sites that keep their rows can take them too: cells become numbers (``parsed``), what
+imputation needs of the training rows is counted (``statistics``, which adds up over sites), and numbers become features
+(``features``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from fedstrata.config import Setting, build, under
+from fedstrata.data.subsets import stratified
+from fedstrata.errors import DataError, SpecError, nearest
+from fedstrata.rng import rng
+
+Reals = NDArray[np.float64]
+Rows = NDArray[np.int64]
+
+TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
+"""Cells of a boolean column, in any case."""
+PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
+"""Cells of a column that says which rows are test samples."""
+SHOWN = 12
+"""Categories or columns that a message names."""
+
+
+class Column(Setting):
+    """One column of a table that a model sees.
+
+    Args:
+        type: ``number``; ``category``, of which each becomes a feature that is 0 or 1; ``boolean``, 0 or 1.
+        unit: What a number is measured in.
+        range: The least and the greatest number that can be.
+        categories: What a category may be; those of the table unless given.
+        missing: Cells that stand for a missing value, besides the schema's.
+        impute: What stands in for a missing value: the training rows' ``mean``, ``median`` (the lower one) or
+            ``most-frequent`` value (the first in order where several are), or a ``constant``. Missing values are
+            refused unless it is given.
+        value: That constant.
+        indicator: Whether one more feature says where a value was missing.
+    """
+
+    type: Literal["number", "category", "boolean"] = "number"
+    unit: str | None = None
+    range: tuple[float, float] | None = None
+    categories: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    missing: tuple[str, ...] = ()
+    impute: Literal["mean", "median", "most-frequent", "constant"] | None = None
+    value: bool | float | str | None = None
+    indicator: bool = False
+
+    @model_validator(mode="after")
+    def _agree(self) -> Column:
+        if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
+            raise SpecError("range", "belongs to a number, the least first", list(self.range))
+        if self.categories is not None and (
+            self.type != "category" or len(set(self.categories)) < len(self.categories)
+        ):
+            raise SpecError("categories", "belong to type = 'category', each once", list(self.categories))
+        if self.type == "category" and self.impute in ("mean", "median"):
+            raise SpecError("impute", "of a category: 'most-frequent' or 'constant'", self.impute)
+        if (self.impute == "constant") != (self.value is not None):
+            raise SpecError("value", "is what impute = 'constant' puts in; give both or neither", self.value)
+        if self.value is not None and not (self.type == "category" and self.categories is None):
+            try:
+                self.number(self.value)
+            except ValueError as error:
+                raise SpecError("value", str(error), self.value) from None
+        return self
+
+    @property
+    def accepted(self) -> str:
+        """What a cell may be, in words."""
+        if self.type == "boolean":
+            return f"accepted: {', '.join(TRUTH)}"
+        if self.type == "category":
+            return f"accepted: {_listed(self.categories or ())}"
+        span = "" if self.range is None else f" from {self.range[0]:g} to {self.range[1]:g}"
+        return f"accepted: numbers{span}{f' {self.unit}' if self.unit else ''}"
+
+    def number(self, cell: Any) -> float:
+        """A cell as a number; a category's place among them.
+
+        Raises:
+            ValueError: It is none; the message says what is accepted.
+        """
+        if self.type == "category":
+            assert self.categories is not None
+            if (text := text_of(cell)) not in self.categories:
+                raise ValueError(f"no such category; {self.accepted}{nearest(text, self.categories)}")
+            return float(self.categories.index(text))
+        if self.type == "boolean":
+            if (text := text_of(cell).lower()) not in TRUTH:
+                raise ValueError(f"neither true nor false; {self.accepted}")
+            return TRUTH[text]
+        try:
+            number = float(cell)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"no finite number; {self.accepted}; or name it in 'missing' if it stands for no value")
+        if self.range is not None and not self.range[0] <= number <= self.range[1]:
+            raise ValueError(f"out of range; {self.accepted}")
+        return number
+
+
+def _columns(value: object, info: ValidationInfo) -> object:
+    """Columns from tables, or from the word that is their type."""
+    if not isinstance(value, Mapping):
+        return value
+
+    def column(name: str) -> object:
+        given = {"type": value[name]} if isinstance(value[name], str) else value[name]
+        key = f"{info.field_name}.{name}"
+        return under(key, lambda: build(Column, given)) if isinstance(given, Mapping) else given
+
+    return {name: column(name) for name in value}
+
+
+class Schema(Setting):
+    """What the columns of a table mean.
+
+    Args:
+        label: The column with the label.
+        client: The column that says whose a row is, for the partition ``natural``.
+        columns: What a model sees, by name; each a table or the word that is its type. All other columns unless given:
+            those whose cells are numbers as numbers, true and false as booleans, others as categories.
+        classes: The labels that there are, in order; those of the table unless given.
+        missing: Cells that stand for a missing value, besides empty ones.
+        ignore: Columns that are left out where ``columns`` is not given.
+        test: The share of rows held out as test samples, by label within each client (one at least of whoever has two
+            rows); or a column that says which rows are, by ``test`` and ``train`` or true and false.
+        delimiter: What stands between the cells of a text file.
+    """
+
+    label: str
+    client: str | None = None
+    columns: Annotated[dict[str, Column] | None, BeforeValidator(_columns)] = None
+    classes: tuple[str, ...] | None = None
+    missing: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    test: float | str = 0.2
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+
+    @field_validator("test")
+    @classmethod
+    def _a_share(cls, test: float | str) -> float | str:
+        if not isinstance(test, str) and not 0 < test < 1:
+            raise ValueError("a share between 0 and 1, or the name of a column")
+        return test
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The columns that are no features, and the key of each."""
+        named = {"label": self.label, "client": self.client, "test": self.test if isinstance(self.test, str) else None}
+        return {column: key for key, column in named.items() if column is not None}
+
+    def completed(self, table: Table) -> Schema:
+        """The same schema with what was left out, as the table has it.
+
+        Raises:
+            SpecError: The table lacks a column, a column has two roles, or no column is left for a model to see.
+        """
+        for column, key in self.roles.items():
+            table.require(column, f"data.schema.{key}")
+        for column in self.ignore:
+            table.require(column, "data.schema.ignore")
+        given = self.columns
+        if given is None:
+            left = [name for name in table.columns if name not in self.roles and name not in self.ignore]
+            given = {name: _guess(table.cells(name, self.missing)) for name in left}
+        if not given:
+            raise SpecError("data.schema.columns", "no column is left for a model to see", list(table.columns))
+        return self.model_copy(
+            update={"columns": {name: self._settled(table, name, each) for name, each in given.items()}}
+        )
+
+    def _settled(self, table: Table, name: str, column: Column) -> Column:
+        """A column that is there and is a feature, with the table's categories where none are given."""
+        key = f"data.schema.columns.{name}"
+        table.require(name, key)
+        if name in self.roles:
+            raise SpecError(key, f"is the {self.roles[name]}, which no model may see")
+        if column.type != "category" or column.categories is not None:
+            return column
+        cells = table.cells(name, (*self.missing, *column.missing))
+        found = tuple(sorted({text_of(cell) for cell in cells if cell is not None}))
+        return under(key, lambda: build(Column, {**dict(column), "categories": found}))
+
+    def names(self) -> list[str]:
+        """The name of every feature, of a completed schema."""
+        found = []
+        for name, column in (self.columns or {}).items():
+            found += [f"{name}={each}" for each in column.categories or ()] if column.type == "category" else [name]
+            found += [f"{name} missing"] if column.indicator else []
+        return found
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows as they come.
+
+    Args:
+        source: Where from, for messages.
+        columns: The cells of each column: texts, numbers, truth values; None where there is no value.
+        lines: The line of the file in which each row begins, where rows have lines.
+    """
+
+    source: str
+    columns: Mapping[str, Sequence[Any]]
+    lines: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def require(self, column: str, key: str) -> None:
+        """Raise ``SpecError`` for ``key`` where there is no such column."""
+        if column not in self.columns:
+            problem = f"{self.source} has no such column; there are: {_listed(self.columns)}"
+            raise SpecError(key, problem + nearest(column, self.columns), column)
+
+    def cells(self, column: str, missing: Iterable[str] = ()) -> list[Any]:
+        """The cells of a column; None for what is missing."""
+        marks = {"", *missing}
+        return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in self.columns[column]]
+
+    def wrong(self, row: int, column: str, problem: str) -> DataError:
+        """The error about a cell."""
+        where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
+        cell = self.columns[column][row]
+        given = "" if is_missing(cell) else f" = {cell!r}"
+        return DataError(f"{self.source}, {where}, column {column!r}{given}: {problem}")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What imputation needs to know of training rows; those of several sites add up.
+
+    Args:
+        sums: How many values a column has and their sum, for ``mean``.
+        counts: How often it has each value, for ``median`` and ``most-frequent``.
+    """
+
+    sums: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    counts: Mapping[str, Counter[float]] = field(default_factory=dict)
+
+    def __add__(self, other: Statistics) -> Statistics:
+        """Those of both."""
+        sums, counts = dict(self.sums), dict(self.counts)
+        for name, (amount, total) in other.sums.items():
+            mine = sums.get(name, (0, 0.0))
+            sums[name] = (mine[0] + amount, mine[1] + total)
+        for name, more in other.counts.items():
+            counts[name] = counts.get(name, Counter()) + more
+        return Statistics(sums, counts)
+
+    def value(self, name: str, column: Column) -> float:
+        """What stands in for a missing value.
+
+        Raises:
+            DataError: No training row has a value.
+        """
+        if column.impute == "constant":
+            return column.number(column.value)
+        known = self.sums[name][0] if column.impute == "mean" else self.counts[name].total()
+        if not known:
+            problem = f"no training row has a value, so there is no {column.impute}; accepted: impute = 'constant'"
+            raise DataError(f"column {name!r}: {problem}")
+        if column.impute == "mean":
+            return self.sums[name][1] / known
+        ordered = sorted(self.counts[name].items())
+        if column.impute == "most-frequent":
+            return max(ordered, key=lambda pair: pair[1])[0]
+        below = np.cumsum([count for _, count in ordered])
+        return ordered[int(np.searchsorted(below, known / 2))][0]
+
+
+def parsed(table: Table, schema: Schema) -> dict[str, Reals]:
+    """Every column as numbers, NaN where a value is missing.
+
+    Args:
+        table: The rows.
+        schema: A completed schema.
+
+    Raises:
+        DataError: A cell is not what the schema says, or is missing and has no rule; with file, line and column.
+    """
+    result = {}
+    for name, column in (schema.columns or {}).items():
+        cells = table.cells(name, (*schema.missing, *column.missing))
+        values = np.empty(len(cells))
+        for row, cell in enumerate(cells):
+            if cell is None:
+                if column.impute is None:
+                    rules = "accepted: a value, or a rule: impute = 'mean', 'median', 'most-frequent' or 'constant'"
+                    raise table.wrong(row, name, f"is missing; {rules}")
+                values[row] = math.nan
+                continue
+            try:
+                values[row] = column.number(cell)
+            except ValueError as error:
+                raise table.wrong(row, name, str(error)) from None
+        result[name] = values
+    return result
+
+
+def statistics(columns: Mapping[str, Reals], schema: Schema, rows: Rows) -> Statistics:
+    """What imputation needs to know of some rows, the training ones.
+
+    Args:
+        columns: From ``parsed``.
+        schema: A completed schema.
+        rows: Which.
+    """
+    sums, counts = {}, {}
+    for name, column in (schema.columns or {}).items():
+        known = columns[name][rows]
+        known = known[~np.isnan(known)]
+        if column.impute == "mean":
+            sums[name] = (len(known), math.fsum(known))
+        elif column.impute in ("median", "most-frequent"):
+            counts[name] = Counter(known.tolist())
+    return Statistics(sums, counts)
+
+
+def features(columns: Mapping[str, Reals], schema: Schema, known: Statistics) -> NDArray[np.float64]:
+    """What a model sees, (N, F); in the order of ``Schema.names``.
+
+    Args:
+        columns: From ``parsed``.
+        schema: A completed schema.
+        known: Of the training rows.
+
+    Raises:
+        DataError: A value is missing of which no training row has any.
+    """
+    found = []
+    for name, column in (schema.columns or {}).items():
+        values = columns[name]
+        missing = np.isnan(values)
+        if missing.any():
+            values = np.where(missing, known.value(name, column), values)
+        if column.type == "category":
+            found += [values == place for place in range(len(column.categories or ()))]
+        else:
+            found.append(values)
+        found += [missing] if column.indicator else []
+    return np.stack([each.astype(np.float64) for each in found], axis=1)
+
+
+def held_out(table: Table, schema: Schema, seed: int) -> NDArray[np.bool_]:
+    """Which rows are test samples, (N,).
+
+    Args:
+        table: The rows.
+        schema: A completed schema.
+        seed: Decides the split where it is a share.
+
+    Raises:
+        DataError: A label or a client is missing, or a cell does not say which.
+    """
+    if isinstance(schema.test, str):
+        cells = [text_of(cell).lower() for cell in _known(table, schema.test, schema)]
+        wrong = next((row for row, text in enumerate(cells) if text not in PARTS), None)
+        if wrong is not None:
+            raise table.wrong(wrong, schema.test, f"does not say which part it is; accepted: {', '.join(PARTS)}")
+        return np.array([PARTS[text] == 1 for text in cells], dtype=bool)
+    labels = np.unique(ids(table, schema.label, schema), return_inverse=True)[1]
+    owners = np.zeros_like(labels)
+    if schema.client is not None:
+        owners = np.unique(ids(table, schema.client, schema), return_inverse=True)[1]
+    held = np.zeros(len(labels), dtype=bool)
+    order = np.argsort(owners, kind="stable")
+    for owner, rows in enumerate(np.split(order, np.cumsum(np.bincount(owners))[:-1])):
+        size = min(max(round(schema.test * len(rows)), 1), len(rows) - 1)
+        held[rows[stratified(labels[rows], size, rng(seed, "table split", owner))]] = True
+    return held
+
+
+def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
+    """Labels or clients: whole numbers where all of them are, or else texts, (N,).
+
+    Raises:
+        DataError: One is missing, or a label is none of the classes.
+    """
+    texts = [text_of(cell) for cell in _known(table, column, schema)]
+    if column == schema.label and schema.classes is not None:
+        wrong = next((row for row, text in enumerate(texts) if text not in schema.classes), None)
+        if wrong is not None:
+            raise table.wrong(wrong, column, f"no such class; accepted: {_listed(schema.classes)}")
+        return np.array(texts)
+    if all(text.removeprefix("-").isdecimal() and len(text) < 19 for text in texts):
+        return np.array([int(text) for text in texts], dtype=np.int64)
+    return np.array(texts)
+
+
+def _known(table: Table, column: str, schema: Schema) -> list[Any]:
+    cells = table.cells(column, schema.missing)
+    if (row := next((row for row, cell in enumerate(cells) if cell is None), None)) is not None:
+        raise table.wrong(row, column, f"the {schema.roles[column]} is missing; accepted: a value in every row")
+    return cells
+
+
+def is_missing(cell: object) -> bool:
+    """Whether a cell holds no value: None, NaN, or what pandas has for them."""
+    if isinstance(cell, float):
+        return math.isnan(cell)
+    return cell is None or type(cell).__name__ in ("NAType", "NaTType")
+
+
+def text_of(cell: object) -> str:
+    """A cell as text, the same whether it was read as text, as a number or as a truth value.
+
+    >>> text_of(" 3 "), text_of(3.0), text_of(True)
+    ('3', '3', 'true')
+    """
+    if isinstance(cell, str):
+        return cell.strip()
+    if isinstance(cell, bool):
+        return str(cell).lower()
+    return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
+
+
+def _guess(cells: Sequence[Any]) -> Column:
+    """The type of a column by its cells."""
+    known = [cell for cell in cells if cell is not None]
+    if known and all(text_of(cell).lower() in ("true", "false") for cell in known):
+        return Column(type="boolean")
+    try:
+        for cell in known:
+            float(cell)
+    except (TypeError, ValueError):
+        return Column(type="category")
+    return Column()
+
+
+def _listed(names: Iterable[str]) -> str:
+    every = list(names)
+    return ", ".join(every[:SHOWN]) + (f", … ({len(every)} in all)" if len(every) > SHOWN else "")

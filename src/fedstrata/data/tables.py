@@ -1,0 +1,191 @@
+"""Tables as data sets: CSV and Parquet files, and data frames.
+
+Text files are read by Python's own ``csv``, which needs no further package, changes no cell, and knows the line of
+each; Parquet by pyarrow, the format's own library.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.config import build
+from fedstrata.data.arrays import Normalize
+from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.schema import Schema, Table, features, held_out, ids, parsed, statistics
+from fedstrata.errors import DataError, ExtraMissingError
+
+SUFFIXES = (".csv", ".parquet")
+"""How the names of such files end."""
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def load_table(path: Path, schema: Schema, seed: int) -> Arrays:
+    """The arrays of a file, as a ``.npz`` file has them.
+
+    Args:
+        path: The file.
+        schema: What its columns mean.
+        seed: Decides the split where the schema's ``test`` is a share.
+
+    Raises:
+        DataError: There is no such file, it is damaged, or a cell is not what the schema says.
+        SpecError: The schema names a column that it has not.
+        ExtraMissingError: Parquet without the extra ``tables``.
+    """
+    try:
+        path = path.expanduser()
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path} is no file")
+        table = read_parquet(path) if path.suffix == ".parquet" else read_csv(path, schema.delimiter)
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path.absolute()}") from None
+    except (OSError, RuntimeError, csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    schema = schema.completed(table)
+    return arrays_of(table, schema, held_out(table, schema, seed))
+
+
+def from_dataframe(
+    frame: Any,
+    *,
+    label: str,
+    client: str | None = None,
+    test: Any = 0.2,
+    normalize: Normalize = "standard",
+    seed: int = 0,
+    name: str = "table",
+    **settings: Any,
+) -> Dataset:
+    """A data set from a data frame of pandas or polars.
+
+    Args:
+        frame: Anything with ``columns`` whose columns have ``to_list``.
+        label: The column with the label.
+        client: The column that says whose a row is.
+        test: A share of the rows, the column that says which are test samples, or another frame that holds them.
+        normalize: See ``from_arrays``.
+        seed: Decides which rows are test samples where it is a share.
+        name: What to call it.
+        settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
+
+    Raises:
+        DataError: A cell is not what the schema says; the message names row and column.
+        SpecError: The frame lacks a column, or a setting is wrong.
+    """
+    table = _of_frame(frame, name)
+    given = {"label": label, "client": client, **settings}
+    if not hasattr(test, "columns"):
+        schema = build(Schema, {**given, "test": test}).completed(table)
+        held = held_out(table, schema, seed)
+    else:
+        other, cut = _of_frame(test, f"{name} (test)"), len(table)
+        for column in table.columns:
+            other.require(column, "test")
+        table = Table(name, {column: [*cells, *other.columns[column]] for column, cells in table.columns.items()})
+        schema, held = build(Schema, given).completed(table), np.arange(len(table)) >= cut
+    return dataset_of(table, schema, held, name=name, normalize=normalize)
+
+
+def dataset_of(
+    table: Table, schema: Schema, held: NDArray[np.bool_], *, name: str, normalize: Normalize = "standard"
+) -> Dataset:
+    """Rows as a data set: see ``arrays_of`` and ``from_arrays``."""
+    arrays = arrays_of(table, schema, held)
+    return from_arrays(
+        *(arrays[key] for key in ("x_train", "y_train", "x_test", "y_test")),
+        name=name,
+        class_names=schema.classes,
+        clients=arrays.get("client_train"),
+        clients_test=arrays.get("client_test"),
+        normalize=normalize,
+    )
+
+
+def arrays_of(table: Table, schema: Schema, held: NDArray[np.bool_]) -> Arrays:
+    """Rows as arrays; what stands in for missing values comes from the training rows alone.
+
+    Args:
+        table: The rows.
+        schema: A completed schema.
+        held: Which rows are test samples, (N,).
+
+    Returns:
+        ``x_train y_train x_test y_test``, and ``client_train client_test`` and ``classes`` where the schema has them.
+
+    Raises:
+        DataError: A cell is not what the schema says.
+    """
+    columns = parsed(table, schema)
+    x = features(columns, schema, statistics(columns, schema, np.flatnonzero(~held)))
+    found = {"x": x, "y": ids(table, schema.label, schema)}
+    if schema.client is not None:
+        found["client"] = ids(table, schema.client, schema)
+    arrays = {f"{key}_{part}": each[rows] for key, each in found.items() for part, rows in _parts(held)}
+    return arrays if schema.classes is None else {**arrays, "classes": np.array(schema.classes)}
+
+
+def _parts(held: NDArray[np.bool_]) -> list[tuple[str, NDArray[np.bool_]]]:
+    return [("train", ~held), ("test", held)]
+
+
+def read_csv(path: Path, delimiter: str = ",") -> Table:
+    """The rows of a text file in UTF-8 whose first line names the columns.
+
+    Raises:
+        DataError: It has no rows, a name twice, or a line with too many or too few cells.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        names = [name.strip() for name in next(reader, [])]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"{path}, line 1: the column {twice[0]!r} stands there twice; give each a name of its own")
+        rows, lines, before = [], [], reader.line_num
+        for row in reader:
+            if row:  # an empty line is none
+                if len(row) != len(names):
+                    raise DataError(
+                        f"{path}, line {before + 1}: {len(row)} cells; accepted: {len(names)}, as in line 1"
+                    )
+                rows.append(row)
+                lines.append(before + 1)
+            before = reader.line_num
+    if not rows:
+        raise DataError(f"{path} has no rows below its first line, which names the columns")
+    return Table(str(path), dict(zip(names, zip(*rows, strict=True), strict=True)), lines)
+
+
+def read_parquet(path: Path) -> Table:
+    """The rows of a Parquet file.
+
+    Raises:
+        DataError: It is none, or has no rows.
+        ExtraMissingError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ExtraMissingError(f"data {str(path)!r}", "tables") from None
+    try:
+        columns = pyarrow.parquet.read_table(path).to_pydict()
+    except (pyarrow.ArrowException, ValueError) as error:
+        raise DataError(f"{path} is no Parquet file or is damaged: {error}") from None
+    if not any(columns.values()):
+        raise DataError(f"{path} has no rows")
+    return Table(str(path), columns)
+
+
+def _of_frame(frame: Any, name: str) -> Table:
+    try:
+        columns = {str(column): frame[column].to_list() for column in frame.columns}
+    except (AttributeError, TypeError, KeyError) as error:
+        raise DataError(f"{name}: no data frame of pandas or polars: {error}") from None
+    if not any(columns.values()):
+        raise DataError(f"{name} has no rows")
+    return Table(name, columns)

@@ -1,0 +1,112 @@
+"""Clients as the data have them, and the two references that any division is compared with."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from pydantic import NonNegativeInt
+
+from fedstrata.data.dataset import Dataset
+from fedstrata.errors import SpecError
+from fedstrata.partitions.base import UNUSED, AnyPartition, Assignment, Clients, Ints, Partition
+from fedstrata.rng import rng
+
+
+class Natural(Partition):
+    """One client for each client id of the data: a hospital, a writer, a device.
+
+    The ids are ``client_train`` of arrays and ``.npz`` files, the column ``data.client`` of a hub data set, or
+    ``data.schema.client`` of a table. Clients are numbered in the order of their ids.
+
+    Args:
+        clients: How many to take, at random; all of them unless given.
+        min_size: Clients with fewer samples are left out, and a warning says how many.
+    """
+
+    clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
+
+    @property
+    def covers(self) -> bool:
+        """Whether every sample must have an owner: not those of clients that are left out."""
+        return False
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
+        """Not of labels: see ``split``."""
+        raise SpecError("partition.name", "divides by client ids, which labels do not tell", self.name)
+
+    def split(self, dataset: Dataset, seed: int) -> Assignment:
+        """See ``Partition.split``.
+
+        Raises:
+            SpecError: The data have no client ids, or fewer clients than ``clients`` with ``min_size`` samples.
+        """
+        if dataset.client_train is None:
+            problem = (
+                f"{dataset.name} does not say whose its samples are; give client_train (arrays), data.client (a column "
+                "of a hub data set) or data.schema.client (a column of a table)"
+            )
+            raise SpecError("partition.name", problem, self.name)
+        codes = dataset.client_train.cpu().numpy()
+        sizes = np.bincount(codes, minlength=len(dataset.client_names))
+        there, kept = np.flatnonzero(sizes), np.flatnonzero(sizes >= max(self.min_size, 1))
+        if len(kept) < (self.clients or 1):
+            key, value = ("clients", self.clients) if self.clients else ("min_size", self.min_size)
+            problem = f"{len(kept)} of {len(there)} clients have at least {max(self.min_size, 1)} training samples"
+            raise SpecError(f"partition.{key}", f"{problem}; the largest has {int(sizes.max(initial=0))}", value)
+        if small := len(there) - len(kept):
+            lost = int(sizes[there].sum() - sizes[kept].sum())
+            problem = f"{small} of {len(there)} clients have fewer than partition.min_size = {self.min_size} samples"
+            warnings.warn(f"{problem} and are left out, with their {lost} samples", stacklevel=2)
+        if self.clients is not None:
+            kept = np.sort(rng(seed, "partition").choice(kept, size=self.clients, replace=False))
+        number = np.full(len(sizes), UNUSED, dtype=np.int64)
+        number[kept] = np.arange(len(kept))
+        found = Assignment.from_owners(number[codes], len(kept))
+        return Assignment(found.indices, found.offsets, kept.astype(np.int64))
+
+
+class SingleClient(Partition):
+    """One client that holds what the clients of another partition hold: centralised training, or one of them alone.
+
+    Args:
+        clients: Always 1.
+        of: The other partition.
+        only: The client whose samples alone are held; those of all clients unless given.
+    """
+
+    clients: Literal[1] = 1
+    of: AnyPartition
+    only: NonNegativeInt | None = None
+
+    @property
+    def covers(self) -> bool:
+        """Whether every sample must have an owner: not where the other partition leaves some out."""
+        return False
+
+    def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
+        """Not of labels: see ``split``."""
+        raise SpecError(
+            "partition.name", "divides as another partition does, which may take more than labels", self.name
+        )
+
+    def split(self, dataset: Dataset, seed: int) -> Assignment:
+        """See ``Partition.split``.
+
+        Raises:
+            SpecError: There is no such client, or the other partition does not fit the data.
+        """
+        try:
+            whole = self.of.split(dataset, seed)
+        except SpecError as error:
+            raise SpecError(
+                f"partition.of.{error.key.removeprefix('partition.')}", error.problem, error.value
+            ) from None
+        if self.only is None:
+            return Assignment.from_lists([np.sort(whole.indices)])
+        if self.only >= len(whole):
+            raise SpecError("partition.only", f"there are clients 0 to {len(whole) - 1}", self.only)
+        alone = Assignment.from_lists([whole[self.only]])
+        return alone if whole.codes is None else replace(alone, codes=whole.codes[[self.only]])

@@ -1,0 +1,184 @@
+"""CSV, Parquet and data frames: the same rows, the same data set; and what is wrong with a file, by its line."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from lazy import Lazy
+
+import fedstrata as fs
+from fedstrata.data.sources import Data
+from fedstrata.errors import DataError, ExtraMissingError, SpecError
+
+pandas = Lazy("pandas")
+
+COLUMNS = {
+    "age": {"impute": "median", "indicator": True},
+    "sex": {"type": "category", "categories": ["f", "m"]},
+    "smoker": "boolean",
+}
+SCHEMA = {"label": "sick", "client": "site", "columns": COLUMNS, "test": 0.25}
+
+
+def rows(count=40):
+    draw = np.random.default_rng(0)
+    return {
+        "age": [float(age) if age > 30 else None for age in draw.integers(20, 80, count)],
+        "sex": draw.choice(["f", "m"], count).tolist(),
+        "smoker": draw.choice([True, False], count).tolist(),
+        "site": draw.choice(["north", "south", "west"], count).tolist(),
+        "sick": draw.choice(["no", "yes"], count).tolist(),
+    }
+
+
+def write(path, columns=None, delimiter=","):
+    columns = rows() if columns is None else columns
+    lines = [columns.keys(), *zip(*columns.values(), strict=True)]
+    text = "".join(delimiter.join("" if cell is None else str(cell) for cell in line) + "\n" for line in lines)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def same(first, second):
+    assert first.class_names == second.class_names
+    assert first.client_names == second.client_names
+    for name in ("x_train", "y_train", "x_test", "y_test", "client_train", "client_test", "shift", "scale"):
+        assert torch.equal(getattr(first, name), getattr(second, name)), name
+
+
+def test_a_csv_file(tmp_path):
+    data = Data(write(tmp_path / "a.csv"), schema=SCHEMA).load()
+    assert data.shape == (5,)
+    assert data.train_size + len(data.y_test) == 40
+    assert data.class_names == ("no", "yes")
+    assert data.client_names == ("north", "south", "west")
+    assert len(data.client_test) == len(data.y_test) > 0
+    median = np.percentile(data.x_train[data.x_train[:, 1] == 0, 0], 50, method="inverted_cdf")
+    assert set(data.x_train[data.x_train[:, 1] == 1, 0].tolist()) == {median}
+    torch.testing.assert_close(data.inputs(slice(None)).mean(0), torch.zeros(5), atol=1e-5, rtol=0)
+
+
+def test_another_delimiter_a_mark_of_utf_8_and_lines_within_cells(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text('﻿a;y\n"1\n";0\n2;1\n\n3;0\n4;1\n5;x\n', encoding="utf-8")
+    schema = {"label": "y", "delimiter": ";", "classes": ["0", "1"]}
+    with pytest.raises(DataError, match=r"a.csv, line 8, column 'y' = 'x': no such class"):
+        Data(str(path), schema=schema).load()
+    path.write_text(path.read_text(encoding="utf-8").replace("x", "1"), encoding="utf-8")
+    data = Data(str(path), schema=schema, normalize="none").load()
+    assert sorted([*data.x_train.flatten().tolist(), *data.x_test.flatten().tolist()]) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.slow
+def test_parquet_and_data_frames_are_the_same_data_set(tmp_path):
+    csv = Data(write(tmp_path / "a.csv"), schema=SCHEMA).load(seed=3)
+    frame = pandas.DataFrame(rows())
+    frame.to_parquet(tmp_path / "a.parquet")
+    same(Data(str(tmp_path / "a.parquet"), schema=SCHEMA).load(seed=3), csv)
+    same(fs.from_dataframe(frame, seed=3, **SCHEMA), csv)
+    same(fs.from_dataframe(frame.convert_dtypes(), seed=3, **SCHEMA), csv)  # with pandas' own values for missing ones
+
+
+@pytest.mark.slow
+def test_a_frame_of_its_own_holds_the_test_samples():
+    frame = pandas.DataFrame({"a": [1.0, 2.0, None], "site": [7, 7, 9], "y": ["x", "z", "x"]})
+    other = pandas.DataFrame({"y": ["z", "x"], "a": [None, 100.0], "site": [9, 8]})
+    data = fs.from_dataframe(
+        frame, label="y", client="site", test=other, columns={"a": {"impute": "mean"}}, normalize="none"
+    )
+    assert data.x_train.flatten().tolist() == [1, 2, 1.5]
+    assert data.x_test.flatten().tolist() == [1.5, 100]
+    assert (data.y_test.tolist(), data.client_names, data.client_test.tolist()) == ([1, 0], ("7", "8", "9"), [2, 1])
+    with pytest.raises(SpecError, match=r"test = 'site': table \(test\) has no such column"):
+        fs.from_dataframe(frame, label="y", test=other.drop(columns="site"))
+    with pytest.raises(DataError, match="row 2, column 'a': is missing; accepted: a value, or a rule"):
+        fs.from_dataframe(frame, label="y")
+
+
+@pytest.mark.parametrize("frame", [[1, 2], np.zeros((3, 2)), {"a": [1]}])
+def test_what_is_no_data_frame(frame):
+    with pytest.raises(DataError, match="table: no data frame of pandas or polars"):
+        fs.from_dataframe(frame, label="y")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no rows below its first line"),
+        ("a,y\n", "has no rows below its first line, which names the columns"),
+        ("a,a,y\n1,2,0\n", "line 1: the column 'a' stands there twice"),
+        ("a,y\n1,0\n2\n", "line 3: 1 cells; accepted: 2, as in line 1"),
+        ("a,y\n1,0\n2,1,5\n", "line 3: 3 cells; accepted: 2, as in line 1"),
+        ('a,y\n1,0\n"2,1\n', "cannot be read: unexpected end of data"),
+        (
+            "a,y\n1,0\nNaN,1\n",
+            "line 3, column 'a' = 'NaN': no finite number; accepted: numbers; or name it in 'missing'",
+        ),
+        ("a,y\n1,0\n,1\n", "line 3, column 'a' = '': is missing; accepted: a value, or a rule"),
+        ("a,y\n1,0\n2,\n", "line 3, column 'y' = '': the label is missing"),
+    ],
+)
+def test_a_file_that_is_wrong(tmp_path, text, message):
+    (tmp_path / "a.csv").write_text(text, encoding="utf-8")
+    with pytest.raises(DataError) as error:
+        Data(str(tmp_path / "a.csv"), schema="y").load()
+    assert message in str(error.value)
+
+
+def test_files_that_are_none(tmp_path):
+    (tmp_path / "latin.csv").write_bytes(b"a,y\n\xff,1\n")
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "no.parquet").write_bytes(b"PAR1nothing")
+    for name, message in {
+        "gone.csv": "there is no file",
+        "latin.csv": "cannot be read: 'utf-8' codec",
+        "folder.csv": "is no file",
+        "no.parquet": "is no Parquet file or is damaged",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            Data(str(tmp_path / name), schema="y").load()
+
+
+def test_parquet_without_its_extra(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ExtraMissingError, match=r"pip install 'fedstrata\[tables\]'"):
+        Data(str(tmp_path / "a.parquet"), schema="y").load()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "a.csv"}, r"data.schema: a table needs it: \[data.schema\] label = 'COLUMN' at least"),
+        ({"name": "digits", "schema": "y"}, "data.schema = 'digits': says what the columns of a .csv or .parquet file"),
+        ({"name": "a.csv", "schema": "y", "client": "c"}, "data.client = 'c': names a column of a hub data set; here"),
+        ({"name": "a.npz", "client": "c"}, "data.client = 'c': names a column of a hub data set; a .npz file holds cl"),
+    ],
+)  # fmt: skip
+def test_settings_that_go_with_other_data(settings, message):
+    with pytest.raises(SpecError, match=message):
+        Data(**settings).load()
+
+
+def test_a_schema_in_a_spec_is_read_back_and_decides_the_data(tmp_path):
+    table = {"data": {"name": write(tmp_path / "a.csv"), "schema": SCHEMA}, "partition": "natural", "model": "tabular"}
+    spec = fs.Experiment.from_table(table)
+    (tmp_path / "spec.toml").write_text(spec.to_toml())
+    again = fs.Experiment.from_toml(tmp_path / "spec.toml")
+    assert again == spec
+    assert fs.prepare(again).identity == fs.prepare(spec).identity
+    with pytest.raises(SpecError) as error:
+        fs.Experiment.from_table({"data": {"name": "a.csv", "schema": {"label": "y", "columns": {"a": {"typ": "x"}}}}})
+    assert error.value.key == "data.schema.columns.a.typ"
+
+
+def test_a_limit_keeps_whose_the_samples_are(tmp_path):
+    whole = Data(write(tmp_path / "a.csv"), schema=SCHEMA, normalize="none").load()
+    cut = Data(write(tmp_path / "a.csv"), schema=SCHEMA, normalize="none", limit=12).load()
+    known = {tuple(x): owner for x, owner in zip(whole.x_train.tolist(), whole.client_train.tolist(), strict=True)}
+    assert len(cut.client_train) == 12
+    pairs = zip(cut.x_train.tolist(), cut.client_train.tolist(), strict=True)
+    assert sum(known[tuple(x)] == owner for x, owner in pairs) >= 10  # some rows are alike
