@@ -248,3 +248,42 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
     with pytest.raises(FedstrataError, match="ends before its checkpoint"):
         fs.run(spec(training={"rounds": 5}), out=folder, resume=True)
     assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(changed)
+
+
+@pytest.mark.parametrize("damage", ["gone", "emptied", "shortened"])
+def test_events_that_were_lost_whole_are_missed(folder: Path, damage: str) -> None:
+    """The running checksum says nothing of lines that are missing at the end."""
+    fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+    path = folder / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) if damage == "shortened" else b"")
+    if damage == "gone":
+        path.unlink()
+    fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
+    told = " ".join(event["reason"] for event in read_jsonl(path))
+    assert "events.jsonl is not what it was when the checkpoint of round 3 was made" in told
+    before = path.read_bytes()
+    fs.run(spec(training={"rounds": 5}), out=folder, resume=True)  # said once, and then known
+    assert path.read_bytes().startswith(before)
+    assert path.read_text().count("is not what it was") == 1
+
+
+def test_events_after_a_checkpoint_are_no_damage(folder: Path) -> None:
+    """A run that was resumed and killed before its next checkpoint has more lines than its checkpoint knows of."""
+    longer = spec(training={"rounds": 3})
+    prepared = fs.prepare(longer)
+    for _ in range(2):
+        with (
+            fs.RunFolder.open(folder, prepared, resume=True) as run,
+            fs.Simulation(prepared, found=run.checkpoint) as simulation,
+        ):
+            run.begin(simulation)
+    fs.run(longer, out=folder, resume=True)
+    assert "is not what it was" not in (folder / "events.jsonl").read_text()
+
+
+def test_records_of_another_run_are_not_this_runs(folder: Path, tmp_path: Path) -> None:
+    fs.run(spec(seed=1), out=tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "metrics.jsonl", folder / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"metrics\.jsonl is not what it was when the checkpoint of round 2 was made"):
+        fs.run(spec(training={"rounds": 3}), out=folder, resume=True)

@@ -69,7 +69,8 @@ class RunFolder:
         self.path, self.prepared, self.checkpoint, self._notes = path, prepared, found, list(notes)
         spec = prepared.spec
         self.history = History(method=spec.method.name, seed=spec.seed, targets=spec.evaluation.targets, path=path)
-        self._logs: dict[str, MetricsLog] = {}
+        # One of each for the whole run: a new one reads the file to see how it ends.
+        self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 
     @classmethod
     @contextmanager
@@ -128,16 +129,23 @@ class RunFolder:
         # First what says which run it is: a folder with a spec has it, whenever it was killed.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
         replace_file(self.path / SPEC, self.prepared.spec.to_toml().encode())
-        for name in (METRICS, EVENTS):
-            if (self.path / name).exists() and (damage := MetricsLog(self.path / name).salvage()):
+        for log in self._logs.values():
+            if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage}; the file as it was lies beside it")
             # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
-            MetricsLog(self.path / name).truncate_after(done if done else -1)
+            log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
+        # A running checksum says nothing of lines that are missing at the end, nor of a file of another run.
+        for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
+            if last and not self._logs[name].holds(last):
+                problem = f"{self.path / name} is not what it was when the checkpoint of round {done} was made"
+                if name == METRICS:
+                    raise DataError(problem)
+                notes.append(f"{problem}: some of what had happened is lost")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Of the rounds so far: who looks for them must not find them before this run is over.
         for name in (SUMMARY, WEIGHTS):
@@ -181,10 +189,15 @@ class RunFolder:
         if due:
             for log in self._logs.values():
                 log.sync()  # A checkpoint must never be ahead of the records that it stands for.
-            remote = running.engine.keeps_states
-            identity = self.prepared.identity
-            store, state = running.store, running.state
-            checkpoint.save(self.path / CHECKPOINT, round, state, store, remote=remote, identity=identity)
+            checkpoint.save(
+                self.path / CHECKPOINT,
+                round,
+                running.state,
+                running.store,
+                remote=running.engine.keeps_states,
+                identity=self.prepared.identity,
+                logs={name: log.last for name, log in self._logs.items()},
+            )
 
     def finish(self, running: Running) -> History:
         """Leave the model and the summary behind."""
@@ -199,9 +212,7 @@ class RunFolder:
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
         if self.path is not None and records:
-            # One for the whole run: a new one reads the file to see whether its last line is whole.
-            log = self._logs.setdefault(name, MetricsLog(self.path / name))
-            log.append(*records)
+            self._logs[name].append(*records)
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
