@@ -16,6 +16,7 @@ from fedstrata import identity
 from fedstrata.cli import main
 from fedstrata.errors import DataError, FedstrataError, SpecError
 from fedstrata.jsonl import read_jsonl
+from fedstrata.run_folder import prepare_again
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
 Y = np.arange(60) % 3
@@ -287,3 +288,34 @@ def test_records_of_another_run_are_not_this_runs(folder: Path, tmp_path: Path) 
     shutil.copy(tmp_path / "other" / "metrics.jsonl", folder / "metrics.jsonl")
     with pytest.raises(DataError, match=r"metrics\.jsonl is not what it was when the checkpoint of round 2 was made"):
         fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+
+
+def long_division(shift: int = 0) -> fs.Given:
+    return fs.Given(indices=np.roll(np.arange(160), shift).reshape(4, 40))
+
+
+def test_long_lists_of_indices_lie_beside_the_spec(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """They were thousands of its lines."""
+    own, out = spec(partition=long_division()), tmp_path / "run"
+    fs.run(own, out=out)
+    text = (out / "spec.toml").read_text()
+    assert 'file = "partition.npz"' in text
+    assert len(text.splitlines()) < 100
+    assert fs.Experiment.from_toml(out / "spec.toml") == own
+    assert prepare_again(out, "folder").spec == own
+    assert main(["run", "--resume", str(out), "--set", "training.rounds=3", "--quiet"]) == 0
+    assert len(fs.run(spec(partition=long_division(), training={"rounds": 4}), out=out, resume=True)) == 4
+    with pytest.raises(SpecError, match=r"partition\.indices = '4 items.*: this run has '4 items"):
+        fs.run(spec(partition=long_division(1), training={"rounds": 5}), out=out, resume=True)
+    (out / "partition.npz").write_bytes(long_division(1).packed())
+    assert main(["run", "--resume", str(out), "--set", "training.rounds=5", "--quiet"]) == 2
+    assert "partition.indices" in capsys.readouterr().err
+    (out / "partition.npz").unlink()
+    assert main(["run", "--resume", str(out), "--set", "training.rounds=5", "--quiet"]) == 2
+    assert "partition.file" in capsys.readouterr().err
+
+
+def test_short_lists_of_indices_stay_in_the_spec(tmp_path: Path) -> None:
+    fs.run(spec(partition=fs.Given(indices=np.arange(40).reshape(4, 10))), out=tmp_path / "run")
+    assert "indices = [" in (tmp_path / "run" / "spec.toml").read_text()
+    assert not (tmp_path / "run" / "partition.npz").exists()

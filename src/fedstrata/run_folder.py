@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors.torch
+import tomli_w
 
 from fedstrata import checkpoint
 from fedstrata.checkpoint import Checkpoint
@@ -21,20 +22,24 @@ from fedstrata.history import History
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
-from fedstrata.partitions import draw_partition
+from fedstrata.partitions import Given, draw_partition
 from fedstrata.predictor import MODEL, describe_model
 from fedstrata.preparation import Prepared, prepare
 from fedstrata.spec import Experiment
 
-RUN, SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
+RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
     "run.json",
     "spec.toml",
+    "partition.npz",
     "metrics.jsonl",
     "events.jsonl",
     "summary.json",
     "model.safetensors",
     "checkpoint",
 )
+
+LONG = 100
+"""Sample numbers of a ``given`` partition beyond which they lie beside ``spec.toml``."""
 
 
 class Running(Protocol):
@@ -128,7 +133,7 @@ class RunFolder:
         done, notes = running.round, self._notes + self._other_environment()
         # First what says which run it is: a folder with a spec has it, whenever it was killed.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
-        replace_file(self.path / SPEC, self.prepared.spec.to_toml().encode())
+        self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage}; the file as it was lies beside it")
@@ -154,6 +159,15 @@ class RunFolder:
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
         if not done:
             self.write_events(running)
+
+    def _write_spec(self, folder: Path) -> None:
+        """``spec.toml``, with long lists of indices beside it."""
+        table, partition = self.prepared.spec.to_spec(), self.prepared.spec.partition
+        if isinstance(partition, Given) and sum(map(len, partition.indices)) > LONG:
+            replace_file(folder / INDICES, partition.packed())
+            del table["partition"]["indices"]
+            table["partition"]["file"] = INDICES
+        replace_file(folder / SPEC, tomli_w.dumps(table).encode())
 
     def _other_environment(self) -> list[str]:
         """Where the run was begun with other versions, or on another processor: the last bits may differ."""
