@@ -87,6 +87,7 @@ head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/tes
 evaluation = _of(
     "handlers/evaluation.py", "handlers/test_evaluation.py", "training/test_local.py", "test_experiment.py"
 )
+division = _of("partitions/schemes.py", "partitions/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
 loop = _of("simulation.py", "test_simulation.py", "test_experiment.py")
 
@@ -365,6 +366,18 @@ MUTANTS = [
         "test_run_folder.py",
         "test_checkpoint.py",
     ),
+    folder(
+        "lost events are not missed", "if last and not self._logs[name].holds(last):", "if False:", "test_identity.py"
+    ),
+    folder(
+        "other records go on",
+        "if name == METRICS:\n                    raise",
+        "if False:\n                    raise",
+        "test_identity.py",
+    ),
+    folder("long lists stay", "> LONG:", "> 10**9:", "test_identity.py"),
+    checkpoint("it knows no logs", '"logs": dict(logs or {})', '"logs": {}', "test_run_folder.py"),
+    division("offsets that fall", "(np.diff(ends) >= 0).all()", "True"),
     recipe(
         "frozen parameters move",
         "combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined",
