@@ -124,7 +124,7 @@ def _watch(name: str, seed: int, first: int, seconds: float, place: Path, out: P
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.fuzz.worker", name, str(seed), str(first), str(seconds), str(place)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -148,11 +148,12 @@ def _watch(name: str, seed: int, first: int, seconds: float, place: Path, out: P
                 keep(out, name, seed, number, HANG, f"no end after {patience:g} s", place)
                 return number + 1
             if not line:
-                code = child.wait()
-                if code or begun:
+                if begun:
                     counts[CRASH] += 1
-                    keep(out, name, seed, number, CRASH, f"the process ended with {code}", place)
+                    keep(out, name, seed, number, CRASH, f"the process ended with {child.wait()}", place)
                     return number + 1
+                if child.wait():
+                    raise RuntimeError("the process ended between two cases: try python -m tests.fuzz.worker")
                 return number
             told = json.loads(line)
             number, begun = told["number"], "kind" not in told
