@@ -30,12 +30,12 @@ class Family:
         try_one: Makes and tries the case of a number, with its randomness, in an empty folder of its own, where it
             leaves what somebody needs to try it again. Returns whether it ``RAN`` or was ``REFUSED``, and raises what
             is neither.
-        seconds: After so long it counts as stuck.
+        seconds: After so long it counts as stuck; generous, for the machine may be loaded.
     """
 
     name: str
     try_one: Callable[[int, random.Random, Path], str]
-    seconds: float = 60.0
+    seconds: float = 180.0
 
 
 def chance_of(family: str, seed: int, number: int) -> random.Random:

@@ -30,4 +30,4 @@ def try_one(number: int, chance: random.Random, place: Path) -> str:
     return RAN
 
 
-FAMILY = Family("choices", try_one, seconds=120.0)
+FAMILY = Family("choices", try_one)

@@ -135,5 +135,5 @@ def _nobody_is_left() -> None:
             time.sleep(0.01)
 
 
-RUNS = Family("kills", try_run, seconds=180.0)
-COMPARES = Family("compares", try_compare, seconds=300.0)
+RUNS = Family("kills", try_run, seconds=600.0)
+COMPARES = Family("compares", try_compare, seconds=900.0)

@@ -9,13 +9,14 @@ import argparse
 import compileall
 import os
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import time
 from pathlib import Path
 
+import pytest
+import torch  # noqa: F401  # what takes longest to import is there already in each process that is forked
 from tests.mutants.catalog import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
@@ -28,17 +29,17 @@ def main() -> int:
     """1 where a mutant survived, or is none any more."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="those whose file or label holds this")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at the same time")
+    parser.add_argument("--first", type=int, default=0, help="go on from here")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.file}: {mutant.label}"]
-    with tempfile.TemporaryDirectory(prefix="mutants-") as place, ThreadPoolExecutor(options.jobs) as pool:
+    chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.file}: {mutant.label}"][options.first :]
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         whole = Path(place) / "whole"
         shutil.copytree(ROOT / "src", whole, ignore=shutil.ignore_patterns("__pycache__"))
         compileall.compile_dir(whole, quiet=1)  # once, and not anew for each mutant
-        outcomes = []
-        for mutant, outcome in zip(chosen, pool.map(partial(tried, whole), chosen), strict=True):
-            print(f"{outcome:8}  {mutant.file}: {mutant.label}", flush=True)
-            outcomes.append(outcome)
+        for number, mutant in enumerate(chosen, start=options.first):
+            outcomes.append(tried(whole, mutant))
+            print(f"{number:3} {outcomes[-1]:8}  {mutant.file}: {mutant.label}", flush=True)
     count = {kind: outcomes.count(kind) for kind in (NOTICED, SURVIVED, STALE, BROKEN)}
     print(f"{len(chosen)} mutants: {', '.join(f'{number} {kind}' for kind, number in count.items())}")
     return int(count[NOTICED] < len(chosen))
@@ -60,13 +61,24 @@ def tried(whole: Path, mutant: Mutant) -> str:
 
 def _tested(source: Path, mutant: Mutant) -> str:
     tests = [str(ROOT / "tests" / path) for path in mutant.tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        return NOTICED
-    return {0: SURVIVED, 1: NOTICED}.get(done.returncode, BROKEN)
+    child = os.fork()
+    if not child:
+        os.setsid()
+        os.chdir(ROOT)
+        os.environ.update(PYTHONPATH=str(source), OMP_NUM_THREADS="1")
+        sys.path.insert(0, str(source))
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        os._exit(pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]))
+    until = time.monotonic() + LIMIT
+    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        if time.monotonic() > until:
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(0.05)
+    # 1: tests have failed; a signal: they hung, or crashed.
+    return {0: SURVIVED, 1: NOTICED}.get(
+        os.waitstatus_to_exitcode(ended[1]), NOTICED if os.WIFSIGNALED(ended[1]) else BROKEN
+    )
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ MUTANTS = [
     prox("half the pull", "self.mu * (w.detach()", "self.mu / 2 * (w.detach()"),
     moon("near and far", "(far - near) / temperature", "(near - far) / temperature"),
     moon("no temperature", "(far - near) / temperature", "(far - near) * temperature"),
-    moon("who took no step forgets", "return {}, context.kept", "return {}, None"),
+    moon("who took no step keeps the global model", "if trained.steps == 0:", "if False:"),
     calibrated("ε the other way", "(1 - epsilon) * share + epsilon", "epsilon * share + (1 - epsilon)"),
     calibrated("FedLC's exponent", "** -0.25", "** -0.5"),
     calibrated("FedLC's sign", "torch.where(counts > 0, -margins", "torch.where(counts > 0, margins"),
