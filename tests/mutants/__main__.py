@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import compileall
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -21,8 +22,10 @@ from tests.mutants.catalog import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 NOTICED, SURVIVED, STALE, BROKEN = "noticed", "survived", "stale", "broken"
-LIMIT = 900
-"""Seconds for the tests of one mutant; one that makes them hang is noticed."""
+LIMIT = 120
+"""Seconds of the processor for the tests of one mutant: one that makes them run for ever is noticed."""
+PATIENCE = 900
+"""Seconds for a mutant that makes them wait for ever."""
 
 
 def main() -> int:
@@ -64,13 +67,14 @@ def _tested(source: Path, mutant: Mutant) -> str:
     child = os.fork()
     if not child:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
         os.chdir(ROOT)
         os.environ.update(PYTHONPATH=str(source), OMP_NUM_THREADS="1")
         sys.path.insert(0, str(source))
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         os._exit(pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]))
-    until = time.monotonic() + LIMIT
+    until = time.monotonic() + PATIENCE
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > until:
             os.killpg(child, signal.SIGKILL)
