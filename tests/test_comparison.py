@@ -188,6 +188,17 @@ def test_a_run_that_was_extended_and_broken_off_is_finished(unreported, tmp_path
     assert len(compare(longer, out=tmp_path, jobs=1)["fedavg"][0]) == 5
 
 
+def test_a_finished_folder_counts_as_done_only_as_the_very_run(unreported, tmp_path):
+    """Without its spec it counted as done under any settings."""
+    compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)
+    (tmp_path / "fedavg" / "seed-0" / "spec.toml").unlink()
+    with pytest.raises(SpecError, match=r"training\.lr = 0\.3: this run has 0\.1"):
+        compare(variants(tomllib.loads(SPEC), ["fedavg"], ["training.lr=0.3"]), out=tmp_path, jobs=1)
+    told = []
+    compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1, watch=lambda *p: told.append(p))
+    assert told == []
+
+
 def test_a_failing_comparison_ends_its_own_processes_alone(unreported, tmp_path):
     mine = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     mine.start()

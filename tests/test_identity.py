@@ -16,6 +16,7 @@ from fedstrata import identity
 from fedstrata.cli import main
 from fedstrata.errors import DataError, FedstrataError, SpecError
 from fedstrata.jsonl import read_jsonl
+from fedstrata.run_folder import prepare_again
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
 Y = np.arange(60) % 3
@@ -248,3 +249,73 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
     with pytest.raises(FedstrataError, match="ends before its checkpoint"):
         fs.run(spec(training={"rounds": 5}), out=folder, resume=True)
     assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(changed)
+
+
+@pytest.mark.parametrize("damage", ["gone", "emptied", "shortened"])
+def test_events_that_were_lost_whole_are_missed(folder: Path, damage: str) -> None:
+    """The running checksum says nothing of lines that are missing at the end."""
+    fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+    path = folder / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) if damage == "shortened" else b"")
+    if damage == "gone":
+        path.unlink()
+    fs.run(spec(training={"rounds": 4}), out=folder, resume=True)
+    told = " ".join(event["reason"] for event in read_jsonl(path))
+    assert "events.jsonl is not what it was when the checkpoint of round 3 was made" in told
+    before = path.read_bytes()
+    fs.run(spec(training={"rounds": 5}), out=folder, resume=True)  # said once, and then known
+    assert path.read_bytes().startswith(before)
+    assert path.read_text().count("is not what it was") == 1
+
+
+def test_events_after_a_checkpoint_are_no_damage(folder: Path) -> None:
+    """A run that was resumed and killed before its next checkpoint has more lines than its checkpoint knows of."""
+    longer = spec(training={"rounds": 3})
+    prepared = fs.prepare(longer)
+    for _ in range(2):
+        with (
+            fs.RunFolder.open(folder, prepared, resume=True) as run,
+            fs.Simulation(prepared, found=run.checkpoint) as simulation,
+        ):
+            run.begin(simulation)
+    fs.run(longer, out=folder, resume=True)
+    assert "is not what it was" not in (folder / "events.jsonl").read_text()
+
+
+def test_records_of_another_run_are_not_this_runs(folder: Path, tmp_path: Path) -> None:
+    fs.run(spec(seed=1), out=tmp_path / "other")
+    shutil.copy(tmp_path / "other" / "metrics.jsonl", folder / "metrics.jsonl")
+    with pytest.raises(DataError, match=r"metrics\.jsonl is not what it was when the checkpoint of round 2 was made"):
+        fs.run(spec(training={"rounds": 3}), out=folder, resume=True)
+
+
+def long_division(shift: int = 0) -> fs.Given:
+    return fs.Given(indices=np.roll(np.arange(160), shift).reshape(4, 40))
+
+
+def test_long_lists_of_indices_lie_beside_the_spec(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """They were thousands of its lines."""
+    own, out = spec(partition=long_division()), tmp_path / "run"
+    fs.run(own, out=out)
+    text = (out / "spec.toml").read_text()
+    assert 'file = "partition.npz"' in text
+    assert len(text.splitlines()) < 100
+    assert fs.Experiment.from_toml(out / "spec.toml") == own
+    assert prepare_again(out, "folder").spec == own
+    assert main(["run", "--resume", str(out), "--set", "training.rounds=3", "--quiet"]) == 0
+    assert len(fs.run(spec(partition=long_division(), training={"rounds": 4}), out=out, resume=True)) == 4
+    with pytest.raises(SpecError, match=r"partition\.indices = '4 items.*: this run has '4 items"):
+        fs.run(spec(partition=long_division(1), training={"rounds": 5}), out=out, resume=True)
+    (out / "partition.npz").write_bytes(long_division(1).packed())
+    assert main(["run", "--resume", str(out), "--set", "training.rounds=5", "--quiet"]) == 2
+    assert "partition.indices" in capsys.readouterr().err
+    (out / "partition.npz").unlink()
+    assert main(["run", "--resume", str(out), "--set", "training.rounds=5", "--quiet"]) == 2
+    assert "partition.file" in capsys.readouterr().err
+
+
+def test_short_lists_of_indices_stay_in_the_spec(tmp_path: Path) -> None:
+    fs.run(spec(partition=fs.Given(indices=np.arange(40).reshape(4, 10))), out=tmp_path / "run")
+    assert "indices = [" in (tmp_path / "run" / "spec.toml").read_text()
+    assert not (tmp_path / "run" / "partition.npz").exists()

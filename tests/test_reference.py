@@ -57,7 +57,7 @@ def test_limits_and_defaults_are_those_of_the_settings():
     assert ("mode", "`batch`, `single`, `hybrid`", "batch") in {
         row[:3] for row in own("method", dict(kinds("method"))["stratify"])
     }
-    assert {row[0]: row[2] for row in rows(fs.Given)}["indices"] == ""
+    assert {row[0]: row[2] for row in rows(fs.Trace)}["file"] == ""
 
 
 def test_the_command_shows_one_kind(capsys):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 
 import fedstrata as fs
-from fedstrata import checkpoint
+from fedstrata import checkpoint, jsonl
 from fedstrata.errors import DataError, SpecError
 
 SPEC = fs.Experiment.from_table(
@@ -48,6 +51,10 @@ def drive(path, prepared, *, rounds=4, resume=False):
 def files(folder):
     """What is there, but for the clock."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for name in (name for name in found if name.endswith("manifest.json")):
+        manifest = json.loads(json.loads(found[name])["manifest"])
+        del manifest["logs"]["metrics.jsonl"]  # a checksum of records that have the clock in them
+        found[name] = json.dumps(manifest).encode()
     return {name: data for name, data in found.items() if name not in ("metrics.jsonl", "summary.json")}
 
 
@@ -143,3 +150,26 @@ def test_a_checkpoint_is_written_where_one_is_due(prepared, tmp_path):
     assert checkpoint.load(tmp_path / "run" / "checkpoint") is None
     drive(tmp_path / "other", prepared, rounds=3)
     assert checkpoint.load(tmp_path / "other" / "checkpoint").round == 2
+
+
+def test_a_checkpoint_holds_the_checksums_of_the_last_lines_and_reads_no_log_for_it(prepared, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(jsonl, "_lines", lambda path, lines=jsonl._lines: read.append(path.name) or lines(path))
+    drive(tmp_path / "run", prepared, rounds=2)
+    assert read == []
+    logs = checkpoint.load(tmp_path / "run" / "checkpoint").logs
+    assert logs.keys() == {"metrics.jsonl", "events.jsonl"}
+    for name, last in logs.items():
+        assert json.loads((tmp_path / "run" / name).read_bytes().splitlines()[-1])["checksum"] == last
+
+
+def test_a_checkpoint_that_says_nothing_of_the_logs_goes_on(prepared, whole, tmp_path):
+    """As those of runs from before they did."""
+    drive(tmp_path / "run", prepared, rounds=2)
+    path = tmp_path / "run" / "checkpoint" / "round-00000002" / "manifest.json"
+    manifest = json.loads(json.loads(path.read_bytes())["manifest"])
+    del manifest["logs"]
+    text = json.dumps(manifest)
+    path.write_text(json.dumps({"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
+    drive(tmp_path / "run", prepared, resume=True)
+    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()

@@ -284,3 +284,19 @@ def test_the_largest_seed_runs_and_reads_back():
 def test_a_label_whose_methods_name_is_no_text():
     with pytest.raises(SpecError, match=r"compare.a.method.name = 5: expected a name"):
         variants({"compare": {"a": {"method": {"name": 5}}}})
+
+
+def test_the_file_of_a_partition_is_looked_for_beside_the_spec(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "p.npz").write_bytes(fs.Given(indices=[[0], [1]]).packed())
+    text = '[partition]\nname = "given"\nfile = "p.npz"\n[compare.a.partition]\nname = "given"\nfile = "p.npz"\n'
+    path = write(tmp_path / "there", text)
+    assert Experiment.from_toml(path).partition == fs.Given(indices=[[0], [1]])
+    assert variants(read_table(path) | {"method": "fedavg"})["a"].partition == fs.Given(indices=[[0], [1]])
+    assert Experiment.from_toml(path, ["partition.indices=[[1], [0], [2]]"]).partition.clients == 3
+    (tmp_path / "there" / "p.npz").rename(tmp_path / "p.npz")
+    monkeypatch.chdir(tmp_path)
+    assert Experiment.from_toml(path).partition == fs.Given(indices=[[0], [1]])
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(SpecError, match=r"partition\.file = 'p\.npz': there is no file .* \(.*spec.toml, line 3\)"):
+        Experiment.from_toml(path)

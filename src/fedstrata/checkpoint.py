@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Checkpoint:
         clients: The file of every client that has a state.
         remote: Whether clients keep their states where they live, and none are here.
         identity: What the run is; None where it was not said.
+        logs: The checksum of the last line of each file of records then, by the file's name.
     """
 
     round: int
@@ -46,6 +47,7 @@ class Checkpoint:
     clients: dict[int, Path]
     remote: bool = False
     identity: dict[str, Any] | None = None
+    logs: Mapping[str, str] = field(default_factory=dict)
 
     def only(self, clients: Collection[int]) -> Checkpoint:
         """The same without the states of other clients."""
@@ -66,6 +68,7 @@ def save(
     *,
     remote: bool = False,
     identity: Mapping[str, Any] | None = None,
+    logs: Mapping[str, str] | None = None,
 ) -> None:
     """Write the checkpoint of a round.
 
@@ -76,6 +79,7 @@ def save(
         store: The clients' states; those that changed since the last checkpoint are written.
         remote: Whether clients keep their states where they live, so that ``store`` has none.
         identity: What the run is; see ``fedstrata.identity``.
+        logs: The checksum of the last line of each file of records, by the file's name.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
@@ -94,7 +98,8 @@ def save(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
     digest = _write(part / STATE, records.encode(state))
-    manifest = {"round": round, "state": digest, "clients": listed, "remote": remote, "identity": identity}
+    manifest = {"round": round, "state": digest, "clients": listed, "remote": remote}
+    manifest |= {"identity": identity, "logs": dict(logs or {})}
     text = json.dumps(manifest, separators=(",", ":"))
     _write(part / MANIFEST, json.dumps({"manifest": text, "sha256": _digest(text.encode())}).encode())
     _sync(part)
@@ -141,7 +146,7 @@ def _read(path: Path) -> Checkpoint:
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
     state, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
-    return Checkpoint(int(manifest["round"]), state, files, remote, manifest.get("identity"))
+    return Checkpoint(int(manifest["round"]), state, files, remote, manifest.get("identity"), manifest.get("logs", {}))
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -41,10 +41,8 @@ class MetricsLog:
             TypeError: A value is nothing that JSON can hold.
             DataError: The file that is there is damaged.
         """
-        if self._last is None:  # a torn last line would swallow the first new one
-            self.truncate_after(math.inf)
         lines = []
-        last = self._last or ""
+        last = self.last  # which drops a torn last line: it would swallow the first new one
         for record in records:
             text = json.dumps(jsonable(record), allow_nan=False)
             last = _checksum(last, text)
@@ -52,6 +50,17 @@ class MetricsLog:
         with self.path.open("ab") as file:
             file.write("".join(lines).encode())
         self._last = last
+
+    @property
+    def last(self) -> str:
+        """The checksum of the last line; empty before there is one."""
+        if self._last is None:
+            self.truncate_after(math.inf)
+        return self._last or ""
+
+    def holds(self, checksum: str) -> bool:
+        """Whether a line has that checksum, so that it and all before it are what they were when it was the last."""
+        return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def sync(self) -> None:
         """Wait until what was appended is on the disk: a power cut cannot take it away any more."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import safetensors.torch
+import tomli_w
 
 from fedstrata import checkpoint
 from fedstrata.checkpoint import Checkpoint
@@ -21,20 +22,24 @@ from fedstrata.history import History
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
-from fedstrata.partitions import draw_partition
+from fedstrata.partitions import Given, draw_partition
 from fedstrata.predictor import MODEL, describe_model
 from fedstrata.preparation import Prepared, prepare
 from fedstrata.spec import Experiment
 
-RUN, SPEC, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
+RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
     "run.json",
     "spec.toml",
+    "partition.npz",
     "metrics.jsonl",
     "events.jsonl",
     "summary.json",
     "model.safetensors",
     "checkpoint",
 )
+
+LONG = 100
+"""Sample numbers of a ``given`` partition beyond which they lie beside ``spec.toml``."""
 
 
 class Running(Protocol):
@@ -69,7 +74,8 @@ class RunFolder:
         self.path, self.prepared, self.checkpoint, self._notes = path, prepared, found, list(notes)
         spec = prepared.spec
         self.history = History(method=spec.method.name, seed=spec.seed, targets=spec.evaluation.targets, path=path)
-        self._logs: dict[str, MetricsLog] = {}
+        # One of each for the whole run: a new one reads the file to see how it ends.
+        self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 
     @classmethod
     @contextmanager
@@ -127,17 +133,24 @@ class RunFolder:
         done, notes = running.round, self._notes + self._other_environment()
         # First what says which run it is: a folder with a spec has it, whenever it was killed.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
-        replace_file(self.path / SPEC, self.prepared.spec.to_toml().encode())
-        for name in (METRICS, EVENTS):
-            if (self.path / name).exists() and (damage := MetricsLog(self.path / name).salvage()):
+        self._write_spec(self.path)
+        for log in self._logs.values():
+            if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage}; the file as it was lies beside it")
             # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
-            MetricsLog(self.path / name).truncate_after(done if done else -1)
+            log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
+        # A running checksum says nothing of lines that are missing at the end, nor of a file of another run.
+        for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
+            if last and not self._logs[name].holds(last):
+                problem = f"{self.path / name} is not what it was when the checkpoint of round {done} was made"
+                if name == METRICS:
+                    raise DataError(problem)
+                notes.append(f"{problem}: some of what had happened is lost")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Of the rounds so far: who looks for them must not find them before this run is over.
         for name in (SUMMARY, WEIGHTS):
@@ -146,6 +159,15 @@ class RunFolder:
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
         if not done:
             self.write_events(running)
+
+    def _write_spec(self, folder: Path) -> None:
+        """``spec.toml``, with long lists of indices beside it."""
+        table, partition = self.prepared.spec.to_spec(), self.prepared.spec.partition
+        if isinstance(partition, Given) and sum(map(len, partition.indices)) > LONG:
+            replace_file(folder / INDICES, partition.packed())
+            del table["partition"]["indices"]
+            table["partition"]["file"] = INDICES
+        replace_file(folder / SPEC, tomli_w.dumps(table).encode())
 
     def _other_environment(self) -> list[str]:
         """Where the run was begun with other versions, or on another processor: the last bits may differ."""
@@ -181,10 +203,15 @@ class RunFolder:
         if due:
             for log in self._logs.values():
                 log.sync()  # A checkpoint must never be ahead of the records that it stands for.
-            remote = running.engine.keeps_states
-            identity = self.prepared.identity
-            store, state = running.store, running.state
-            checkpoint.save(self.path / CHECKPOINT, round, state, store, remote=remote, identity=identity)
+            checkpoint.save(
+                self.path / CHECKPOINT,
+                round,
+                running.state,
+                running.store,
+                remote=running.engine.keeps_states,
+                identity=self.prepared.identity,
+                logs={name: log.last for name, log in self._logs.items()},
+            )
 
     def finish(self, running: Running) -> History:
         """Leave the model and the summary behind."""
@@ -199,9 +226,7 @@ class RunFolder:
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
         if self.path is not None and records:
-            # One for the whole run: a new one reads the file to see whether its last line is whole.
-            log = self._logs.setdefault(name, MetricsLog(self.path / name))
-            log.append(*records)
+            self._logs[name].append(*records)
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:

@@ -6,6 +6,7 @@ import copy
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +27,13 @@ from fedstrata.settings import Evaluation, Training
 COMPARE = "compare"
 """The section of a spec file with what differs between the methods that ``fedstrata compare`` runs."""
 
-EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs"}
+EXCLUSIVE = {
+    "local_epochs": "local_steps",
+    "local_steps": "local_epochs",
+    "indices": "file",
+    "file": "indices",
+}
 """Keys that exclude each other: what is given on top replaces the other one."""
-
 
 LARGEST_SEED = 2**128 - 1
 """As many bits as randomness is made from."""
@@ -95,10 +100,19 @@ class Experiment(Setting):
 def read_table(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The tables of a spec file, with overrides applied.
 
+    The file of a partition is looked for beside the spec first, where a run folder has its own.
+
     Raises:
         SpecError: The file is missing or no TOML, or an override has no ``=``.
     """
     table = read_toml(Path(path), "spec")
+    compared = table.get(COMPARE)
+    for each in (table, *(compared.values() if isinstance(compared, dict) else ())):
+        partition = each.get("partition") if isinstance(each, dict) else None
+        if isinstance(partition, dict) and isinstance(file := partition.get("file"), str):
+            with suppress(OSError):  # longer than a file's name can be
+                if (beside := Path(path).parent / file).is_file():
+                    partition["file"] = str(beside)
     for override in overrides:
         apply_override(table, override)
     return table

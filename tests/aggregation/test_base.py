@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +57,14 @@ EVERYBODY, SOME, ONE = [0, 1, 2, 3, 4, 5], [1, 3, 4], [2]
 def test_weights_by_hand(aggregator, returned, samples, expected):
     found = aggregator.coefficients(INVITED, np.array(returned), np.array(samples))
     np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("aggregator", [MeanBySize(), StratumMean()])
+def test_who_was_drawn_by_size_is_not_weighted_by_it_again(aggregator):
+    """Strata of 30, 50 and 20 samples: 30/3, 2·30/3, 50/3 each, 20; whatever their own samples are."""
+    by_size = replace(INVITED, stratum_samples=np.array([30, 50, 20]))
+    found = aggregator.coefficients(by_size, np.array(EVERYBODY), np.array([1, 2, 3, 4, 5, 6]))
+    np.testing.assert_allclose(found, [0.1, 0.2, 0.5 / 3, 0.5 / 3, 0.5 / 3, 0.2], rtol=1e-12)
 
 
 @pytest.mark.parametrize("aggregator", [MeanBySize(), Mean(), StratumMean()])

@@ -46,7 +46,8 @@ def joined(params: dict[str, Tensor]) -> np.ndarray:
 class ByHand:
     """Karimireddy et al., Algorithm 1, option II, in float64."""
 
-    def __init__(self, data: fs.Dataset, clients, w: np.ndarray) -> None:
+    def __init__(self, data: fs.Dataset, clients, w: np.ndarray, epochs: int = EPOCHS) -> None:
+        self.epochs = epochs
         self.x, self.y = data.x_train.double().numpy(), data.y_train.numpy()
         self.clients, self.w, self.c = clients, w, np.zeros_like(w)
         self.c_k = [np.zeros_like(w) for _ in clients]
@@ -57,7 +58,7 @@ class ByHand:
         for k in there:
             own, w, K = np.array(self.clients[k]), self.w.copy(), 0
             generator = rng(SEED, "batches", number, k)
-            for _ in range(EPOCHS):
+            for _ in range(self.epochs):
                 order = generator.permutation(len(own))
                 for begin in range(0, len(own), BATCH):
                     part = own[order[begin : begin + BATCH]]
@@ -96,6 +97,19 @@ def test_two_rounds_of_two_clients_with_unequal_steps(start, seven):
         assert metrics["samples"] == 2 * 7
         compare(started, hand)
     assert np.abs(hand.c).max() > 0.01  # zeros would agree with anything
+
+
+def test_a_single_local_step_is_a_step(start, seven):
+    """K = 1: c_k becomes the client's own gradient at w_t."""
+    clients = ((0, 1), (5,))
+    started = start(spec(clients, local_epochs=1), seven, nn.Linear(2, 3))
+    hand = ByHand(seven, clients, joined(started.state.weights.params), epochs=1)
+    for number in (1, 2):
+        started.step()
+        hand.round(number, [0, 1])
+        assert hand.steps == [1, 1]
+        compare(started, hand)
+    assert np.abs(hand.c).max() > 0.01
 
 
 def test_with_dropout_only_those_who_return_count(start, seven, trace):

@@ -357,3 +357,50 @@ def test_indices_may_be_a_table_of_numpy(labelled):
     partition = Given(indices=np.array([[0, 1], [3, 2]]))
     assert partition == Given(indices=[[0, 1], [3, 2]])
     assert partition.split(labelled([0, 1, 0, 1]), 0)[1].tolist() == [3, 2]
+
+
+def test_indices_may_lie_in_a_file(tmp_path, labelled):
+    lists = Given(indices=[[3, 1], [], [0]], min_size=0)
+    (tmp_path / "p.npz").write_bytes(lists.packed())
+    assert Given(file=tmp_path / "p.npz", min_size=0) == lists
+    arrays = np.load(tmp_path / "p.npz")
+    assert (arrays["indices"].tolist(), arrays["offsets"].tolist()) == ([3, 1, 0], [0, 2, 2, 3])
+    # What is in the file is what counts, and not where it lies.
+    assert "file" not in PARTITIONS.parse({"name": "given", "file": str(tmp_path / "p.npz"), "min_size": 0}).to_spec()
+    with pytest.raises(SpecError, match="clients = 2: there are indices for 3"):
+        Given(file=tmp_path / "p.npz", clients=2)
+    with pytest.raises(SpecError, match=r"file = .*: there are indices already"):
+        Given(file=tmp_path / "p.npz", indices=[[1]])
+    with pytest.raises(SpecError, match="indices: needed, and not given; or a file with them"):
+        Given()
+
+
+@pytest.mark.parametrize(
+    ("indices", "offsets"),
+    [
+        ([0, 1, 2], [0, 2]),
+        ([0, 1, 2], [1, 3]),
+        ([0, 1, 2], [0, 2, 1, 3]),
+        ([0, 1, 2], [0]),
+        ([0, 1, 2], []),
+        ([[0, 1, 2]], [0, 3]),
+        ([0.0, 1.0], [0, 2]),
+        ([0, 1, 2], np.array([0, 2**64 - 1, 3], dtype=np.uint64)),
+    ],
+    ids=str,
+)
+def test_a_file_of_something_else_is_refused(tmp_path, indices, offsets):
+    np.savez(tmp_path / "p.npz", indices=np.array(indices), offsets=np.array(offsets))
+    with pytest.raises(SpecError, match=r"file = .*: expected whole numbers: indices, and offsets that rise"):
+        Given(file=str(tmp_path / "p.npz"))
+
+
+def test_no_file_of_indices(tmp_path):
+    for content in (b"", b"PK damaged"):
+        (tmp_path / "p.npz").write_bytes(content)
+        with pytest.raises(SpecError, match=r"file = .*: .*is no \.npz file or is damaged"):
+            Given(file=tmp_path / "p.npz")
+    with pytest.raises(SpecError, match=r"file = .*: there is no file"):
+        Given(file=tmp_path / "none.npz")
+    with pytest.raises(SpecError, match="file = 5: expected the path"):
+        Given(file=5)

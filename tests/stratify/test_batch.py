@@ -19,6 +19,7 @@ from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
 from fedstrata.simulation import make_context
+from fedstrata.stratify.batch import BatchPlan
 from fedstrata.stratify.client_batch import _Drawing
 from fedstrata.stratify.messages import Gradient, Reserve
 
@@ -289,6 +290,29 @@ def test_a_client_that_fails_in_the_middle_loses_its_part_and_others_take_over(s
     # At most its part of one batch of 50 is lost.
     assert 950 <= metrics["samples"] < 1000
     assert [event["kind"] for event in started.federation.events] == ["refused"]
+
+
+def test_of_the_batch_in_hand_nothing_is_given_away_again(start, balanced, monkeypatch):
+    """What a lost client had in it is lost; its positions of later batches, and no others, go to others."""
+    lost, given = [], []
+    lose, reserve = BatchPlan.lose, BatchPlan.reserve
+
+    def noted_lose(plan, clients, batch):
+        lost.append((batch, plan.batch_of[np.isin(plan.owner, list(clients))]))
+        lose(plan, clients, batch)
+
+    def noted_reserve(plan, positions):
+        given.append(plan.batch_of[positions])
+        reserve(plan, positions)
+
+    monkeypatch.setattr(BatchPlan, "lose", noted_lose)
+    monkeypatch.setattr(BatchPlan, "reserve", noted_reserve)
+    start(spec_of("iid", clients=5, batch_size=50), Spoilt(balanced)).step()
+    ((batch, theirs),) = lost
+    everything, again = given
+    assert len(everything) == 1000
+    assert {batch, batch + 1} <= set(theirs.tolist())
+    assert again.tolist() == theirs[theirs > batch].tolist()
 
 
 class Lying(LocalEngine):

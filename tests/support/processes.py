@@ -57,8 +57,12 @@ class Command:
 
     def leaves_nothing(self) -> bool:
         """Whether all processes of its session end soon after it."""
+        return self.soon(lambda: not self.alive())
+
+    def soon(self, reached: Callable[[], bool]) -> bool:
+        """Whether it comes to that after its end."""
         patience = time.monotonic() + 30
-        while self.alive():
+        while not reached():
             if time.monotonic() > patience:
                 return False
             time.sleep(0.02)

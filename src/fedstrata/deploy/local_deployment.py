@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from fedstrata.deploy.federation import Sites
-from fedstrata.deploy.processes import end
+from fedstrata.deploy.processes import end, start
 from fedstrata.deploy.provision import ADMIN, SERVER, provision
 from fedstrata.deploy.submit import Tell, submit
 from fedstrata.spec import Experiment
@@ -60,15 +60,8 @@ class Processes:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
         with (folder / "console.txt").open("ab") as console:
-            self.running[name] = subprocess.Popen(
-                ["bash", str(folder / "startup" / "sub_start.sh"), "--once"],
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-            )
+            command = ["bash", str(folder / "startup" / "sub_start.sh"), "--once"]
+            self.running[name] = start(command, cwd=folder, stdout=console, stderr=subprocess.STDOUT, env=environment)
         return self.running[name]
 
     def kill(self, name: str) -> None:

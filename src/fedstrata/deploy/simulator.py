@@ -19,7 +19,7 @@ import tomli_w
 
 from fedstrata import checkpoint
 from fedstrata.deploy.configuration import CLASSES, ERROR, raised, write_job
-from fedstrata.deploy.processes import end
+from fedstrata.deploy.processes import end, start
 from fedstrata.deploy.settings import LOCAL, PATIENCE, JobSpec, SiteSettings
 from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.history import History
@@ -168,18 +168,12 @@ def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
     # Each site is one processor's work: more threads would only get in each other's way.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (root / "log.txt").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, "-n", str(sites), "-t", str(sites)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+        command += ["-n", str(sites), "-t", str(sites)]
+        process = start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             yield process
         finally:
-            if process.poll() is None:
-                end(process, GRACE)
+            end(process, GRACE)
 
 
 class _Watch:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
+from fedstrata.data.sources import read_arrays
 from fedstrata.data.subsets import largest_remainder
-from fedstrata.errors import SpecError
+from fedstrata.errors import DataError, SpecError
 from fedstrata.partitions.assign import (
     cut_by_dirichlet,
     deal_by_mix,
@@ -18,7 +21,7 @@ from fedstrata.partitions.assign import (
     taken_from_largest,
     top_up,
 )
-from fedstrata.partitions.base import Ints, Partition
+from fedstrata.partitions.base import Assignment, Ints, Partition
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
@@ -123,9 +126,12 @@ class Given(Partition):
 
     Args:
         indices: One sequence of sample numbers a client; ``clients`` may be left out, and is their number.
+        file: A ``.npz`` file with them, beside the spec or by its path, where they are many: ``indices``, client after
+            client, and ``offsets``, where in it each client begins and the last one ends, (N + 1,).
     """
 
-    indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)]
+    indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()
+    file: str | None = None
 
     @field_validator("indices", mode="before")
     @classmethod
@@ -139,6 +145,13 @@ class Given(Partition):
     def _count(cls, table: Any) -> Any:
         if not isinstance(table, Mapping):
             return table
+        if (file := table.get("file")) is not None:
+            if "indices" in table:
+                raise SpecError("file", "there are indices already; leave one of them out", str(file))
+            # What is in it is kept, and not its name: a spec is the same whatever file it was read from.
+            table = {**table, "indices": _indices_in(file), "file": None}
+        elif "indices" not in table:
+            raise SpecError("indices", "needed, and not given; or a file with them")
         if isinstance(table.get("indices"), np.ndarray):
             table = {**table, "indices": table["indices"].tolist()}
         if "clients" not in table and isinstance(table.get("indices"), (list, tuple)):
@@ -160,3 +173,27 @@ class Given(Partition):
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> list[Ints]:
         """See ``Partition.assign``."""
         return [np.array(part, dtype=np.int64) for part in self.indices]
+
+    def packed(self) -> bytes:
+        """The content of a ``file`` with these indices."""
+        lists = Assignment.from_lists([np.array(part, dtype=np.int64) for part in self.indices])
+        content = io.BytesIO()
+        np.savez(content, indices=lists.indices, offsets=lists.offsets)
+        return content.getvalue()
+
+
+def _indices_in(file: object) -> list[list[int]]:
+    """What a file holds for each client."""
+    if not isinstance(file, (str, Path)):
+        raise SpecError("file", "expected the path of a .npz file", file)
+    try:
+        arrays = read_arrays(Path(file), ("indices", "offsets"))
+    except DataError as error:
+        raise SpecError("file", str(error), str(file)) from None
+    indices, offsets = arrays["indices"], arrays["offsets"]
+    flat = all(array.ndim == 1 and array.dtype.kind in "iu" for array in arrays.values()) and len(offsets) > 1
+    ends = offsets.astype(np.int64) if flat else offsets
+    if not (flat and ends[0] == 0 and ends[-1] == len(indices) and (np.diff(ends) >= 0).all()):
+        problem = f"expected whole numbers: indices, and offsets that rise from 0 to their number, {indices.size}"
+        raise SpecError("file", problem, str(file))
+    return [part.tolist() for part in np.split(indices, ends[1:-1])]

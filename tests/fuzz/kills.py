@@ -1,0 +1,139 @@
+"""Runs that are killed at any time, and go on: the same bytes, and nobody is left behind."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+from tests.fuzz.cases import RAN, Family, SilentDifferenceError
+from tests.fuzz.folders import METHODS, TINY, empty_folder, ending, spec_of, undisturbed
+
+import fedstrata as fs
+from fedstrata import run_folder
+from fedstrata.engines import local
+
+SUBREAPER = 36
+"""``PR_SET_CHILD_SUBREAPER``: orphans come to this process, which can then see them."""
+
+LINGER = 20.0
+"""Seconds that a worker may take to notice that its parent is gone; generous."""
+
+COMPARED = ("scaffold", "fedstas", "moon")
+"""Three runs for two processes: one of them is begun late."""
+
+
+def forked(work: Callable[[], object], log: Path) -> int:
+    """A process that does some work and ends; what goes wrong there is in the log."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        warnings.simplefilter("ignore")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Workers although they do not pay for work as small as this, and no pictures, which take longer than it.
+        local.TEAM_PAYS = local.ASKING_PAYS = -1.0
+        run_folder.draw_partition = lambda assignment, data, path: path.touch()  # type: ignore[assignment]
+        work()
+        code = 0
+    except BaseException:
+        log.write_text(traceback.format_exc())
+    finally:
+        os._exit(code)
+
+
+def try_run(number: int, chance: random.Random, place: Path) -> str:
+    """A run of each method in turn, with and without workers."""
+    method, workers = list(METHODS)[number % len(METHODS)], 1 + number // len(METHODS) % 2
+    table = spec_of(method) | {"training": {**TINY["training"], "workers": workers}}
+
+    def begin_or_go_on(folder: Path) -> None:
+        fs.run(table, out=folder, resume=(folder / "spec.toml").exists())
+
+    killed(begin_or_go_on, lasts(begin_or_go_on, f"{method} {workers}"), chance, place)
+    require(method, place / "out", f"{method}, {workers} workers")
+    return RAN
+
+
+def try_compare(number: int, chance: random.Random, place: Path) -> str:
+    """A comparison in two processes."""
+    specs = {method: fs.Experiment.from_table(spec_of(method)) for method in COMPARED}
+
+    def begin_or_go_on(folder: Path) -> None:
+        fs.compare(specs, out=folder, jobs=2)
+
+    killed(begin_or_go_on, lasts(begin_or_go_on, "compare"), chance, place)
+    for method in COMPARED:
+        require(method, place / "out" / method / "seed-0", f"{method} of a comparison")
+    return RAN
+
+
+def require(method: str, folder: Path, what: str) -> None:
+    """The model and the records of the undisturbed run."""
+    if ending(fs.History.load(folder)) != undisturbed(method):
+        raise SilentDifferenceError(f"{what}: another model or other records than the undisturbed run's")
+
+
+_SECONDS: dict[str, float] = {}
+
+
+def lasts(work: Callable[[Path], None], what: str) -> float:
+    """Seconds that it takes where nobody kills it."""
+    if what not in _SECONDS:
+        place, began = empty_folder(), time.monotonic()
+        _waited(forked(lambda: work(place / "out"), place / "log.txt"), place)
+        _SECONDS[what] = time.monotonic() - began
+    return _SECONDS[what]
+
+
+def killed(work: Callable[[Path], None], seconds: float, chance: random.Random, place: Path) -> None:
+    """Begin some work, kill it up to three times at any time, and let it come to its end."""
+    _adopt_orphans()
+    for _ in range(chance.randint(1, 3)):
+        child = forked(lambda: work(place / "out"), place / "log.txt")
+        time.sleep(chance.uniform(0.0, seconds))
+        os.kill(child, chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+        os.waitpid(child, 0)
+        _nobody_is_left()
+    _waited(forked(lambda: work(place / "out"), place / "log.txt"), place)
+    _nobody_is_left()
+
+
+def _waited(child: int, place: Path) -> None:
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError(f"it cannot go on: {(place / 'log.txt').read_text()}")
+
+
+@cache
+def _adopt_orphans() -> None:
+    ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0)
+
+
+def _nobody_is_left() -> None:
+    """Those whom the killed work had started end too.
+
+    Raises:
+        SilentDifferenceError: Somebody still lives.
+    """
+    until = time.monotonic() + LINGER
+    while True:
+        try:
+            child, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if child == 0:
+            if time.monotonic() > until:
+                raise SilentDifferenceError("a process that the killed work had started lives on")
+            time.sleep(0.01)
+
+
+RUNS = Family("kills", try_run, seconds=600.0)
+COMPARES = Family("compares", try_compare, seconds=900.0)

@@ -1,0 +1,76 @@
+"""One family's cases, one after another: what the parent watches, and may have to kill."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from tests.fuzz import choices, files, folders, kills, specs, wire
+from tests.fuzz.cases import DIFFERENT, TRACEBACK, Family, SilentDifferenceError, chance_of
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        specs.FAMILY,
+        files.FAMILY,
+        wire.FAMILY,
+        choices.FAMILY,
+        folders.CHECKPOINTS,
+        folders.FOLDERS,
+        kills.RUNS,
+        kills.COMPARES,
+    )
+}
+
+MEMORY = 12 << 30
+"""Bytes of addresses: who asks for more gets a ``MemoryError``, and not the machine's end."""
+
+
+def outcome_of(family: Family, seed: int, number: int, place: Path) -> tuple[str, str]:
+    """How a case ended, and more about it where it should not have ended so; its files then stay."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    try:
+        outcome = family.try_one(number, chance_of(family.name, seed, number), place)
+    except SilentDifferenceError as error:
+        return DIFFERENT, str(error)
+    except Exception:
+        return TRACEBACK, traceback.format_exc()
+    shutil.rmtree(place, ignore_errors=True)
+    return outcome, ""
+
+
+def main() -> None:
+    """Print a line before and after each case, until time is up."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("family")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("first", type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("place", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    until = time.monotonic() + options.seconds
+    # What libraries print goes elsewhere: this is what the parent reads.
+    lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for number in itertools.count(options.first):
+        if time.monotonic() > until:
+            return
+        print(json.dumps({"number": number}), file=lines, flush=True)
+        kind, text = outcome_of(FAMILIES[options.family], options.seed, number, options.place / str(number))
+        print(json.dumps({"number": number, "kind": kind, "text": text}), file=lines, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""Faults made by hand in lines that decide results, and the tests that must notice each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault.
+
+    Args:
+        label: What is wrong with it.
+        file: Below ``src/fedstrata``.
+        old: What stands there, once.
+        new: What stands there instead.
+        tests: Those that must notice, below ``tests``.
+    """
+
+    label: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def _of(file: str, *tests: str) -> _File:
+    return _File(file, tests)
+
+
+@dataclass(frozen=True)
+class _File:
+    file: str
+    tests: tuple[str, ...]
+
+    def __call__(self, label: str, old: str, new: str, *tests: str) -> Mutant:
+        return Mutant(label, self.file, old, new, tests or self.tests)
+
+
+scaffold = _of("objectives/scaffold.py", "methods/test_scaffold.py")
+feddyn = _of("objectives/feddyn.py", "methods/test_feddyn.py")
+prox = _of("objectives/fedprox.py", "objectives/test_fedprox.py")
+moon = _of("objectives/moon.py", "objectives/test_moon.py", "objectives/test_untrained.py")
+calibrated = _of("objectives/calibrated.py", "objectives/test_calibrated.py")
+rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_rebafl.py")
+prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
+aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
+server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
+sgd = _of("training/sgd.py", "training/test_local.py")
+local = _of("training/local.py", "training/test_local.py")
+settings = _of("settings.py", "test_spec.py", "training/test_local.py")
+randomness = _of("rng.py", "test_rng.py")
+allocation = _of("sampling/allocation.py", "sampling/test_allocation.py")
+stratified = _of("sampling/stratified.py", "sampling/test_stratified.py", "methods/test_fedstas.py")
+weighted = _of("sampling/weighted.py", "sampling/test_weighted.py")
+sizes = _of("sampling/client_sizes.py", "sampling/test_ldp.py")
+ldp = _of("sampling/ldp.py", "sampling/test_ldp.py", "methods/test_fedstas.py")
+fedsampling = _of("sampling/fedsampling.py", "sampling/test_fedsampling.py", "methods/test_fedsampling.py")
+choice = _of("sampling/power_of_choice.py", "sampling/test_power_of_choice.py")
+uniform = _of("sampling/base.py", "sampling/test_weighted.py", "methods/test_fedavg.py")
+batch = _of("stratify/batch.py", "stratify/test_batch.py")
+client_batch = _of("stratify/client_batch.py", "stratify/test_batch.py")
+schedule = _of("stratify/schedule.py", "stratify/test_schedule.py")
+single = _of("stratify/single.py", "stratify/test_single.py")
+selection = _of("stratify/selection.py", "stratify/test_selection.py")
+stratify = _of("stratify/method.py", "stratify/test_batch.py", "stratify/test_single.py")
+norm = _of("nn/batchnorm.py", "nn/test_batchnorm.py")
+fedtan = _of("handlers/fedtan.py", "handlers/test_fedtan.py")
+averaged = _of("nn/averagednorm.py", "handlers/test_fedtan.py", "nn/test_batchnorm.py")
+fit = _of("handlers/fit.py", "handlers/test_fit.py", "training/test_local.py", "integration/test_private_sizes.py")
+federation = _of("federation/federation.py", "federation/test_federation.py")
+relay = _of("federation/engine.py", "federation/test_engine.py", "federation/test_federation.py")
+checks = _of("federation/reply_checks.py", "federation/test_federation.py")
+messages = _of("federation/messages.py", "federation/test_messages.py", "federation/test_federation.py")
+there = _of("federation/availability.py", "federation/test_availability.py")
+engine = _of(
+    "engines/local.py", "engines/test_local.py", "federation/test_federation.py", "engines/test_conformance.py"
+)
+store = _of("clients/store.py", "clients/test_store.py")
+checkpoint = _of("checkpoint.py", "test_checkpoint.py")
+identity = _of("identity.py", "test_identity.py")
+logs = _of("jsonl.py", "test_jsonl.py", "test_identity.py")
+folder = _of("run_folder.py", "test_run_folder.py", "test_experiment.py")
+recipe = _of("methods/base.py", "methods/test_recipe.py")
+sfl = _of("methods/sfl.py", "methods/test_sfl.py")
+head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/test_fedavg_ft.py")
+evaluation = _of(
+    "handlers/evaluation.py", "handlers/test_evaluation.py", "training/test_local.py", "test_experiment.py"
+)
+division = _of("partitions/schemes.py", "partitions/test_partitions.py")
+data = _of("data/arrays.py", "data/test_dataset.py")
+loop = _of("simulation.py", "test_simulation.py", "test_experiment.py")
+
+MUTANTS = [
+    scaffold("K is one too many", "1 / (trained.steps * context.lr)", "1 / ((trained.steps + 1) * context.lr)"),
+    scaffold("K is never 1", "if trained.steps == 0:", "if trained.steps <= 1:"),
+    scaffold("the correction's sign", "c[name] - mine[name] for name in c", "mine[name] - c[name] for name in c"),
+    scaffold("c by those who returned", "+ delta / clients", "+ delta / len(replies)"),
+    scaffold("the client forgets c_k", "for name in new}}, new", "for name in new}}, mine"),
+    scaffold("Δc is c_k", "new[name] - mine[name] for name in new", "new[name] for name in new"),
+    feddyn("h's sign", "h[name] - self.alpha / clients", "h[name] + self.alpha / clients"),
+    feddyn("the shift's sign", "w - h[name] / self.alpha", "w + h[name] / self.alpha"),
+    feddyn("h by those who returned", "self.alpha / clients * (w", "self.alpha / len(replies) * (w"),
+    feddyn("λ's sign at the client", "mine[n] - self.alpha * (w", "mine[n] + self.alpha * (w"),
+    feddyn("λ added, not taken off", "context.start[name]) - mine[name]", "context.start[name]) + mine[name]"),
+    prox("the pull's sign", "(w.detach() - context.start[name])", "(context.start[name] - w.detach())"),
+    prox("half the pull", "self.mu * (w.detach()", "self.mu / 2 * (w.detach()"),
+    moon("near and far", "(far - near) / temperature", "(near - far) / temperature"),
+    moon("no temperature", "(far - near) / temperature", "(far - near) * temperature"),
+    moon("who took no step keeps the global model", "if trained.steps == 0:", "if False:"),
+    calibrated("ε the other way", "(1 - epsilon) * share + epsilon", "epsilon * share + (1 - epsilon)"),
+    calibrated("FedLC's exponent", "** -0.25", "** -0.5"),
+    calibrated("FedLC's sign", "torch.where(counts > 0, -margins", "torch.where(counts > 0, margins"),
+    calibrated(
+        "FedRS scales what is there",
+        "torch.where(counts > 0, 1.0, self.alpha)",
+        "torch.where(counts > 0, self.alpha, 1.0)",
+    ),
+    rebafl("λ is one", "P[targets] + self.transfer * (features", "P[targets] + 1.0 * (features"),
+    rebafl("deviation from the target", "(features - P[labels])", "(features - P[targets])"),
+    rebafl("no second loss", "+ self.mu * second", "+ 0.0 * second"),
+    prototypes("weights of prototypes", "sums += counts[:, None] * table", "sums += (counts[:, None] > 0) * table"),
+    prototypes("theirs before one's own", "return merged(new, before)", "return merged(before, new)"),
+    prototypes(
+        "a sum, no mean",
+        '(sums / samples.clamp(min=1)[:, None]).float(), "samples": samples}\n    return',
+        'sums.float(), "samples": samples}\n    return',
+    ),
+    aggregation(
+        "draws do not count", "samples.astype(np.float64) * selection.draws[returned]", "samples.astype(np.float64)"
+    ),
+    aggregation("size counts twice", "if selection.stratum_samples is not None:", "if False:"),
+    aggregation("all strata, also empty ones", "present = sizes[per_stratum > 0].sum()", "present = sizes.sum()"),
+    aggregation("no importance", "per_stratum[stratum] * p)", "per_stratum[stratum])"),
+    aggregation("weights of buffers", "others, a / total)", "others, a)"),
+    aggregation("the counters' mean", ".amax(dim=0)", ".amin(dim=0)"),
+    server(
+        "momentum before decay",
+        "torch._foreach_add_(gradient, own, alpha=self.settings.weight_decay)\n        if self.settings.momentum",
+        "torch._foreach_sub_(gradient, own, alpha=self.settings.weight_decay)\n        if self.settings.momentum",
+    ),
+    server(
+        "a velocity that never fades",
+        "torch._foreach_mul_(self._first, self.settings.momentum)",
+        "torch._foreach_mul_(self._first, 1.0)",
+    ),
+    server("yogi's sign", "torch.sign(v - square)", "torch.sign(square - v)"),
+    server("τ inside the root", "(v.sqrt() + tau)", "(v + tau).sqrt()"),
+    server("β₁ twice", "alpha=1 - beta1", "alpha=1 - beta2"),
+    sgd(
+        "decay before the clip",
+        (
+            "if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)\n"
+            "        if self.training.weight_decay:\n"
+            "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)"
+        ),
+        (
+            "if self.training.weight_decay:\n"
+            "            gradient = torch._foreach_add(gradient, params, alpha=self.training.weight_decay)\n"
+            "        if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)"
+        ),
+    ),
+    sgd(
+        "the clip before the correction",
+        (
+            "if correction is not None:\n"
+            "            gradient = torch._foreach_add(gradient, correction)\n"
+            "        if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)"
+        ),
+        (
+            "if self.training.clip is not None:\n"
+            "            gradient = clipped(gradient, self.training.clip)\n"
+            "        if correction is not None:\n"
+            "            gradient = torch._foreach_add(gradient, correction)"
+        ),
+    ),
+    sgd("short gradients grow", "max=1.0)", "max=1e9)"),
+    sgd(
+        "momentum is dampened",
+        "torch._foreach_add_(self.velocity, gradient)",
+        "torch._foreach_add_(self.velocity, gradient, alpha=1 - self.training.momentum)",
+    ),
+    settings("a round late", "t = round - 1", "t = round"),
+    settings("half a cosine", "math.pi * min(t", "0.5 * math.pi * min(t"),
+    local(
+        "one batch for each epoch",
+        "if end == n:\n                    break",
+        "if end >= size:\n                    break",
+    ),
+    randomness("the client is no part of it", "{seed}|{purpose}|{round}|{client}", "{seed}|{purpose}|{round}|{round}"),
+    randomness("the seed is no part of it", "{seed}|{purpose}|{round}|{client}", "0|{purpose}|{round}|{client}"),
+    randomness("PyTorch's generator is left as it is", "torch.set_rng_state(state)", "pass"),
+    allocation("Neyman without the spread", "weights = sizes * deviations", "weights = sizes * (deviations > 0)"),
+    allocation("Neyman without the size", "weights = sizes * deviations", "weights = (sizes > 0) * deviations"),
+    allocation(
+        "more than there is", "remainders = np.where(whole < sizes, exact - whole, -1.0)", "remainders = exact - whole"
+    ),
+    stratified(
+        "K is no part of an update",
+        "(np.float32(state.lr) * np.array(steps, dtype=np.float32))",
+        "(np.float32(state.lr) * np.ones(len(steps), dtype=np.float32))",
+        "sampling/test_updates.py",
+        "methods/test_fedstas.py",
+    ),
+    stratified(
+        "drawn alike within a stratum",
+        "p = norms[members] / total if total > 0 else",
+        "p = norms[members] / total if total < 0 else",
+    ),
+    stratified("probabilities of the whole", "probability[members] = p\n", "probability[members] = p / len(sizes)\n"),
+    weighted("nobody is certain", "left * sizes >= sizes[~certain].sum()", "left * sizes > 2 * sizes[~certain].sum()"),
+    weighted("the first pointer", "generator.integers(total) + total * np.arange(places)", "total * np.arange(places)"),
+    sizes(
+        "LDP's α", "return -math.expm1(-epsilon) / (1 + (bound - 2)", "return -math.expm1(-epsilon) / (1 + (bound - 1)"
+    ),
+    sizes("LDP's estimate", "(1 - alpha) * bound * m / 2", "(1 - alpha) * (bound - 1) * m / 2"),
+    sizes("the answer's range", "max(1, min(size, bound - 1))", "min(size, bound)"),
+    ldp("the last estimate", "self.fraction * state.total / state.rounds", "self.fraction * estimate"),
+    fedsampling("answers are kept", "~np.isin(state.known, fresh) & self.reuse", "~np.isin(state.known, fresh)"),
+    fedsampling("never more than one", "min(1.0, self.samples / estimate)", "min(1.0, self.samples / (2 * estimate))"),
+    choice("the best, not the worst", "len(asked)), -losses))[:m]", "len(asked)), losses))[:m]"),
+    choice("candidates without sizes", "replace=False, p=sizes / sizes.sum())", "replace=False)"),
+    uniform(
+        "the same every round",
+        (
+            "federation.config.training.invited(federation.config.clients), "
+            'federation.rng("client-sampling")\n'
+            "        if self.replacement"
+        ),
+        (
+            "federation.config.training.invited(federation.config.clients), np.random.default_rng(0)\n"
+            "        if self.replacement"
+        ),
+    ),
+    batch("the batch in hand is given away again", "self.batch_of[theirs] > batch]", "self.batch_of[theirs] >= batch]"),
+    batch("one more batch is lost", "self.batch_of[theirs] > batch]", "self.batch_of[theirs] > batch + 1]"),
+    batch("who left keeps its positions", "self.owner[theirs] = -1", "self.owner[theirs[:0]] = -1"),
+    batch(
+        "a sum, no mean, before the clip",
+        "list(reply.gradient.values()), float(reply.samples))",
+        "list(reply.gradient.values()), 1.0)",
+    ),
+    batch("a batch of one goes on", "if pairs and len(wanted) > 1 and", "if False and"),
+    batch("a refilled pool that serves nothing", "if (client, p) in self._refilled and not", "if False and not"),
+    client_batch("the mean's gradient", "torch._foreach_mul_(parts, len(indices))", "torch._foreach_mul_(parts, 1.0)"),
+    client_batch(
+        "samples are taken twice",
+        "Pool(pool.order, pool.used + len(taken), pool.refills)",
+        "Pool(pool.order, pool.used, pool.refills)",
+    ),
+    client_batch("pools that look alike", 'f"pool/{label}/{refills}"', 'f"pool/{label}"'),
+    schedule("the cap is the mean", "int(np.median(totals))", "int(np.mean(totals))"),
+    schedule(
+        "not shuffled",
+        "generator.permutation(np.repeat(np.arange(len(frequency)), frequency))",
+        "np.repeat(np.arange(len(frequency)), frequency)",
+    ),
+    single(
+        "what was missed is not trained",
+        "self._put_back(task.places[missing] if len(trained) < len(task.places) else trained[:0])",
+        "self._put_back(trained[:0])",
+    ),
+    single("failed positions go", "self._put_back(self._trained.get(position, task.places))", "pass"),
+    selection("pools of everybody", "np.ceil(retain * able.sum", "np.ceil(able.sum"),
+    selection("the shortest run", "longest = lengths.max(axis=1)", "longest = lengths.min(axis=1)"),
+    stratify("the stream's part comes too early", "part * (round - before - 1)", "part * (round - before)"),
+    norm("the centre", "if centre is not mean:", "if False:", "nn/test_batchnorm.py", "handlers/test_fedtan.py"),
+    norm("the share", "local * scale * ctx.share", "local * scale", "nn/test_batchnorm.py", "handlers/test_fedtan.py"),
+    norm("a biased variance is remembered", "var * (count / (count - 1))", "var * 1.0"),
+    norm("squares about zero", "squares.double() + count * mean.square()", "squares.double()"),
+    norm("the batch is its own", "group.all_reduce_sum(own.double()) / ctx.count", "own.double() / ctx.count"),
+    fedtan("every step in tandem", "if first and group is not None", "if group is not None"),
+    fedtan("statistics go on moving", "            _freeze(model.module)\n", ""),
+    fit(
+        "the statistics are told",
+        "result = Weights(result.params, {**result.buffers, **came})",
+        "pass",
+        "training/test_local.py",
+        "nn/test_batchnorm.py",
+        "handlers/test_fit.py",
+    ),
+    fit("counters are told", "result = Weights(result.params, {**result.buffers, **counters})", "pass"),
+    fit("samples are told", "if request.counts else (0, 0, 0)", "if True else (0, 0, 0)"),
+    fit(
+        "all samples",
+        "len(client)) < request.keep]",
+        "len(client)) < 2]",
+        "methods/test_fedstas.py",
+        "methods/test_fedsampling.py",
+    ),
+    federation("refused replies are kept", "self.engine.commit(good)\n", "self.engine.commit(asked)\n"),
+    federation("one bad part does not void a group", "if together and len(good) < len(outcomes):", "if False:"),
+    federation("a quorum of one less", "if len(good) < quorum:", "if len(good) < quorum - 1:"),
+    federation("the sum is not checked", "defect_of(total, request.check_reply) is None", "total is not None"),
+    federation("bytes of one client", "records.size(total) * len(reached)", "records.size(total)"),
+    relay(
+        "a refused part goes on",
+        "            self._weights = moved\n            self._replies.append(reply)",
+        "            self._replies.append(reply)\n        self._weights = moved",
+    ),
+    relay(
+        "a refused part's state is kept",
+        "self._engine.commit([client] if accepted else [])",
+        "self._engine.commit([client])",
+    ),
+    relay("another shape goes on", "if defect := defect_of(moved,", "if False and defect_of(moved,"),
+    checks(
+        "infinity passes",
+        "math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())",
+        "not bool(torch.isnan(leaf).any())",
+    ),
+    checks(
+        "another dtype passes",
+        "if found.shape != tensor.shape or found.dtype != tensor.dtype:",
+        "if found.shape != tensor.shape:",
+    ),
+    messages("negative counts", "if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:", "if reply.samples < 0:"),
+    there("periods begin a round late", "(round - 1) // self.period", "round // self.period"),
+    there("groups overlap", 'side="right")]', 'side="left")]'),
+    engine(
+        "an accepted client's state goes",
+        "if number in self._pending and self._pending[number].changed():",
+        "if number in self._pending and not self._pending[number].changed():",
+    ),
+    engine(
+        "everybody's state is kept",
+        "        for number in accepted:\n            if number in self._pending",
+        "        for number in list(self._pending):\n            if number in self._pending",
+    ),
+    store(
+        "what was spilled is forgotten",
+        "        self._spilled.discard(client)\n        self.changed.add(client)",
+        "        self.changed.add(client)",
+    ),
+    checkpoint("a damaged state passes", 'if _digest(data) != manifest["state"]:', "if False:"),
+    checkpoint("a damaged client passes", "if _digest(files[int(client)].read_bytes()) != digest:", "if False:"),
+    checkpoint(
+        "only what changed is listed",
+        'previous["clients"].items() if client in held}',
+        'previous["clients"].items() if client in ()}',
+    ),
+    checkpoint("files of the last but one go", "for kept in whole[:KEEP]:", "for kept in whole[:1]:"),
+    identity("any change is allowed", "if allowed is None or (", "if allowed is not None and ("),
+    identity("fewer rounds go on", "isinstance(will, int) and will > was", "isinstance(will, int)"),
+    identity(
+        "the model is not compared",
+        '("data", "data"), ("model", "model"), ("partition", "partition")',
+        '("data", "data"), ("partition", "partition")',
+    ),
+    identity(
+        "the data are not compared",
+        '("data", "data"), ("model", "model"), ("partition", "partition")',
+        '("model", "model"), ("partition", "partition")',
+    ),
+    identity("code is not compared", 'if before["code"].get(name) != now["code"].get(name):', "if False:"),
+    logs("the chain is none", "_checksum(last, text) != checksum:", "False:"),
+    logs("each line for itself", "            last = checksum\n        elif", '            last = ""\n        elif'),
+    logs("zeros are a torn line", 'if number == len(lines) and b"\\0" not in line:', "if number == len(lines):"),
+    folder(
+        "later records stay",
+        "truncate_after(done if done else -1)",
+        "truncate_after(10**9)",
+        "test_run_folder.py",
+        "test_checkpoint.py",
+    ),
+    folder(
+        "lost events are not missed", "if last and not self._logs[name].holds(last):", "if False:", "test_identity.py"
+    ),
+    folder(
+        "other records go on",
+        "if name == METRICS:\n                    raise",
+        "if False:\n                    raise",
+        "test_identity.py",
+    ),
+    folder("long lists stay", "> LONG:", "> 10**9:", "test_identity.py"),
+    checkpoint("it knows no logs", '"logs": dict(logs or {})', '"logs": {}', "test_run_folder.py"),
+    division("offsets that fall", "(np.diff(ends) >= 0).all()", "True"),
+    recipe(
+        "frozen parameters move",
+        "combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined",
+        "pass",
+        "methods/test_fedbabu.py",
+        "methods/test_recipe.py",
+        "objectives/test_untrained.py",
+    ),
+    recipe(
+        "losses of all alike",
+        "weights = [reply.seen if seen else int(reply.trained) for reply in answers]",
+        "weights = [1 for reply in answers]",
+        "methods/test_recipe.py",
+        "methods/test_fedavg.py",
+    ),
+    recipe("Λ of sums", "total / len(models)", "total"),
+    sfl("the same journey", "permutation(selection.clients)", "permutation(selection.clients) * 0 + selection.clients"),
+    sfl("it learns from a relay", "if sampler.learns(config):", "if False:"),
+    head("the whole model is tuned", "for name in config.model.head_names}", "for name in config.model.params()}"),
+    head("another sample each round", 'rng(config.seed, "server-samples")', 'rng(config.seed + 1, "server-samples")'),
+    evaluation("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
+    data("normalised by the training set and not", "varies = deviation > 1e-7", "varies = deviation > 1e7"),
+    loop(
+        "the last round is not counted",
+        "return self.round >= self.spec.training.rounds",
+        "return self.round > self.spec.training.rounds",
+    ),
+]
