@@ -57,13 +57,13 @@ def frozen(balance: str) -> dict[str, Any]:
     updates = np.stack(
         [torch.cat([w.reshape(-1) for w in fits[k].weights.params.values()]).sub(flat).numpy() for k in everybody]
     )
-    squeezed = federation.ask(dict.fromkeys(everybody, Compress(11, weights, 9, 2048)))
+    quantized = federation.ask(dict.fromkeys(everybody, Compress(11, weights, 9, 2048)))
     losses = federation.ask(dict.fromkeys(everybody, LossReport(11, weights)))
     return {
         "sizes": prepared.config.sizes,
         "updates": updates.astype(np.float64),
         "sketches": np.stack([sketch(fits[k].weights.params, 2048, 0) for k in everybody]),
-        "gradients": np.stack([restore(r.centres.numpy(), r.codes.numpy(), r.length) for r in squeezed.values()]),
+        "gradients": np.stack([restore(r.centres.numpy(), r.codes.numpy(), r.length) for r in quantized.values()]),
         "losses": np.array([reply.loss for reply in losses.values()]),
     }
 

@@ -67,6 +67,25 @@ def test_who_was_drawn_by_size_is_not_weighted_by_it_again(aggregator):
     np.testing.assert_allclose(found, [0.1, 0.2, 0.5 / 3, 0.5 / 3, 0.5 / 3, 0.2], rtol=1e-12)
 
 
+def test_random_allocations_are_weighted_by_hand():
+    """Strata of 5, 12 and 3 clients had chances of a draw of 1, 0.5 and 0.25; the third got none this time."""
+    chance = np.array([1.0, 0.5, 0.25])
+    invited = replace(
+        INVITED, **{key: getattr(INVITED, key)[:5] for key in ("clients", "draws", "probability", "stratum")}
+    )
+    invited = replace(invited, stratum_chance=chance)
+    # draws / (N m_h p chance), N = 20: a stratum without a draw is not away.
+    expected = [1 / (60 * 0.5), 2 / (60 * 0.25), 1 / (30 * 0.1), 1 / (30 * 0.2), 1 / (30 * 0.05)]
+    found = HorvitzThompson().coefficients(invited, np.arange(5), np.full(5, 9))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    # (N_h / N) · draws / (m_h chance)
+    found = StratumMean().coefficients(invited, np.arange(5), np.full(5, 9))
+    np.testing.assert_allclose(found, [5 / 60, 10 / 60, 0.4, 0.4, 0.4], rtol=1e-12)
+    # The second stratum was invited and nobody of it returned: N = 8.
+    found = HorvitzThompson().coefficients(invited, np.array([1]), np.array([9]))
+    np.testing.assert_allclose(found, [2 / (8 * 2 * 0.25)], rtol=1e-12)
+
+
 @pytest.mark.parametrize("aggregator", [MeanBySize(), Mean(), StratumMean()])
 @pytest.mark.parametrize("returned", [EVERYBODY, SOME, ONE, [5]])
 def test_weights_add_up_to_one_over_those_who_returned(aggregator, returned):

@@ -9,6 +9,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata import records
+from fedstrata.errors import SpecError
 
 MODEL = {"name": "mlp", "hidden": [16]}
 
@@ -33,7 +34,7 @@ def test_a_round_on_digits(start):
         sizes, allocation = metrics["strata_sizes"], metrics["strata_allocation"]
         assert sum(sizes) == 24
         assert sum(allocation) == 6
-        assert all(1 <= m <= n for m, n in zip(allocation, sizes, strict=True))
+        assert all(0 <= m <= n for m, n in zip(allocation, sizes, strict=True))
         assert len(metrics["strata_deviation"]) == len(sizes) <= 4
         assert metrics["clients_invited"] == 24  # everybody sends a compressed gradient
         assert metrics["exchanges"] == 3  # compressed gradients, sizes, training
@@ -123,8 +124,25 @@ def test_a_bound_that_clips_is_said():
 
 
 def test_fewer_clients_than_strata_is_said():
+    rule = {"allocation": "neyman-at-least-one"}
     with pytest.warns(UserWarning, match="3 clients a round are fewer than 4 strata"):
-        fs.prepare(spec(FEDSTAS, clients_per_round=3))
+        fs.prepare(spec({**FEDSTAS, **rule}, clients_per_round=3))
+
+
+@pytest.mark.parametrize("rule", ["neyman", "neyman-random", "neyman-at-least-one", "proportional"])
+def test_every_rule_of_allocation_acts(start, rule):
+    """With as many draws as strata: one for each, or not."""
+    sampling = {"allocation": rule, "aggregation": "paper" if rule == "neyman" else "horvitz-thompson"}
+    started = start(spec({**FEDSTAS, "strata": 6, **sampling}))
+    found = [started.step()["strata_allocation"] for _ in range(4)]
+    assert all(sum(each) == 6 for each in found)
+    one_each = [min(each) > 0 for each in found if len(each) == 6]
+    assert all(one_each) == (rule in ("neyman-at-least-one", "proportional"))
+
+
+def test_what_leaves_strata_out_cannot_be_weighted():
+    with pytest.raises(SpecError, match="leaves strata without a draw in every round"):
+        fs.prepare(spec({**FEDSTAS, "allocation": "neyman", "aggregation": "horvitz-thompson"}))
 
 
 def test_participants_renew_and_the_others_keep_their_last(start):

@@ -404,3 +404,16 @@ def test_no_file_of_indices(tmp_path):
         Given(file=tmp_path / "none.npz")
     with pytest.raises(SpecError, match="file = 5: expected the path"):
         Given(file=5)
+
+
+def test_alpha_in_every_class_is_ten_times_alpha_by_shares(labelled):
+    """Ten classes of equal size: the same draws, to the sample."""
+    labels = np.repeat(np.arange(10), 300)
+    flat = Dirichlet(clients=20, alpha=0.01, balance="client", prior="flat")
+    shares = Dirichlet(clients=20, alpha=0.1, balance="client")
+    assert table(flat, labelled(labels)).tolist() == table(shares, labelled(labels)).tolist()
+
+
+def test_a_prior_without_mixes_is_refused():
+    with pytest.raises(SpecError, match="belongs to balance = 'client'"):
+        Dirichlet(prior="flat")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.sampling.allocation import allocate, neyman, spread
+from fedstrata.sampling.allocation import FLOOR, allocate, allocated, neyman, quotas, spread, systematic
 
 STRATA = st.lists(st.tuples(st.integers(0, 40), st.floats(0, 1e3)), min_size=1, max_size=8).filter(
     lambda strata: any(size for size, _ in strata)
@@ -104,3 +104,58 @@ def test_spread_is_the_root_of_the_mean_coordinate_variance():
     # Stratum 0: variances 1 and 4. Stratum 1: one point. Stratum 2: nobody. Stratum 3: one point.
     found = spread(points, np.array([0, 0, 1, 3]), 4)
     np.testing.assert_allclose(found, [np.sqrt(2.5), 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes", "deviations", "expected"),
+    [
+        (4, [10, 10, 10], [9.0, 1.0, 0.5], [4, 0, 0]),  # 3.4, 0.4, 0.2: the largest remainder is the first's
+        (10, [20, 20, 20], [2.0, 1.0, 0.0], [7, 3, 0]),  # 6.7, 3.3, 0
+        (6, [2, 10, 10], [9.0, 1.0, 1.0], [2, 2, 2]),  # full
+        (3, [4, 0, 4], [1.0, 7.0, 1.0], [2, 0, 1]),
+    ],
+)
+def test_as_published_strata_may_get_none(budget, sizes, deviations, expected):
+    assert neyman(budget, np.array(sizes), np.array(deviations), least=0).tolist() == expected
+
+
+def test_as_many_draws_as_strata_leave_the_floor_of_one_nothing_to_allocate():
+    """Ten strata and ten draws: with one for each, deviations do not matter."""
+    sizes, deviations = np.full(10, 10), np.array([0.1, 0.1, 3, 1, 1, 1, 1, 1, 1, 1])
+    assert neyman(10, sizes, deviations).tolist() == [1] * 10
+    assert neyman(10, sizes, deviations, least=0).tolist() == [0, 0, 3, 1, 1, 1, 1, 1, 1, 1]
+
+
+@given(STRATA, st.floats(0, 1), st.integers(0, 99))
+def test_random_rounding_keeps_the_sum_and_stays_within_the_strata(strata, share, seed):
+    sizes, deviations = unzip(strata)
+    budget = round(share * int(sizes.sum()))
+    found, chance = allocated("neyman-random", budget, sizes, deviations, np.random.default_rng(seed))
+    assert found.sum() == budget
+    assert ((found >= 0) & (found <= sizes)).all()
+    assert (chance[found > 0] > 0).all()
+    filled = sizes > 0
+    floor = min(1.0, FLOOR * budget / filled.sum())
+    assert (chance[filled] >= floor - 1e-9).all()
+
+
+def test_random_rounding_gives_the_quotas_on_average():
+    """4,000 draws: each mean within 4 standard errors, each number one of the two whole ones beside its quota."""
+    sizes, weights = np.array([30, 20, 9, 4, 1]), np.array([5.0, 3.0, 2.0, 0.3, 0.0])
+    exact = quotas(7, sizes, weights, np.full(5, 0.5))
+    assert exact.sum() == pytest.approx(7)
+    g = np.random.default_rng(0)
+    found = np.stack([systematic(exact, g) for _ in range(4000)])
+    assert (found.sum(axis=1) == 7).all()
+    assert ((found == np.floor(exact)) | (found == np.ceil(exact))).all()
+    error = found.std(axis=0) / np.sqrt(4000)
+    assert (np.abs(found.mean(axis=0) - exact) <= 4 * error + 1e-12).all()
+
+
+@pytest.mark.parametrize("rule", ["neyman", "neyman-at-least-one", "proportional"])
+def test_other_rules_are_certain(rule):
+    sizes, deviations = np.array([30, 9, 3]), np.array([0.0, 5.0, 1.0])
+    found, chance = allocated(rule, 5, sizes, deviations, np.random.default_rng(0))
+    by_hand = {"neyman": [0, 5, 0], "neyman-at-least-one": [1, 3, 1], "proportional": [3, 1, 1]}
+    assert found.tolist() == by_hand[rule]
+    assert chance.tolist() == (found > 0).astype(float).tolist()

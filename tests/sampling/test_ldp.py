@@ -70,6 +70,22 @@ def test_clipping_biases_it_to_what_the_bound_leaves():
     assert abs(found.mean() - np.minimum(sizes, 49).sum()) < 4 * error
 
 
+def test_a_mean_estimate_that_is_right_keeps_too_many_samples():
+    """The figures of docs/sampling.md: ε = 3, M = 100, ten clients of 600 samples, a tenth of them wanted."""
+    alpha = truth_probability(3.0, 100)
+    found = estimates(np.full(10, 600), bound=100, alpha=alpha, times=4000)
+    assert found.mean() == pytest.approx(1002, rel=0.05)
+    assert found.std() == pytest.approx(587, rel=0.05)
+    keep = np.minimum(1.0, 0.1 * found.mean() / found)
+    assert keep.mean() == pytest.approx(0.20, abs=0.02)
+    assert (keep == 1).mean() == pytest.approx(0.077, abs=0.02)
+    # Held above 1 it is too large on average: 109.5 for a true total of 87.
+    sizes = np.repeat([8, 9], [3, 7])
+    assert sizes.sum() == 87
+    held = estimates(sizes, bound=20, alpha=truth_probability(1.3, 20), times=6000)
+    assert held.mean() == pytest.approx(109.5, rel=0.05)
+
+
 def test_the_estimate_by_hand():
     # (12 + 30 + 3 − 0.75 · 40 · 3 / 2) / 0.25 = 0 → 1; with 80 more it is 320.
     assert estimated_total([12, 30, 3], bound=40, alpha=0.25) == 1.0

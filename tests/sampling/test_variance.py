@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
-from fedstrata.sampling.allocation import neyman, spread
+from fedstrata.sampling.allocation import allocated, neyman, spread
 from fedstrata.sampling.base import Selection
 from fedstrata.sampling.clustered import Distributions, by_group, by_size, counted, group
 from fedstrata.sampling.fedssar import shares
@@ -47,6 +49,21 @@ def strata_of(updates: np.ndarray, replacement: bool):
     return lambda g: draw_strata(EVERYBODY, strata, counts, allocation, norms, replacement, g)
 
 
+def by_rule(updates: np.ndarray, rule, strata: int = 8):
+    """FedSTS with more strata than places (and one of a single client), by a rule of allocation."""
+    points = updates.astype(np.float32)
+    labels = stratify(points, strata, seed=0, round=1)
+    counts = np.bincount(labels)
+    deviations, norms = spread(points, labels, len(counts)), np.linalg.norm(updates, axis=1)
+
+    def select(g: np.random.Generator) -> Selection:
+        allocation, chance = allocated(rule, M, counts, deviations, g)
+        found = draw_strata(EVERYBODY, labels, counts, allocation, norms, True, g)
+        return replace(found, stratum_chance=chance if rule == "neyman-random" else None)
+
+    return select
+
+
 def drawn_from(made: Distributions, sizes: np.ndarray):
     return lambda g: counted(EVERYBODY, sizes, made.draw(g))
 
@@ -71,6 +88,7 @@ UNBIASED = {
         "samples",
     ),
     "fedsts": (lambda s, u: strata_of(u, True), HorvitzThompson(), "clients"),
+    "fedsts, random allocation": (lambda s, u: by_rule(u, "neyman-random"), HorvitzThompson(), "clients"),
 }
 
 
@@ -102,6 +120,19 @@ def test_the_papers_aggregate_of_importance_samples_is_biased(frozen):
     # The weights of a mean add up to one in every draw, those of Horvitz and Thompson on average.
     assert paper.weight.sum() == pytest.approx(1)
     assert repaired.weight == pytest.approx(np.full(N, 1 / N), rel=0.25)
+
+
+@pytest.mark.slow
+def test_strata_without_a_draw_bias_the_aggregate(frozen):
+    """Neyman's allocation as published: of eight strata and six places some never get one."""
+    sizes, updates = frozen
+    target = updates.mean(axis=0)
+    published = simulate(by_rule(updates, "neyman"), HorvitzThompson(), sizes, updates)
+    assert (published.weight == 0).sum() > 0
+    assert published.deviation(target) > 8
+    found = simulate(by_rule(updates, "neyman-random"), HorvitzThompson(), sizes, updates)
+    assert (found.weight > 0).all()
+    assert found.deviation(target) < 4
 
 
 def similar(clusters: np.ndarray, m: int):

@@ -154,8 +154,9 @@ class StratumMean(Aggregator):
 
     With importance sampling inside the strata this is biased, although the papers say otherwise: clients with large
     gradients are drawn more often and not weighted down. ``HorvitzThompson`` is unbiased. m_h counts those who
-    returned; strata of which nobody did are left out and the others weighted up. Where clients were drawn in
-    proportion to their samples, a stratum counts for its samples and not for its clients.
+    returned; strata of which nobody did are left out and the others weighted up, and so are strata that Neyman's
+    allocation gives no draw: a second bias, of the published code too. Where clients were drawn in proportion to their
+    samples, a stratum counts for its samples and not for its clients.
     """
 
     def coefficients(
@@ -170,9 +171,8 @@ class StratumMean(Aggregator):
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         sizes = selection.stratum_sizes if selection.stratum_samples is None else selection.stratum_samples
-        present = sizes[per_stratum > 0].sum()
-        share = sizes[stratum] / max(int(present), 1)
-        result: NDArray[np.float64] = share * draws / per_stratum[stratum]
+        share = sizes[stratum] / _population(selection, sizes, per_stratum)
+        result: NDArray[np.float64] = share * draws / (per_stratum[stratum] * _chance(selection)[stratum])
         return result
 
 
@@ -184,6 +184,9 @@ class HorvitzThompson(Aggregator):
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """The weights hold for draws with replacement, and for uniform ones without: 1/m each."""
+        if getattr(sampler, "allocation", None) == "neyman":
+            problem = "leaves strata without a draw in every round, which no weight repairs; horvitz-thompson takes"
+            raise SpecError("method.allocation", f"{problem} 'neyman-random' (its default) or one for each", "neyman")
         if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
             raise SpecError(
                 "method.client_sampler.replacement",
@@ -198,10 +201,28 @@ class HorvitzThompson(Aggregator):
         """1 / (N m_h p_k) a draw; under dropout m_h counts the draws that returned."""
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
-        present = selection.stratum_sizes[per_stratum > 0].sum()
-        p = selection.probability[returned]
-        result: NDArray[np.float64] = draws / (max(int(present), 1) * per_stratum[stratum] * p)
+        population = _population(selection, selection.stratum_sizes, per_stratum)
+        p = selection.probability[returned] * _chance(selection)[stratum]
+        result: NDArray[np.float64] = draws / (population * per_stratum[stratum] * p)
         return result
+
+
+def _chance(selection: Selection) -> NDArray[np.float64]:
+    """How likely each stratum was to get any draw, shape (H,)."""
+    chance = selection.stratum_chance
+    return np.ones(len(selection.stratum_sizes)) if chance is None else chance
+
+
+def _population(selection: Selection, sizes: NDArray[np.int64], per_stratum: NDArray[Any]) -> int:
+    """What the strata hold together, without those of which nobody returned.
+
+    A stratum that got no draw by chance counts: the others stand for it in other rounds.
+    """
+    missing = per_stratum == 0
+    if selection.stratum_chance is not None:
+        invited = np.bincount(selection.stratum, minlength=len(sizes)) > 0
+        missing &= invited
+    return max(int(sizes[~missing].sum()), 1)
 
 
 AGGREGATORS: Registry[Aggregator] = Registry(

@@ -7,6 +7,7 @@ from typing import Literal
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
 from fedstrata.config import Setting
 from fedstrata.methods.base import Choice, Recipe, setting_of
+from fedstrata.sampling.allocation import Allocation
 from fedstrata.sampling.ldp import FedSTaSData
 from fedstrata.sampling.stratified import Gradients, Refresh, Stratified
 
@@ -27,6 +28,7 @@ class FedSTS(Recipe):
     coordinates: int = setting_of("client_sampler")
     refresh: Refresh | None = setting_of("client_sampler")
     gradients: Gradients | None = setting_of("client_sampler")
+    allocation: Allocation | None = setting_of("client_sampler")
 
     aggregator = StratumMean()
     aggregation: Literal["paper", "horvitz-thompson"] = "paper"

@@ -49,13 +49,26 @@ class Dirichlet(Partition):
             from Dir_N(α), so that sizes vary too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). When α
             is small many clients end up empty; those below ``min_size`` are topped up with random samples of
             the largest clients, as few as possible. ``"client"``: every client holds the same number of
-            samples (±1), their classes drawn from a mix of its own ~ Dir_C(α·p), p being the class shares of
-            the whole set (Hsu et al. 2019). Mixes are renormalised over the classes that have not run out;
-            all clients draw at once, so that running out falls on no client in particular.
+            samples (±1), their classes drawn from a mix of its own; see ``prior``. Mixes are renormalised over
+            the classes that have not run out; all clients draw at once, so that running out falls on no client
+            in particular.
+        prior: What the mixes of ``balance = "client"`` are drawn from, and so what α means. ``"shares"``: Dir_C(α·p),
+            p being the class shares of the whole set (Hsu et al. 2019), so that the parameters add up to α.
+            ``"flat"``: α for every class, as in the published code of FedSTaS. With ten classes of equal size an α of
+            0.001 in every class is an α of 0.01 by shares.
     """
 
     alpha: Alpha = 0.5
     balance: Literal["class", "client"] = "class"
+    prior: Literal["shares", "flat"] = "shares"
+
+    @model_validator(mode="after")
+    def _prior_of_mixes(self) -> Dirichlet:
+        if self.prior != "shares" and self.balance != "client":
+            raise SpecError(
+                "prior", "belongs to balance = 'client', where every client has a mix of classes", self.prior
+            )
+        return self
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
@@ -63,7 +76,8 @@ class Dirichlet(Partition):
         if self.balance == "class":
             owner = cut_by_dirichlet(codes, self.clients, self.alpha, rng)
             return top_up(owner, self.clients, self.min_size, rng)
-        prior = np.broadcast_to(self.alpha * amounts / len(labels), (self.clients, len(amounts)))
+        shares = amounts / len(labels) if self.prior == "shares" else np.ones(len(amounts))
+        prior = np.broadcast_to(self.alpha * shares, (self.clients, len(amounts)))
         sizes = np.full(self.clients, len(labels) // self.clients)
         sizes[rng.permutation(self.clients)[: len(labels) % self.clients]] += 1
         return deal_by_mix(codes, sizes, log_dirichlet(prior, rng), rng)

@@ -30,6 +30,8 @@ class Selection:
         stratum_sizes: N_h, clients in every stratum, shape (H,).
         stratum_samples: Σ n_k of every stratum, shape (H,), where clients were drawn in proportion to n_k: a mean by
             size then counts every draw of a stratum alike. None where size played no part.
+        stratum_chance: How likely each stratum was to get any draw, shape (H,), where their numbers of draws were
+            random. None where they were not.
         metrics: What the sampler adds to the round's metrics.
     """
 
@@ -39,6 +41,7 @@ class Selection:
     stratum: NDArray[np.int64]
     stratum_sizes: NDArray[np.int64]
     stratum_samples: NDArray[np.int64] | None = None
+    stratum_chance: NDArray[np.float64] | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

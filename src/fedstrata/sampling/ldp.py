@@ -77,4 +77,9 @@ class FedSTaSData(DataSampler):
         state = FedSTaSDataState(state.total + estimate, state.rounds + 1)
         wanted = float(self.samples) if self.samples is not None else self.fraction * state.total / state.rounds
         keep = min(1.0, wanted / estimate)
-        return keep, state, {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
+        metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
+        if (held := federation.config.sizes) is not None:
+            # Known in a simulation alone. Keeping n*/ñ of each sample keeps more than n* on average, since 1/ñ is
+            # convex, and far more where M clips: a comparison at equal samples needs this figure.
+            metrics["expected_samples"] = keep * float(held[list(sizes)].sum())
+        return keep, state, metrics

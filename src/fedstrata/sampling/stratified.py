@@ -17,7 +17,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
-from fedstrata.sampling.allocation import neyman, spread
+from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
 from fedstrata.sampling.messages import Compress
@@ -92,6 +92,13 @@ class Stratified(ClientSampler):
             (η K) after K steps, stands for it, and clients that never took part are a stratum of their own. By default
             ``asked`` with ``all`` and ``updates`` with ``participants``: asking would take longer than the training.
         replacement: Draw with replacement within a stratum, as unbiased Horvitz-Thompson weights need.
+        allocation: How many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest remainder, which
+            may leave a stratum without any, as in the published code: biased, and no weight repairs that.
+            ``neyman-random``: rounded at random, no stratum below half of an equal share on average; weights take
+            account of it. ``neyman-at-least-one``: a draw for every stratum first, so that with as many draws as strata
+            nothing is left to allocate. ``proportional``: to N_h, with a draw for every stratum. By default ``neyman``;
+            ``neyman-random`` with replacement; ``neyman-at-least-one`` where participants alone are renewed, since a
+            stratum without draws would never be looked at again.
     """
 
     strata: PositiveInt = 10
@@ -100,6 +107,15 @@ class Stratified(ClientSampler):
     refresh: Refresh | None = None
     gradients: Gradients | None = None
     replacement: bool = False
+    allocation: Allocation | None = None
+
+    def rule(self, config: FederationConfig) -> Allocation:
+        """The allocation in use."""
+        if self.allocation is not None:
+            return self.allocation
+        if self.replacement:
+            return "neyman-random"
+        return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
         """No more strata than clients; fewer draws than strata are allowed, and said."""
@@ -114,7 +130,7 @@ class Stratified(ClientSampler):
         if self.centres > d:
             raise SpecError("method.centres", f"the gradient has {d} coordinates; give at most that", self.centres)
         m = config.training.invited(config.clients)
-        if m < self.strata:
+        if m < self.strata and self.rule(config) in ("neyman-at-least-one", "proportional"):
             warnings.warn(
                 f"{m} clients a round are fewer than {self.strata} strata: some strata are left out of every round, "
                 "which biases the aggregate; set training.clients_per_round to at least the number of strata",
@@ -164,7 +180,7 @@ class Stratified(ClientSampler):
             sizes, deviations = np.append(sizes, len(unseen)), np.append(deviations, overall)
             norms = np.concatenate([norms, np.zeros(len(unseen))])
         m = min(config.training.invited(config.clients), len(clients))
-        allocation = neyman(m, sizes, deviations)
+        allocation, chance = allocated(self.rule(config), m, sizes, deviations, federation.rng("allocation"))
         order = np.argsort(clients)
         selection = draw(
             clients[order],
@@ -182,7 +198,8 @@ class Stratified(ClientSampler):
         }
         if len(unseen):
             metrics["strata_unknown"] = len(unseen)
-        return Selection(**{**selection.__dict__, "metrics": metrics}), state
+        random = chance if self.rule(config) == "neyman-random" else None
+        return replace(selection, stratum_chance=random, metrics=metrics), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Remember who took part: their compressed gradients are renewed, or their updates stand for them."""
