@@ -64,7 +64,6 @@ def test_the_example_is_a_trial_of_three_hospitals() -> None:
         ("[site.server]", "'server': expected"),
         ("least = 3\n[site.a]", "least = 3, and there are 1 sites"),
         ("[site.a]\ndata = 'a.npz'", r"a.npz is a file of its own: say in \[agreed\]"),
-        ("[site.a]\n[agreed]\nshape = [4]\nclasses = 2", "server.data must name a file with test samples"),
         ("[site.a]\n[agreed]\nshape = [4]\nclasses = 2\nshift = [1, 2]", "2 numbers of shift or scale for 4"),
         ("site = 3 =", "cannot be read as TOML"),
     ],
