@@ -12,7 +12,7 @@ import torch
 import watching
 
 import fedstrata as fs
-from fedstrata import checkpoint
+from fedstrata import checkpoint, comparison
 from fedstrata.errors import SpecError
 from fedstrata.jsonl import read_jsonl
 
@@ -234,8 +234,9 @@ def test_in_another_process_the_spec_names_them():
 
 
 def test_a_comparison_does_not_run_again_what_was_stopped(tmp_path):
-    runs = fs.compare({"a": spec("watching:Enough")}, out=tmp_path, jobs=1)
-    stamp = (tmp_path / "a" / "seed-0" / "summary.json").stat().st_mtime_ns
-    again = fs.compare({"a": spec("watching:Enough")}, out=tmp_path, jobs=1)
-    assert len(again["a"][0]) == len(runs["a"][0]) == 2
-    assert (tmp_path / "a" / "seed-0" / "summary.json").stat().st_mtime_ns == stamp
+    stopped, going = spec("watching:Enough"), spec(training={**TABLE["training"], "rounds": 2})
+    fs.run(stopped, out=tmp_path / "stopped")
+    fs.run(going, out=tmp_path / "going")
+    assert comparison._is_done(tmp_path / "stopped", stopped)
+    assert comparison._is_done(tmp_path / "going", going)
+    assert not comparison._is_done(tmp_path / "going", spec())

@@ -173,7 +173,8 @@ class KeepBest(_Best):
         if simulation.folder is not None:
             weights = simulation.evaluated()
             tensors = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
-            about = {"round": str(record["round"]), self.metric: repr(value)}
+            # One entry: safetensors writes several in any order, and the bytes would differ.
+            about = {"round": str(record["round"])}
             replace_file(simulation.folder / BEST, safetensors.torch.save(tensors, about))
 
 

@@ -201,7 +201,8 @@ class History(Sequence[Record]):
     @property
     def best_on(self) -> str:
         """What the best round was picked on: ``"validation"`` samples where there are any, else the ``"test"`` set."""
-        return "validation" if any(record.get("validation") for record in self) else "test"
+        validated = any(_number(record, "validation.accuracy") is not None for record in self)
+        return "validation" if validated else "test"
 
     @property
     def best_accuracy(self) -> float | None:
@@ -243,7 +244,7 @@ class History(Sequence[Record]):
             name: {target_text(target): self.rounds_to_target(target, name) for target in targets}
             for name, targets in self.metric_targets.items()
         }
-        early = {"stopped": self.stopped} if self.stopped else {}
+        early: Record = {"stopped": self.stopped} if self.stopped else {}
         early |= {} if self.model_round is None else {"model_round": self.model_round}
         return {
             "method": self.method,
@@ -380,15 +381,19 @@ def _about(folder: Path) -> dict[str, Any]:
             method = spec.get("method", "")
             about["method"] = method.get("name", "") if isinstance(method, dict) else str(method)
             about["seed"] = spec.get("seed")
-            about |= _targets(spec.get("evaluation", {}).get("targets", TARGETS))
+            evaluation = spec.get("evaluation", {})
+            about |= _targets(evaluation.get("targets", TARGETS))
+            tables = [metric for metric in evaluation.get("metrics", []) if isinstance(metric, dict)]
+            falling = {each["name"].rpartition(":")[2] for each in tables if each.get("lower_is_better")}
+            about["lower"] = LOWER | falling
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
             about |= {key: summary[key] for key in ("method", "seed", "stopped", "model_round") if key in summary}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()
-                tables = {name: [float(t) for t in found] for name, found in reached if isinstance(found, dict)}
+                others = {name: [float(t) for t in found] for name, found in reached if isinstance(found, dict)}
                 own = [float(target) for target, found in reached if not isinstance(found, dict)]
-                about |= _targets({"accuracy": own, **tables})
+                about |= _targets({"accuracy": own, **others})
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{folder}: cannot read its spec or summary: {error}") from error
     return about

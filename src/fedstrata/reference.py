@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.callbacks import CALLBACKS
 from fedstrata.config import Registry, Setting, plain
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
@@ -34,6 +35,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "training": Training,
     "evaluation": Evaluation,
     "evaluation.metrics": METRICS,
+    "callbacks": CALLBACKS,
     "method": METHODS,
     "method.client_sampler": CLIENT_SAMPLERS,
     "method.data_sampler": DATA_SAMPLERS,

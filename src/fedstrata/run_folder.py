@@ -17,7 +17,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, DataError, SpecError
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
-from fedstrata.history import Confusion, History, write_evaluations
+from fedstrata.history import CLIENTS, EVALUATIONS, Confusion, History, write_evaluations
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
@@ -160,7 +160,7 @@ class RunFolder:
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Of the rounds so far: who looks for them must not find them before this run is over.
-        for name in (SUMMARY, WEIGHTS):
+        for name in (SUMMARY, WEIGHTS, EVALUATIONS, CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")

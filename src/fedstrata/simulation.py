@@ -329,7 +329,7 @@ class Simulation:
         self.last = Measured(self.round, value, torch.from_numpy(score.confusion.copy()))
         if self.best is None or (value is not None and (self.best.value is None or value > self.best.value)):
             self.best = self.last
-        record = {"accuracy": score.accuracy, "loss": score.loss}
+        record: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss}
         record |= {"per_class": score.per_class} if settings.per_class else {}
         return record | score.more
 

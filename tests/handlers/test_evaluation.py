@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import fedstrata as fs
 from fedstrata.evaluation.messages import Evaluate
@@ -103,22 +104,23 @@ def test_fedbabu_tunes_the_head_alone():
 
 
 def test_a_clients_own_batchnorm_statistics_are_part_of_its_model():
-    training = {"batch_norm": "local", "local_steps": 2, "local_epochs": None, "batch_size": 8, "rounds": 1}
-    training = {key: value for key, value in training.items() if value is not None}
-    table = {**TABLE, "method": "fedavg", "model": "resnet20", "training": {**training, "clients_per_round": 5}}
-    table["partition"] = {"name": "iid", "clients": 5}
-    table["data"] = {"name": "digits", "limit": 200}
-    table["evaluation"] = {"client_test": 0.3, "fine_tune": 0}
-    with fs.Simulation(fs.prepare(fs.Experiment.from_table(table))) as simulation:
+    layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)]
+    training = {"batch_norm": "local", "local_steps": 5, "rounds": 1, "clients_per_round": 4}
+    table = {**TABLE, "training": training, "evaluation": {"client_test": 0.3, "fine_tune": 0}}
+    prepared = fs.prepare(fs.Experiment.from_table(table), model=nn.Sequential(*layers))
+    with fs.Simulation(prepared) as simulation:
         simulation.step()
-        prepared = simulation.prepared
-        data, weights = prepared.data, simulation.evaluated()
+        data, weights, found = prepared.data, simulation.evaluated(), simulation.score.table["personal_accuracy"]
         for client in range(5):
-            kept = simulation.store.get(client)["buffers"]
+            kept = simulation.store.get(client).get("buffers")
             own = prepared.held.own_test[client]
-            with prepared.config.model.loaded(weights.params, {**weights.buffers, **kept}) as params, torch.no_grad():
+            buffers = {**weights.buffers, **(kept or {})}
+            with prepared.config.model.loaded(weights.params, buffers) as params, torch.no_grad():
+                # Who has not trained has no statistics: those of the samples at hand serve.
+                prepared.config.model.train_mode(kept is None)
                 hits = prepared.config.model(params, data.inputs(own)).argmax(1) == data.y_train[own]
-            assert simulation.score.table["personal_accuracy"][client] == pytest.approx(float(hits.double().mean()))
+            assert found[client] == pytest.approx(float(hits.double().mean()))
+        assert sum(bool(simulation.store.get(client)) for client in range(5)) == 4
 
 
 def test_a_reply_that_cannot_be_is_not_counted():

@@ -85,6 +85,7 @@ def prepare_server(spec: Experiment, agreed: Agreed, test: Path | None, clients:
     if test is None and evaluation.client_test is None:
         problem = "the server's settings name no file with test samples: give one, or let each site hold out a part of "
         raise SpecError("evaluation.client_test", problem + "its own samples, such as 0.2")
+    _refuse_telling(spec)
     elsewhere = evaluation.client_test is not None or evaluation.validation is not None
     if elsewhere and (alone := [metric.label for metric in evaluation.metrics if not metric.adds_up]):
         added = ", ".join(name for name in METRICS if METRICS.find(name).of_tally is not Metric.of_tally)
@@ -93,6 +94,22 @@ def prepare_server(spec: Experiment, agreed: Agreed, test: Path | None, clients:
     nobody = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = _nothing(agreed) if test is None else read_own(test, agreed, "test")
     return assemble(spec, data, nobody, sizes_known=False)
+
+
+def _refuse_telling(spec: Experiment) -> None:
+    """Sums over a site's samples tell how many it has of each class: nothing for a method that keeps these private.
+
+    Raises:
+        SpecError: It does.
+    """
+    evaluation, method = spec.evaluation, spec.method
+    sizes = getattr(getattr(method, "data_sampler", None), "private", False)
+    labels = getattr(method, "masking", "none") not in ("none", None)
+    for key in ("client_test", "validation"):
+        if getattr(evaluation, key) is not None and (sizes or labels):
+            what = "sizes" if sizes else "labels"
+            problem = f"what sites answer tells their {what}, which the method keeps private: leave it out, and give "
+            raise SpecError(f"evaluation.{key}", problem + "the server test samples", getattr(evaluation, key))
 
 
 def _nothing(agreed: Agreed) -> Dataset:

@@ -25,7 +25,7 @@ from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.history import History
 from fedstrata.jsonl import read_jsonl, write_json
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, about, refuse_foreign
+from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
 from fedstrata.simulation import refuse_elsewhere
 from fedstrata.spec import Experiment
 
@@ -144,12 +144,10 @@ def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) ->
         raise raised(folder / ERROR)
     if not (folder / WEIGHTS).exists():
         raise FedstrataError(f"NVFlare's simulator ended without a result; it said: {_tail(root / 'log.txt')}")
-    return History(
-        History.load(folder),
-        path=given,
-        params=safetensors.torch.load((folder / WEIGHTS).read_bytes()),
-        **about(spec),
-    )
+    history = History.load(folder)
+    history.params = safetensors.torch.load((folder / WEIGHTS).read_bytes())
+    history.path, history.lower = given, spec.evaluation.lower
+    return history
 
 
 def _write_settings(workspace: Path, settings: SiteSettings) -> None:

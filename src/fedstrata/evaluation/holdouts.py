@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +83,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
     """A data set whose training samples lack some, and the numbers that those left have in the whole one."""
     left = np.setdiff1d(np.arange(data.train_size), held)
-    arrays = {
+    arrays: dict[str, Any] = {
         field.name: value[left]
         for field in dataclasses.fields(data)
         if field.name.endswith("_train") and isinstance(value := getattr(data, field.name), (Tensor, np.ndarray))

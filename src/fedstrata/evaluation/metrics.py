@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
 from fedstrata.config import FromRegistry, Registry, Setting, build, load_object
@@ -299,7 +299,7 @@ class FunctionMetric(Metric):
     def of(self, predictions: Predictions) -> float | None:
         """What the function gives; None for NaN."""
         found = load_object(self.function, "metric")(predictions.labels, predictions.probabilities)
-        return none_for_nan(float(found)) if isinstance(found, (int, float, np.number)) else found  # type: ignore[no-any-return]
+        return none_for_nan(float(found)) if isinstance(found, (int, float, np.number)) else found
 
     def to_spec(self) -> dict[str, Any]:
         """By the function's name."""
@@ -383,17 +383,18 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
     return areas
 
 
-def _ratio(above: Any, below: Any) -> Any:
+def _ratio(above: ArrayLike, below: ArrayLike) -> Reals:
     """The quotient, NaN where the denominator is 0."""
-    above, below = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
-    return np.divide(above, below, out=np.full(np.broadcast(above, below).shape, np.nan), where=below != 0)
+    top, bottom = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
+    found: Reals = np.full(np.broadcast(top, bottom).shape, np.nan)
+    np.divide(top, bottom, out=found, where=bottom != 0)
+    return found
 
 
 def _mean_of_known(values: Reals) -> Reals:
     """The mean of each row's values that are not NaN; NaN where all are."""
     known = np.isfinite(values)
-    found: Reals = _ratio(np.where(known, values, 0.0).sum(axis=-1), known.sum(axis=-1))
-    return found
+    return _ratio(np.where(known, values, 0.0).sum(axis=-1), known.sum(axis=-1))
 
 
 def none_for_nan(value: Any) -> float | None:

@@ -11,7 +11,7 @@ from fedstrata.config import MayChange, Setting, plain
 from fedstrata.errors import SpecError, nearest
 from fedstrata.evaluation.metrics import AnyMetric, Metric
 
-Share = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float | None, Field(gt=0, lt=1)]
 
 TARGETS = [0.5, 0.8, 0.9, 0.95]
 
@@ -48,9 +48,9 @@ class Evaluation(Setting):
     batch_size: Annotated[PositiveInt, MayChange()] = 1000
     metrics: Annotated[list[AnyMetric], Field(min_length=1), MayChange()] = ["accuracy"]  # type: ignore[list-item]
     targets: Annotated[list[float] | dict[str, list[float]], MayChange()] = TARGETS
-    validation: Share | None = None
-    client_test: Share | None = None
-    test_clients: Share | None = None
+    validation: Share = None
+    client_test: Share = None
+    test_clients: Share = None
     fine_tune: Annotated[int | None, Field(ge=0), MayChange()] = None
     unheard: Annotated[PositiveInt, MayChange()] = 10
     checkpoint_every: Annotated[int, Field(ge=0), MayChange()] = 10

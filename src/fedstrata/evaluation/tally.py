@@ -100,4 +100,5 @@ def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int)
     place = np.clip(np.ceil(np.nan_to_num(confidence) * bins).astype(np.int64) - 1, 0, bins - 1)
     cells, size = owners * bins + place, clients * bins
     sums = [np.bincount(cells, weights=values, minlength=size) for values in (confidence, hits)]
-    return np.stack(sums, axis=-1).reshape(clients, bins, 2)
+    found: Reals = np.stack(sums, axis=-1).reshape(clients, bins, 2).astype(np.float64)
+    return found

@@ -127,8 +127,7 @@ def _measured(history: History) -> Iterator[str]:
 
 def _last(history: History, name: str) -> float | None:
     """The last value of a column, None where a run has none."""
-    values = history.column(name)[1] if name in history.columns else ()
-    return float(values[-1]) if len(values) else None
+    return float(history.column(name)[1][-1]) if name in history.columns else None
 
 
 def measure(key: str) -> Measure:
