@@ -34,6 +34,7 @@ def test_summary_by_hand() -> None:
         "final_accuracy": 0.6,
         "best_accuracy": 0.8,
         "best_round": 3,
+        "best_on": "test",
         "rounds_to_target": {"0.5": 1, "0.75": 3, "0.9": None},
         "samples": 40,
         "bytes_up": 40,

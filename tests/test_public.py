@@ -10,11 +10,11 @@ import pytest
 import fedstrata as fs
 
 NAMES = """
-    Aggregator Always Assignment BSMFedAvg Bernoulli Classes ClientSampler ClusteredSampling Data DataSampler
-    Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR
-    FedSTS FedSTaS FedSampling FedTAN Given Grouped Groups History IID MOON Method Model Objective Partition
-    Persistent PowerLaw PowerOfChoice Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Shards Simulation Stratify Trace
-    Training __version__ compare from_arrays load plot prepare run
+    Aggregator Always Assignment BSMFedAvg Bernoulli Callback Classes ClientSampler ClusteredSampling Data DataSampler
+    Dataset Dirichlet Domains EarlyStopping Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS
+    FedSSAR FedSTS FedSTaS FedSampling FedTAN Given Grouped Groups History IID KeepBest MOON Method Metric Model
+    Objective Partition Persistent PowerLaw PowerOfChoice Predictions Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL
+    Shards Simulation Stratify Trace Training __version__ compare from_arrays load plot prepare run
 """
 PUBLIC = NAMES.split()
 

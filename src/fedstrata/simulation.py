@@ -378,10 +378,10 @@ def run_prepared(
         callbacks: What looks at the run, beside those of the spec.
         resume: Go on with what is in the folder.
     """
-    watching = [*prepared.spec.callbacks, *callbacks]
+    watching = [*prepared.spec.callbacks, *(each for each in callbacks if isinstance(each, Callback))]
+    watchers = [each for each in callbacks if not isinstance(each, Callback)]
     for callback in watching:
-        if isinstance(callback, Callback):
-            callback.check(prepared.spec.evaluation)
+        callback.check(prepared.spec.evaluation)
     with RunFolder.open(path, prepared, resume=resume) as folder, ExitStack() as closing:
         if not isinstance(engine, str):
             closing.callback(engine.close)
@@ -391,9 +391,8 @@ def run_prepared(
         simulation.folder = path
         folder.begin(simulation)
         for callback in watching:
-            if isinstance(callback, Callback):
-                with named(callback, folder.history):
-                    callback.on_start(simulation)
+            with named(callback, folder.history):
+                callback.on_start(simulation)
         while not simulation.done:
             try:
                 record = simulation.step()
@@ -401,21 +400,27 @@ def run_prepared(
                 folder.write_events(simulation)
                 raise
             folder.log(record, simulation)
-            try:
-                for callback in watching:
+            # What callbacks remember is part of the round's checkpoint; functions remember nothing, and come after it.
+            failed = None
+            for callback in watching:
+                try:
                     with named(callback, folder.history):
-                        if isinstance(callback, Callback):
-                            callback.on_round(simulation, folder.history[-1])
-                        else:
-                            callback(folder.history[-1])
-            except Exception:
-                folder.keep(simulation, anyway=True)
-                raise
-            folder.keep(simulation)
+                        callback.on_round(simulation, folder.history[-1])
+                except Exception as error:
+                    failed = failed or error  # the others must not miss the round
+            folder.keep(simulation, anyway=failed is not None)
+            if failed is not None:
+                raise failed
+            for watcher in watchers:
+                try:
+                    with named(watcher, folder.history):
+                        watcher(folder.history[-1])
+                except Exception:
+                    folder.keep(simulation, anyway=True)
+                    raise
         for callback in watching:
-            if isinstance(callback, Callback):
-                with named(callback, folder.history):
-                    callback.on_end(simulation, folder.history)
+            with named(callback, folder.history):
+                callback.on_end(simulation, folder.history)
         return folder.finish(simulation)
 
 

@@ -233,7 +233,7 @@ def test_a_model_is_measured_alike_and_nothing_changes(federation: Federation, e
     assert replies.keys() == expected.keys() == ALL.keys()
     for client, reply in replies.items():
         assert reply.values == expected[client].values
-        assert records.encode(reply.tally) == records.encode(expected[client].tally)
+        assert records.encode(reply.sums) == records.encode(expected[client].sums)
     assert size == records.size(request) * CLIENTS + sum(records.size(reply) for reply in replies.values())
     assert (federation.accounting.bytes_up, federation.accounting.invited) == (0, set())
     assert times(federation, Probe()) == ALL

@@ -13,7 +13,7 @@ from sklearn import metrics as reference
 from fedstrata.errors import SpecError
 from fedstrata.evaluation.metrics import METRICS, Metric
 from fedstrata.evaluation.predictions import Predictions
-from fedstrata.evaluation.tally import Tally, tally_of
+from fedstrata.evaluation.sums import EvaluationSums, sums_of
 
 LABELS = list(METRICS)
 
@@ -83,33 +83,33 @@ def test_of_clients_equal_to_each_by_itself(label, classes):
 @pytest.mark.parametrize("label", [label for label in LABELS if label != "auroc"])
 def test_of_sums_equal_to_that_of_the_samples(label):
     found, metric = drawn(300, 4, 3), METRICS.parse(label)
-    parts = [tally_of(found[part], metric.score_bins, metric.confidence_bins) for part in np.split(np.arange(300), 6)]
+    parts = [sums_of(found[part], metric.score_bins, metric.confidence_bins) for part in np.split(np.arange(300), 6)]
     total = parts[0]
     for part in parts[1:]:
         total = total + part
-    assert isinstance(total, Tally)
-    assert metric.of_tally(total) == pytest.approx(metric.of(found), abs=1e-9)
-    assert metric.error_of_tally(total) is None
+    assert isinstance(total, EvaluationSums)
+    assert metric.of_sums(total) == pytest.approx(metric.of(found), abs=1e-9)
+    assert metric.error_of_sums(total) is None
 
 
 @given(st.integers(0, 10_000), st.sampled_from([2, 3, 5]), st.sampled_from([2, 8, 64, 400]))
 def test_auroc_of_histograms_is_within_its_bound(seed, classes, bins):
     found, metric = drawn(120, classes, seed), METRICS.parse({"name": "auroc", "bins": bins})
-    tally = tally_of(found[:50], bins) + tally_of(found[50:], bins)
-    error = metric.error_of_tally(tally)
-    assert abs(metric.of_tally(tally) - metric.of(found)) <= error + 1e-12
+    sums = sums_of(found[:50], bins) + sums_of(found[50:], bins)
+    error = metric.error_of_sums(sums)
+    assert abs(metric.of_sums(sums) - metric.of(found)) <= error + 1e-12
     assert bins < 400 or error < 0.05
 
 
 def test_what_has_no_value():
     one_class = Predictions.of(np.zeros(4, dtype=int), np.random.default_rng(0).normal(size=(4, 3)))
     assert METRICS.parse("auroc").of(one_class) is None
-    assert METRICS.parse("auroc").of_tally(tally_of(one_class, 400)) is None
+    assert METRICS.parse("auroc").of_sums(sums_of(one_class, 400)) is None
     nothing = Predictions.of(np.zeros(0, dtype=int), np.zeros((0, 3)))
     diverged = Predictions.of(np.array([0, 1]), np.full((2, 3), np.nan))
     for label in LABELS:
         assert METRICS.parse(label).of(nothing) is None
-        assert METRICS.parse(label).of_tally(tally_of(nothing, 400, 15)) is None
+        assert METRICS.parse(label).of_sums(sums_of(nothing, 400, 15)) is None
     for label in ("auroc", "log-loss", "ece"):
         assert METRICS.parse(label).of(diverged) is None
 
@@ -164,7 +164,7 @@ def test_a_class_of_ones_own(module):
     assert math.isnan(values[7])
     assert not metric.adds_up
     with pytest.raises(NotImplementedError):
-        metric.of_tally(tally_of(found))
+        metric.of_sums(sums_of(found))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_the_global_model_is_what_the_loop_measures_itself():
         assert size > 5 * sum(w.numel() * 4 for w in simulation.evaluated().params.values())
         for client, reply in replies.items():
             assert reply.values["accuracy"] == score.table["accuracy"][client]
-            assert reply.tally.samples == score.table["samples"][client]
+            assert reply.sums.samples == score.table["samples"][client]
 
 
 def test_measuring_leaves_no_trace():
@@ -135,14 +135,14 @@ def test_a_reply_that_cannot_be_is_not_counted():
         from fedstrata.errors import ReplyRefusedError
 
         bad = {
-            "confusion": replace(good.tally, confusion=torch.zeros(3, 3, dtype=torch.int64)),
-            "negative": replace(good.tally, confusion=good.tally.confusion - 1),
-            "samples in the confusion": replace(good.tally, samples=good.tally.samples + 1),
-            "scores of other samples": replace(good.tally, scores=good.tally.scores * 0),
+            "confusion": replace(good.sums, confusion=torch.zeros(3, 3, dtype=torch.int64)),
+            "negative": replace(good.sums, confusion=good.sums.confusion - 1),
+            "samples in the confusion": replace(good.sums, samples=good.sums.samples + 1),
+            "scores of other samples": replace(good.sums, scores=good.sums.scores * 0),
         }
-        for problem, tally in bad.items():
+        for problem, sums in bad.items():
             with pytest.raises(ReplyRefusedError, match=problem):
-                request.check(replace(good, tally=tally))
+                request.check(replace(good, sums=sums))
 
 
 def test_who_has_no_such_part_is_not_measured():

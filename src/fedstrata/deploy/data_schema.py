@@ -88,8 +88,8 @@ def prepare_server(spec: Experiment, agreed: Agreed, test: Path | None, clients:
     _refuse_telling(spec)
     elsewhere = evaluation.client_test is not None or evaluation.validation is not None
     if elsewhere and (alone := [metric.label for metric in evaluation.metrics if not metric.adds_up]):
-        added = ", ".join(name for name in METRICS if METRICS.find(name).of_tally is not Metric.of_tally)
-        problem = f"cannot be computed from sums, which is what sites send; accepted: {added}, or of_tally of its own"
+        added = ", ".join(name for name in METRICS if METRICS.find(name).of_sums is not Metric.of_sums)
+        problem = f"cannot be computed from sums, which is what sites send; accepted: {added}, or of_sums of its own"
         raise SpecError("evaluation.metrics", problem, alone[0])
     nobody = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = _nothing(agreed) if test is None else read_own(test, agreed, "test")

@@ -16,7 +16,7 @@ from fedstrata.evaluation.messages import Evaluate, Evaluated, Part
 from fedstrata.evaluation.metrics import Metric, nan_for_none, none_for_nan
 from fedstrata.evaluation.predictions import Predictions, predict
 from fedstrata.evaluation.settings import Evaluation
-from fedstrata.evaluation.tally import Tally, confusion_of
+from fedstrata.evaluation.sums import EvaluationSums, confusion_of
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.nn.model import Model
 
@@ -89,7 +89,7 @@ class Evaluator:
                 pooled, per_client, sizes = self._asked(self._question(weights, round, "test"), ask)
             if self.held.validation is not None:
                 found, _, _ = self._asked(self._question(weights, round, "validation"), ask)
-                more["validation"] = None if found is None else self._of_tally(found)
+                more["validation"] = None if found is None else self._of_sums(found)
             score = self._of_test(weights, more) if len(self.data.y_test) else self._of_pooled(pooled, more)
         else:
             score = self._of_test(weights, more)
@@ -125,17 +125,17 @@ class Evaluator:
             more["by_class"] = {m.label: each for m in self.settings.metrics if (each := m.by_class(found)) is not None}
         return Score(found.total_loss / max(n, 1), int(hits.sum()) / max(n, 1), per_class, confusion)
 
-    def _of_pooled(self, tally: Tally | None, more: dict[str, Any]) -> Score:
+    def _of_pooled(self, sums: EvaluationSums | None, more: dict[str, Any]) -> Score:
         """On the sites' own test parts together."""
-        if tally is None or not tally.samples:
+        if sums is None or not sums.samples:
             nothing = np.zeros((self.data.classes, self.data.classes), dtype=np.int64)
             return Score(None, None, [None] * self.data.classes, nothing)
-        confusion = tally.confusion.numpy()
+        confusion = sums.confusion.numpy()
         hits, totals = np.diagonal(confusion).tolist(), confusion.sum(axis=1).tolist()
         if self.settings.chosen:
-            more["test"] = self._of_tally(tally, both=False)
+            more["test"] = self._of_sums(sums, both=False)
         per_class = [h / t if t else None for h, t in zip(hits, totals, strict=True)]
-        return Score(tally.loss / tally.samples, sum(hits) / tally.samples, per_class, confusion)
+        return Score(sums.loss / sums.samples, sum(hits) / sums.samples, per_class, confusion)
 
     def _predict(self, weights: Weights, indices: Ints | None = None) -> Predictions:
         return predict(
@@ -173,15 +173,15 @@ class Evaluator:
         accuracy = float((found.predicted == found.labels).mean())
         return {"accuracy": accuracy, "loss": found.total_loss / len(found)} | self._values(found)
 
-    def _of_tally(self, tally: Tally, *, both: bool = True) -> dict[str, float | None]:
+    def _of_sums(self, sums: EvaluationSums, *, both: bool = True) -> dict[str, float | None]:
         """Metrics by sums, and their largest errors; ``both``: with accuracy and loss."""
         known: dict[str, float | None] = {}
-        if both and tally.samples:
-            hits = int(np.diagonal(tally.confusion.numpy()).sum())
-            known = {"accuracy": hits / tally.samples, "loss": tally.loss / tally.samples}
+        if both and sums.samples:
+            hits = int(np.diagonal(sums.confusion.numpy()).sum())
+            known = {"accuracy": hits / sums.samples, "loss": sums.loss / sums.samples}
         for metric in self.settings.metrics:
-            known[metric.label] = metric.of_tally(tally)
-            if (error := metric.error_of_tally(tally)) is not None:
+            known[metric.label] = metric.of_sums(sums)
+            if (error := metric.error_of_sums(sums)) is not None:
                 known[f"{metric.label}_error"] = error
         return known
 
@@ -196,19 +196,19 @@ class Evaluator:
         scores, confidences = (max(getattr(m, key) for m in metrics) for key in ("score_bins", "confidence_bins"))
         return Evaluate(round, weights, part, personal, epochs, scores, confidences, self.data.classes)
 
-    def _asked(self, question: Evaluate, ask: Ask) -> tuple[Tally | None, Reals | None, Ints]:
-        """The sum of the clients' tallies; their values (N, metrics), None where not all tell them; samples (N,)."""
+    def _asked(self, question: Evaluate, ask: Ask) -> tuple[EvaluationSums | None, Reals | None, Ints]:
+        """The sum of the clients' sums; their values (N, metrics), None where not all tell them; samples (N,)."""
         replies = ask(question)
-        total: Tally | None = None
+        total: EvaluationSums | None = None
         values = np.full((self.clients, len(self.settings.metrics)), math.nan)
         sizes = np.zeros(self.clients, dtype=np.int64)
         for client in sorted(replies):
             reply = replies[client]
-            total = reply.tally if total is None else total + reply.tally
+            total = reply.sums if total is None else total + reply.sums
             values[client] = [nan_for_none((reply.values or {}).get(label)) for label in self.settings.labels]
-            sizes[client] = reply.tally.samples
-        told = bool(replies) and all(reply.values is not None for reply in replies.values())
-        return total, values if told else None, sizes
+            sizes[client] = reply.sums.samples
+        by_all = bool(replies) and all(reply.values is not None for reply in replies.values())
+        return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
         """What is recorded over all clients, and over those who have not been heard of."""

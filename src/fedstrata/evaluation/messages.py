@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 
 from fedstrata.errors import ReplyRefusedError
-from fedstrata.evaluation.tally import Tally
+from fedstrata.evaluation.sums import EvaluationSums
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_shape
 from fedstrata.records import record, unsent
@@ -20,11 +20,11 @@ class Evaluated(Reply):
     """How good a model is on a client's own samples.
 
     Args:
-        tally: Sums.
+        sums: What its samples add up to.
         values: Metrics by their label, exact, those that have a value; None where the site does not tell them.
     """
 
-    tally: Tally
+    sums: EvaluationSums
     values: dict[str, float] | None
 
 
@@ -38,7 +38,7 @@ class Evaluate(Request):
         part: Which samples.
         personal: Whether the client puts in what it keeps of its own (BatchNorm's statistics) and tunes the model.
         epochs: Of that tuning, on the samples that it trains on.
-        score_bins: Bins of each class's scores in the tally.
+        score_bins: Bins of each class's scores in the sums.
         confidence_bins: Bins of the confidence.
         classes: C; stays at the server.
     """
@@ -60,15 +60,15 @@ class Evaluate(Request):
 
     def check(self, reply: Evaluated) -> None:
         """Counts that can be, of as many bins as were asked for."""
-        tally, classes = reply.tally, self.classes
-        require_shape(tally.confusion, (classes, classes), torch.int64, "confusion")
-        require_shape(tally.scores, (classes, 2, self.score_bins), torch.int64, "scores")
-        require_shape(tally.calibration, (self.confidence_bins, 2), torch.float64, "calibration")
-        counts = (tally.confusion, tally.scores, tally.calibration)
-        if any(bool((count < 0).any()) for count in counts) or tally.samples < 0 or tally.loss < 0:
+        sums, classes = reply.sums, self.classes
+        require_shape(sums.confusion, (classes, classes), torch.int64, "confusion")
+        require_shape(sums.scores, (classes, 2, self.score_bins), torch.int64, "scores")
+        require_shape(sums.calibration, (self.confidence_bins, 2), torch.float64, "calibration")
+        counts = (sums.confusion, sums.scores, sums.calibration)
+        if any(bool((count < 0).any()) for count in counts) or sums.samples < 0 or sums.loss < 0:
             raise ReplyRefusedError("a negative count")
-        if int(tally.confusion.sum()) != tally.samples:
-            raise ReplyRefusedError(f"{int(tally.confusion.sum())} samples in the confusion matrix of {tally.samples}")
-        members = tally.scores[:, 1].sum(dim=1)
-        if self.score_bins and not torch.equal(members, tally.confusion.sum(dim=1)):
+        if int(sums.confusion.sum()) != sums.samples:
+            raise ReplyRefusedError(f"{int(sums.confusion.sum())} samples in the confusion matrix of {sums.samples}")
+        members = sums.scores[:, 1].sum(dim=1)
+        if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
             raise ReplyRefusedError("scores of other samples than those in the confusion matrix")

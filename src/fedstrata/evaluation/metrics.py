@@ -19,7 +19,7 @@ from pydantic import Field
 from fedstrata.config import FromRegistry, Registry, Setting, build, load_object
 from fedstrata.errors import SpecError
 from fedstrata.evaluation.predictions import Predictions
-from fedstrata.evaluation.tally import Tally, calibration
+from fedstrata.evaluation.sums import EvaluationSums, calibration
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
@@ -38,10 +38,10 @@ class Metric(Setting):
     """Which of two values is the better one."""
 
     score_bins: ClassVar[int] = 0
-    """Bins of each class's scores that ``of_tally`` needs; a setting where they are to be chosen."""
+    """Bins of each class's scores that ``of_sums`` needs; a setting where they are to be chosen."""
 
     confidence_bins: ClassVar[int] = 0
-    """Bins of the confidence that ``of_tally`` needs."""
+    """Bins of the confidence that ``of_sums`` needs."""
 
     @property
     def label(self) -> str:
@@ -68,7 +68,7 @@ class Metric(Setting):
         parts = [order[ends[client] : ends[client + 1]] for client in range(clients)]
         return np.array([nan_for_none(self.of(predictions[part]) if len(part) else None) for part in parts])
 
-    def of_tally(self, tally: Tally) -> float | None:
+    def of_sums(self, sums: EvaluationSums) -> float | None:
         """Its value by sums that came from real sites.
 
         Raises:
@@ -76,8 +76,8 @@ class Metric(Setting):
         """
         raise NotImplementedError
 
-    def error_of_tally(self, tally: Tally) -> float | None:
-        """How far ``of_tally`` may be from the exact value; None where it is exact."""
+    def error_of_sums(self, sums: EvaluationSums) -> float | None:
+        """How far ``of_sums`` may be from the exact value; None where it is exact."""
         return None
 
     def by_class(self, predictions: Predictions) -> list[float | None] | None:
@@ -87,7 +87,7 @@ class Metric(Setting):
     @property
     def adds_up(self) -> bool:
         """Whether it can be computed from sums."""
-        return type(self).of_tally is not Metric.of_tally
+        return type(self).of_sums is not Metric.of_sums
 
     def check(self, classes: int) -> None:
         """Try it on a few made-up predictions of all classes.
@@ -128,9 +128,9 @@ class _OfCounts(Metric):
         """All clients at once."""
         return self.overall(*_counts(predictions, owners, clients))
 
-    def of_tally(self, tally: Tally) -> float | None:
+    def of_sums(self, sums: EvaluationSums) -> float | None:
         """From the confusion matrix."""
-        confusion = tally.confusion.numpy().astype(np.float64)
+        confusion = sums.confusion.numpy().astype(np.float64)
         return none_for_nan(self.overall(np.diagonal(confusion), confusion.sum(axis=1), confusion.sum(axis=0)))
 
     def by_class(self, predictions: Predictions) -> list[float | None]:
@@ -205,19 +205,19 @@ class AUROC(Metric):
         found = self._each(predictions, np.zeros(len(predictions), dtype=np.int64), 1)[0]
         return [none_for_nan(value) for value in (np.repeat(found, 2) if predictions.classes == 2 else found)]
 
-    def of_tally(self, tally: Tally) -> float | None:
+    def of_sums(self, sums: EvaluationSums) -> float | None:
         """As if samples in one bin had the same score."""
-        below, tied, pairs = self._pairs(tally)
+        below, tied, pairs = self._pairs(sums)
         return none_for_nan(_mean_of_known(_ratio(below + tied / 2, pairs)[None])[0])
 
-    def error_of_tally(self, tally: Tally) -> float | None:
+    def error_of_sums(self, sums: EvaluationSums) -> float | None:
         """Half the share of pairs that fell into one bin."""
-        _, tied, pairs = self._pairs(tally)
+        _, tied, pairs = self._pairs(sums)
         return none_for_nan(_mean_of_known(_ratio(tied / 2, pairs)[None])[0])
 
-    def _pairs(self, tally: Tally) -> tuple[Reals, Reals, Reals]:
+    def _pairs(self, sums: EvaluationSums) -> tuple[Reals, Reals, Reals]:
         """Pairs of another sample and one of the class: the other below it, both in one bin, all; each (classes,)."""
-        scores = tally.scores.numpy().astype(np.float64)
+        scores = sums.scores.numpy().astype(np.float64)
         others, members = (scores[1:] if len(scores) == 2 else scores).transpose(1, 0, 2)
         under = np.cumsum(others, axis=1) - others
         pairs = others.sum(axis=1) * members.sum(axis=1)
@@ -238,9 +238,9 @@ class LogLoss(Metric):
         sums = np.bincount(owners, weights=predictions.losses, minlength=clients)
         return _ratio(sums, np.bincount(owners, minlength=clients))
 
-    def of_tally(self, tally: Tally) -> float | None:
+    def of_sums(self, sums: EvaluationSums) -> float | None:
         """Sum by count."""
-        return none_for_nan(tally.loss / tally.samples) if tally.samples else None
+        return none_for_nan(sums.loss / sums.samples) if sums.samples else None
 
 
 class ECE(Metric):
@@ -267,9 +267,9 @@ class ECE(Metric):
         sums = calibration(predictions, owners, clients, self.bins)
         return self._of_sums(sums, np.bincount(owners, minlength=clients))
 
-    def of_tally(self, tally: Tally) -> float | None:
+    def of_sums(self, sums: EvaluationSums) -> float | None:
         """From the bins."""
-        return none_for_nan(self._of_sums(tally.calibration.numpy()[None], np.array([tally.samples]))[0])
+        return none_for_nan(self._of_sums(sums.calibration.numpy()[None], np.array([sums.samples]))[0])
 
     def _of_sums(self, sums: Reals, samples: Ints) -> Reals:
         return _ratio(np.abs(sums[..., 0] - sums[..., 1]).sum(axis=-1), samples)

@@ -14,7 +14,7 @@ from fedstrata.clients.handling import handles
 from fedstrata.errors import FedstrataError
 from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.evaluation.predictions import predict
-from fedstrata.evaluation.tally import tally_of
+from fedstrata.evaluation.sums import sums_of
 from fedstrata.federation.messages import Weights
 from fedstrata.handlers.fit import BUFFERS, starting_point, statistics
 from fedstrata.rng import rng
@@ -53,7 +53,7 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
     if context.tells_values:
         measured = {metric.label: metric.of(found) if len(found) else None for metric in settings.metrics}
         values = {label: value for label, value in measured.items() if value is not None}
-    return Evaluated(tally_of(found, request.score_bins, request.confidence_bins), values)
+    return Evaluated(sums_of(found, request.score_bins, request.confidence_bins), values)
 
 
 def personal(client: Client, request: Evaluate) -> Weights:

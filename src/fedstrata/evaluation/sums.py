@@ -19,7 +19,7 @@ EXTREME = 12.0
 
 
 @record
-class Tally(Message):
+class EvaluationSums(Message):
     """What an evaluation of some samples comes to; those of different samples add up.
 
     Args:
@@ -30,7 +30,7 @@ class Tally(Message):
             (C, 2, B) int64. A score is the log-odds of the class's probability; B is 0 where nobody needs it.
         calibration: Summed confidence and hits of the samples in each bin of confidence, (E, 2) float64.
 
-    >>> one = tally_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
+    >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
     >>> (one + one).confusion.tolist()
     [[2, 0], [2, 0]]
     """
@@ -41,11 +41,11 @@ class Tally(Message):
     scores: Tensor
     calibration: Tensor
 
-    def __add__(self, other: Tally) -> Tally:
+    def __add__(self, other: EvaluationSums) -> EvaluationSums:
         return records.add(self, other)
 
 
-def tally_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> Tally:
+def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
     """The sums of some predictions.
 
     Args:
@@ -65,7 +65,7 @@ def tally_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int
         cells = (np.arange(classes) * 2 + member) * score_bins + bins
         scores = np.bincount(cells.ravel(), minlength=scores.size).reshape(scores.shape).astype(np.int64)
     sums = calibration(predictions, np.zeros(n, dtype=np.int64), 1, confidence_bins)[0]
-    return Tally(
+    return EvaluationSums(
         n,
         predictions.total_loss,
         torch.from_numpy(confusion_of(predictions)),
