@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,9 @@ from fedstrata.simulation import make_context
 from fedstrata.spec import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
+_PREPARING = Lock()
+"""PyTorch's generator is the process's own: two sites in one process are prepared one after the other."""
+
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
@@ -41,20 +45,21 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         DataError: The file is missing, damaged or not what was agreed.
     """
     spec = Experiment.from_table(parse_toml(begin.spec))
-    if begin.agreed is None:
-        if data is not None:
-            raise SpecError("data", "this site has a data file of its own, but the run is about the spec's")
-        prepared = prepare(spec)
-    else:
-        if data is None:
-            raise SpecError("data", "the run is about the sites' own data, and this site's settings name no file")
-        if len(begin.clients) != 1:
-            raise SpecError("data", "a site's own data are those of one client", begin.clients)
-        own = read_own(data, begin.agreed, "train", both=spec.evaluation.client_test is not None)
-        client = begin.clients[0]
-        brought = _all_of(client, len(own.y_test), begin.total) if len(own.y_test) else None
-        whole = _all_of(client, own.train_size, begin.total)
-        prepared = assemble(spec, own, whole, sizes_known=False, brought=brought)
+    with _PREPARING:
+        if begin.agreed is None:
+            if data is not None:
+                raise SpecError("data", "this site has a data file of its own, but the run is about the spec's")
+            prepared = prepare(spec)
+        else:
+            if data is None:
+                raise SpecError("data", "the run is about the sites' own data, and this site's settings name no file")
+            if len(begin.clients) != 1:
+                raise SpecError("data", "a site's own data are those of one client", begin.clients)
+            own = read_own(data, begin.agreed, "train", both=spec.evaluation.client_test is not None)
+            client = begin.clients[0]
+            brought = _all_of(client, len(own.y_test), begin.total) if len(own.y_test) else None
+            whole = _all_of(client, own.train_size, begin.total)
+            prepared = assemble(spec, own, whole, sizes_known=False, brought=brought)
     if len(prepared.assignment) != begin.total:
         raise SpecError("partition.clients", f"there are {begin.total} clients", len(prepared.assignment))
     # What can be known of the spec's own data is no secret of a site's.

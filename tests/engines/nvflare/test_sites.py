@@ -712,6 +712,22 @@ def test_what_cannot_be_measured_at_sites(own: Any, evaluation: Any, problem: st
         prepare_server(plain.model_copy(update={"evaluation": fs.Evaluation(**evaluation)}), agreed, None, 3)
 
 
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ({"name": "stratify", "masking": "prf"}, "labels"),
+        ({"name": "fedstas", "epsilon": 3.0, "bound": 700}, "sizes"),
+    ],
+)
+def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, what: str) -> None:
+    _, agreed, _, test = own
+    spec = _spec(method["name"], method=method).model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
+    with pytest.raises(
+        SpecError, match=f"client_test = 0.2: what sites answer tells their {what}, which the method keeps"
+    ):
+        prepare_server(spec, agreed, test, 3)
+
+
 def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
     sites: Callable[..., Sites], tmp_path: Path
 ) -> None:
