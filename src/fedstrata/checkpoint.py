@@ -21,12 +21,25 @@ from fedstrata import records
 from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, WireError
 from fedstrata.jsonl import replace_file
-from fedstrata.records import Tree
+from fedstrata.records import Tree, record
 
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
 """What reading a damaged checkpoint raises."""
+
+
+@record
+class Stored:
+    """The server's state as it lies in the file.
+
+    Args:
+        state: The method's.
+        own: The loop's own.
+    """
+
+    state: Tree
+    own: Tree
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,7 @@ class Checkpoint:
         remote: Whether clients keep their states where they live, and none are here.
         identity: What the run is; None where it was not said.
         logs: The checksum of the last line of each file of records then, by the file's name.
+        own: What the loop remembers beside the method's state; None for nothing.
     """
 
     round: int
@@ -48,6 +62,7 @@ class Checkpoint:
     remote: bool = False
     identity: dict[str, Any] | None = None
     logs: Mapping[str, str] = field(default_factory=dict)
+    own: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
         """The same without the states of other clients."""
@@ -69,6 +84,7 @@ def save(
     remote: bool = False,
     identity: Mapping[str, Any] | None = None,
     logs: Mapping[str, str] | None = None,
+    own: Tree = None,
 ) -> None:
     """Write the checkpoint of a round.
 
@@ -80,6 +96,7 @@ def save(
         remote: Whether clients keep their states where they live, so that ``store`` has none.
         identity: What the run is; see ``fedstrata.identity``.
         logs: The checksum of the last line of each file of records, by the file's name.
+        own: What the loop remembers beside the method's state.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
@@ -97,7 +114,7 @@ def save(
     part = folder / f"{_name(round)}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    digest = _write(part / STATE, records.encode(state))
+    digest = _write(part / STATE, records.encode(state if own is None else Stored(state, own)))
     manifest = {"round": round, "state": digest, "clients": listed, "remote": remote}
     manifest |= {"identity": identity, "logs": dict(logs or {})}
     text = json.dumps(manifest, separators=(",", ":"))
@@ -145,8 +162,10 @@ def _read(path: Path) -> Checkpoint:
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
-    state, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
-    return Checkpoint(int(manifest["round"]), state, files, remote, manifest.get("identity"), manifest.get("logs", {}))
+    found, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
+    stored = found if isinstance(found, Stored) else Stored(found, None)
+    identity, logs = manifest.get("identity"), manifest.get("logs", {})
+    return Checkpoint(int(manifest["round"]), stored.state, files, remote, identity, logs, stored.own)
 
 
 def _manifest(path: Path) -> dict[str, Any]:
