@@ -18,12 +18,12 @@ from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, DataError, SpecError
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
-from fedstrata.history import History
+from fedstrata.history import History, read_weights
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
 from fedstrata.partitions import Given, draw_partition
-from fedstrata.predictor import MODEL, describe_model
+from fedstrata.predictor import write_model
 from fedstrata.preparation import Prepared, prepare
 from fedstrata.spec import Experiment
 
@@ -119,7 +119,7 @@ class RunFolder:
         history = History.load(self.path)
         if len(history) < self.prepared.spec.training.rounds or not (self.path / WEIGHTS).exists():
             return None
-        history.params = safetensors.torch.load((self.path / WEIGHTS).read_bytes())
+        history.params = read_weights(self.path / WEIGHTS)
         return history
 
     def begin(self, running: Running) -> None:
@@ -219,8 +219,7 @@ class RunFolder:
         final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
         self.history.params = final
         if self.path is not None:
-            write_json(self.path / MODEL, describe_model(self.prepared))  # before what says that the run is over
-            replace_file(self.path / WEIGHTS, safetensors.torch.save(final))
+            write_model(self.path, self.prepared, safetensors.torch.save(final))
             write_json(self.path / SUMMARY, self.history.summary)
         return self.history
 
