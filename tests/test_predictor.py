@@ -160,6 +160,7 @@ def test_a_factory_that_the_spec_names_is_called_again(tmp_path: Path, monkeypat
     history = fs.run(spec(model={"name": "my_factory:net", "width": 8}), out=tmp_path / "run")
     assert accuracy(fs.load(tmp_path / "run"), IMAGES["x_test"], IMAGES["y_test"]) == history.final_accuracy
     about = json.loads((tmp_path / "run" / "model.json").read_text())
+    del about["checksum"]  # it says that the file is as the run wrote it
     about["model"]["name"] = "no_such_module:net"
     write_json(tmp_path / "run" / "model.json", about)
     with pytest.raises(SpecError, match=r"no module 'no_such_module'.*give the module itself: fedstrata\.load"):
@@ -287,6 +288,7 @@ def test_no_run_and_damaged_files(trained, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(trained[0], out)
     whole = json.loads((out / "model.json").read_text())
+    assert whole.pop("checksum") != whole.pop("parameters")
     damaged = ["", "[]", "{}", "[" * 100_000, "\0" * 10]
     wrong = {
         "input_shape": [[], [1, 8], ["8"], [1, 8, -8]],
@@ -317,6 +319,22 @@ def test_no_run_and_damaged_files(trained, tmp_path: Path) -> None:
     (out / "model.safetensors").write_bytes(b"\0" * 20)
     with pytest.raises(DataError, match=r"model\.safetensors cannot be read"):
         fs.load(out)
+
+
+@pytest.mark.parametrize("name", ["model.json", "model.safetensors"])
+def test_a_single_digit_or_bit_that_flipped_is_noticed(trained, tmp_path: Path, name: str) -> None:
+    """Both files could still be read, and the model was another one."""
+    out = tmp_path / "run"
+    shutil.copytree(trained[0], out)
+    content = (out / name).read_bytes()
+    # A digit of the batch size, or a byte of the last parameter.
+    place = content.index(b'"batch_size": ') + 14 if name == "model.json" else len(content) - 3
+    (out / name).write_bytes(content[:place] + bytes([content[place] ^ 2]) + content[place + 1 :])
+    with pytest.raises(DataError, match=f"{name} is damaged: .*not what the run wrote"):
+        fs.load(out)
+    if name == "model.safetensors":
+        with pytest.raises(DataError, match="is damaged: it is not what the run wrote"):
+            _ = fs.History.load(out).params
 
 
 def test_the_files_of_parameters_are_what_they_were(trained) -> None:

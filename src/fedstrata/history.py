@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import math
 import statistics
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -31,8 +33,8 @@ LOWER = frozenset({"loss", "log-loss", "ece"})
 TARGETS = (0.5, 0.8, 0.9, 0.95)
 """Accuracies whose first round the summary gives unless told otherwise."""
 
-WEIGHTS = "model.safetensors"
-"""Where a run folder has the final model."""
+WEIGHTS, MODEL = "model.safetensors", "model.json"
+"""Where a run folder has the final model, and what using it needs."""
 
 STANDARD = (
     "round", "accuracy", "loss", "train_loss", "clients_invited", "clients_returned", "clients_dropped",
@@ -331,15 +333,22 @@ def write_evaluations(history: History, folder: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a ``model.safetensors``.
+    """The tensors of a ``model.safetensors``, checked against what ``model.json`` beside it says of them.
 
     Raises:
         DataError: The file is gone or damaged.
     """
     try:
-        return safetensors.torch.load(path.read_bytes())
+        content = path.read_bytes()
+        tensors = safetensors.torch.load(content)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
+    told = None
+    with suppress(OSError, ValueError, AttributeError, RecursionError):  # whoever needs that file says what is wrong
+        told = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
+    if told not in (None, hashlib.sha256(content).hexdigest()):
+        raise DataError(f"{path} is damaged: it is not what the run wrote, by its checksum in {MODEL}")
+    return tensors
 
 
 def target_text(target: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,14 +22,14 @@ from fedstrata.config import under
 from fedstrata.data.arrays import Array, checked_inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.errors import DataError, SpecError
-from fedstrata.history import WEIGHTS, read_weights
+from fedstrata.history import MODEL, WEIGHTS, read_weights
+from fedstrata.jsonl import jsonable, replace_file, write_json
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.nn.zoo import MODELS, make_model
 from fedstrata.preparation import Prepared
 
-MODEL = "model.json"
 FORMAT = 1
 """Raised when an older fedstrata could not read the file, or would read it wrongly."""
 
@@ -66,6 +67,23 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
         "batch_size": spec.evaluation.batch_size,
         "batch_statistics": local,
     }
+
+
+def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
+    """``model.json`` and ``model.safetensors``, with checksums of both in the first.
+
+    Args:
+        folder: The run's.
+        prepared: The experiment.
+        content: The parameters and buffers, as safetensors has them.
+    """
+    about = describe_model(prepared) | {"parameters": hashlib.sha256(content).hexdigest()}
+    write_json(folder / MODEL, about | {"checksum": _checksum(about)})  # before what says that the run is over
+    replace_file(folder / WEIGHTS, content)
+
+
+def _checksum(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(jsonable(about), sort_keys=True).encode()).hexdigest()
 
 
 def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predictor:
@@ -271,6 +289,8 @@ def _read(path: Path) -> dict[str, Any]:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         later = about["format"] > FORMAT
         if not later:
+            if about.pop("checksum", None) not in (None, _checksum(about)):
+                raise ValueError("it is not what the run wrote; without its 'checksum' it is taken as it is")
             _check(about)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from None

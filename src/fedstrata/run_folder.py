@@ -18,12 +18,12 @@ from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, DataError, SpecError
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
-from fedstrata.history import CLIENTS, EVALUATIONS, Confusion, History, write_evaluations
+from fedstrata.history import CLIENTS, EVALUATIONS, Confusion, History, read_weights, write_evaluations
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
 from fedstrata.partitions import Given, draw_partition
-from fedstrata.predictor import MODEL, describe_model
+from fedstrata.predictor import write_model
 from fedstrata.preparation import Prepared, prepare
 from fedstrata.spec import Experiment
 
@@ -139,7 +139,7 @@ class RunFolder:
         over = bool(history.stopped) or len(history) >= self.prepared.spec.training.rounds
         if not over or not (self.path / WEIGHTS).exists():
             return None
-        history.params = safetensors.torch.load((self.path / WEIGHTS).read_bytes())
+        history.params = read_weights(self.path / WEIGHTS)
         return history
 
     def begin(self, running: Running) -> None:
@@ -250,8 +250,7 @@ class RunFolder:
         self.history.clients = running.client_table()
         if self.path is not None:
             write_evaluations(self.history, self.path)
-            write_json(self.path / MODEL, describe_model(self.prepared))  # before what says that the run is over
-            replace_file(self.path / WEIGHTS, safetensors.torch.save(final))
+            write_model(self.path, self.prepared, safetensors.torch.save(final))
             write_json(self.path / SUMMARY, self.history.summary)
         return self.history
 

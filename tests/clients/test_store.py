@@ -67,6 +67,7 @@ def test_a_new_state_replaces_one_on_disk(tmp_path):
     for client in range(3):
         store.put(client, state(client))
     store.put(0, state(7))
+    assert same(store.get(0), state(7))
     store.put(2, state(2))
     assert same(store.get(0), state(7))
     assert len(store) == 3

@@ -344,6 +344,22 @@ def test_a_member_that_raises_releases_the_others_and_is_the_only_one_that_faile
     assert len(federation.ask(dict.fromkeys((1, 4), Meet(2)), together=True)) == 2
 
 
+def test_a_member_whose_reply_does_not_count_voids_those_of_the_others(tiny, monkeypatch):
+    """What the others say holds sums to which it has added."""
+    federation = tiny(5)
+    ask = federation.engine.ask
+
+    def spoilt(requests, **how):
+        outcomes = dict(ask(requests, **how))
+        return outcomes | {2: replace(outcomes[2], values=torch.tensor([float("nan")]))}
+
+    monkeypatch.setattr(federation.engine, "ask", spoilt)
+    assert federation.ask(dict.fromkeys((1, 2, 4), Meet(-1)), together=True) == {}
+    assert federation.accounting.failed == {2}
+    assert federation.accounting.returned == set()
+    assert [event["clients"] for event in federation.events] == [[2]]
+
+
 # Relays.
 
 

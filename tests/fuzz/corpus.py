@@ -13,6 +13,9 @@ import torch
 BIG = 10**400
 HUGE = 10**30
 
+ONE_SAMPLE = [list(range(20)), list(range(20, 40)), list(range(40, 59)), [59]]
+"""The last client has a single one."""
+
 SPEC_TEXTS: dict[str, bytes] = {
     "nothing": b"",
     "nested arrays": b"seed = " + b"[" * 1500 + b"]" * 1500,
@@ -94,21 +97,24 @@ SPEC_SETTINGS: list[list[str]] = [
     ["model.hidden=[1000000000000]"],
     [f"model.hidden=[{HUGE}]"],
     ["model.hidden=[300000, 300000]"],
-    ["model.name=cnn", "model.channels=[1000000000]"],
-    ["model.name=cnn", f"model.hidden={HUGE}"],
+    ["model={name='cnn', channels=[1000000000]}"],
+    [f"model={{name='cnn', hidden={HUGE}}}"],
     ["partition.alpha=5e-324"],
     ["partition.alpha=1.7e308"],
     [f"partition.clients={HUGE}"],
     ["partition.clients=1000000000000", "partition.min_size=0"],
     [f"partition.min_size={HUGE}"],
-    ["partition.name=power-law", "partition.exponent=1e308"],
-    ["partition.name=shards", f"partition.per_client={HUGE}"],
-    ["partition.name=classes", f"partition.size={HUGE}"],
-    ["partition.name=classes", f"partition.per_client={HUGE}"],
-    ["partition.name=given", f"partition.indices=[[{HUGE}]]"],
-    ["partition.name=given", "partition.indices=[[-1]]"],
-    ["partition.name=given", "partition.indices=[]"],
-    ["partition.name=given", "partition.indices=[[]]"],
+    ["partition={name='power-law', exponent=1e308}"],
+    [f"partition={{name='shards', per_client={HUGE}}}"],
+    [f"partition={{name='classes', size={HUGE}}}"],
+    [f"partition={{name='classes', per_client={HUGE}}}"],
+    [f"partition={{name='given', indices=[[{HUGE}]]}}"],
+    ["partition={name='given', indices=[[-1]]}"],
+    ["partition={name='given', indices=[]}"],
+    ["partition={name='given', indices=[[]]}"],
+    ["partition={name='given', file='/dev/null'}"],
+    ["partition={name='given', file='.'}"],
+    ["partition={name='given', file=5}"],
     [f"data.limit={HUGE}"],
     ["data.limit=1"],
     ["data.name=hub:"],
@@ -121,6 +127,8 @@ SPEC_SETTINGS: list[list[str]] = [
     ["training=1", "training.lr=0.1"],
     ["seed=" + "[" * 1500 + "]" * 1500],
     ["seed=" + "9" * 5000],
+    ["method.name=sfl", "method.client_sampler.name=fedsts", "method.client_sampler.refresh=participants"],
+    ["method.name=fedtan", "model={name='resnet9'}", f"partition={{name='given', indices={ONE_SAMPLE}}}"],
 ]
 
 

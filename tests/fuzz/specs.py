@@ -19,12 +19,13 @@ from fedstrata.config import Registry
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.sources import Data
 from fedstrata.errors import FedstrataError
+from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS
 from fedstrata.nn.zoo import MODELS
 from fedstrata.partitions.base import PARTITIONS
 from fedstrata.preparation import prepare
-from fedstrata.settings import Evaluation, Training
+from fedstrata.settings import Training
 from fedstrata.simulation import Simulation
 from fedstrata.spec import Experiment
 

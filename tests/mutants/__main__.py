@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import compileall
 import os
+import re
 import resource
 import shutil
 import signal
@@ -31,10 +32,12 @@ PATIENCE = 900
 def main() -> int:
     """1 where a mutant survived, or is none any more."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--only", default="", help="those whose file or label holds this")
+    parser.add_argument("--only", default="", help="a regular expression of files and labels")
     parser.add_argument("--first", type=int, default=0, help="go on from here")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in f"{mutant.file}: {mutant.label}"][options.first :]
+    chosen = [mutant for mutant in MUTANTS if re.search(options.only, f"{mutant.file}: {mutant.label}")][
+        options.first :
+    ]
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         whole = Path(place) / "whole"

@@ -46,7 +46,7 @@ rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_
 prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
-sgd = _of("training/sgd.py", "training/test_local.py")
+sgd = _of("training/sgd.py", "training/test_sgd.py", "training/test_local.py")
 local = _of("training/local.py", "training/test_local.py")
 settings = _of("settings.py", "test_spec.py", "training/test_local.py")
 randomness = _of("rng.py", "test_rng.py")
@@ -195,9 +195,7 @@ MUTANTS = [
     randomness("PyTorch's generator is left as it is", "torch.set_rng_state(state)", "pass"),
     allocation("Neyman without the spread", "weights = sizes * deviations", "weights = sizes * (deviations > 0)"),
     allocation("Neyman without the size", "weights = sizes * deviations", "weights = (sizes > 0) * deviations"),
-    allocation(
-        "more than there is", "remainders = np.where(whole < sizes, exact - whole, -1.0)", "remainders = exact - whole"
-    ),
+    allocation("the smallest remainder", "np.argsort(-remainders", "np.argsort(remainders"),
     stratified(
         "K is no part of an update",
         "(np.float32(state.lr) * np.array(steps, dtype=np.float32))",

@@ -45,6 +45,17 @@ def test_a_client_answers_once_unless_it_shall_answer_anew(tiny):
     assert len({answers for _, answers in estimates}) == 4
 
 
+@pytest.mark.parametrize(("reuse", "known"), [(True, [0, 1, 2, 3]), (False, [1, 3])])
+def test_an_answer_is_kept_only_where_it_is_used_again(tiny, reuse, known):
+    federation = tiny(4)
+    sampler = FedSamplingData(epsilon=2.0, bound=50, reuse=reuse)
+    state = sampler.init(federation)
+    for round, clients in ((1, [0, 2]), (2, [1, 3])):
+        federation.begin(round)
+        _, state, _ = sampler.keep(federation, state, clients)
+    assert state.known.tolist() == known
+
+
 def test_the_estimate_is_unbiased_under_privacy(tiny):
     """Mean over 400 rounds within four standard errors of the truth, 60 clients of 8 samples."""
     federation = tiny(60)

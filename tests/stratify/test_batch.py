@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from limits import within
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.clients.client import Client
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Request, Weights
@@ -20,7 +22,7 @@ from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
 from fedstrata.simulation import make_context
 from fedstrata.stratify.batch import BatchPlan
-from fedstrata.stratify.client_batch import _Drawing
+from fedstrata.stratify.client_batch import _Drawing, new_pool
 from fedstrata.stratify.messages import Gradient, Reserve
 
 PARTITIONS = {
@@ -328,6 +330,33 @@ class Lying(LocalEngine):
             self.asked += 1
             outcomes[1] = dataclasses.replace(outcomes[1], **self.lie)
         return outcomes
+
+
+def test_a_holder_that_has_nothing_right_after_a_refill_is_asked_no_more(start, balanced):
+    """The reservation would go on for ever."""
+
+    class Empty(LocalEngine):
+        def ask(self, requests, *, together, group=None):
+            outcomes = dict(super().ask(requests, together=together, group=group))
+            if isinstance(requests.get(1), Reserve):
+                outcomes[1] = dataclasses.replace(outcomes[1], missing=torch.ones_like(outcomes[1].missing))
+            return outcomes
+
+    started = start(spec_of("#C=1", clients=5, schedule="uncapped", batch_size=50), balanced)
+    started.federation.engine = Empty(started.federation.engine.context, started.store)
+    metrics = within(300, started.step)
+    assert metrics["samples"] == 800
+    (skipped,) = started.federation.events
+    assert skipped["kind"] == "label skipped"
+
+
+def test_a_pool_that_begins_anew_comes_in_another_order(start, balanced):
+    context = start(spec_of("#C=1", clients=5), balanced).federation.engine.context
+    client = Client(0, context, {})
+    label = int(client.labels[0])
+    first, again = (new_pool(client, 1, label, (0.0, 1.0), refills).order for refills in (0, 1))
+    assert sorted(first) == sorted(again) == list(range(200))
+    assert first.tolist() != again.tolist()
 
 
 @pytest.mark.parametrize(
