@@ -149,8 +149,9 @@ def test_the_table_of_clients_and_the_matrices_are_files(tmp_path):
 
 def test_over_clients_by_hand():
     values, sizes = np.array([0.1, 0.9, 0.5, np.nan]), np.array([1, 2, 1, 7])
-    found = over_clients(values, sizes)
-    assert found == {
+    nobody = np.full(4, np.nan)
+    up, down, none = over_clients(np.stack([values, values, nobody], axis=1), sizes, np.array([True, False, True]))
+    assert up == {
         "clients": 3,
         "mean": pytest.approx(0.5),
         "weighted_mean": pytest.approx(0.6),
@@ -158,7 +159,8 @@ def test_over_clients_by_hand():
         "worst": 0.1,
         "worst_10": 0.1,
     }
-    assert over_clients(values, sizes, higher_is_better=False)["worst"] == 0.9
-    twenty = over_clients(np.arange(20) / 20, np.ones(20, dtype=int))
+    assert down == {**up, "worst": 0.9, "worst_10": 0.9}
+    assert none == {"clients": 0, **dict.fromkeys(("mean", "weighted_mean", "sd", "worst", "worst_10"))}
+    (twenty,) = over_clients(np.arange(20)[:, None] / 20, np.ones(20, dtype=int), np.array([True]))
     assert twenty["worst_10"] == pytest.approx(0.025)
-    assert over_clients(values[3:], sizes[3:])["mean"] is None
+    assert over_clients(np.zeros((0, 1)), np.zeros(0, dtype=int), np.array([True]))[0]["clients"] == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedstrata.data.dataset import Dataset
 from fedstrata.evaluation.holdouts import HeldOut
 from fedstrata.evaluation.messages import Evaluate, Evaluated, Part
-from fedstrata.evaluation.metrics import Metric, nan_for_none, none_for_nan
+from fedstrata.evaluation.metrics import nan_for_none, none_for_nan
 from fedstrata.evaluation.predictions import Predictions, predict
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.evaluation.sums import EvaluationSums, confusion_of
@@ -217,11 +217,8 @@ class Evaluator:
         return self._over_clients(values, sizes) | {"unheard": apart}
 
     def _over_clients(self, values: Reals, sizes: Ints) -> dict[str, Any]:
-        metrics: Sequence[Metric] = self.settings.metrics
-        return {
-            metric.label: over_clients(values[:, place], sizes, higher_is_better=metric.higher_is_better)
-            for place, metric in enumerate(metrics)
-        }
+        higher = np.array([metric.higher_is_better for metric in self.settings.metrics])
+        return dict(zip(self.settings.labels, over_clients(values, sizes, higher), strict=True))
 
     def _table(self, values: Reals, sizes: Ints) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {"samples": sizes.tolist()}
@@ -230,31 +227,38 @@ class Evaluator:
         return columns
 
 
-def over_clients(values: Reals, sizes: Ints, *, higher_is_better: bool = True) -> dict[str, float | int | None]:
-    """A metric over clients.
+def over_clients(values: Reals, sizes: Ints, higher_is_better: NDArray[np.bool_]) -> list[dict[str, Any]]:
+    """Metrics over clients.
 
     Args:
-        values: Each client's, (N,); NaN where it has none, and is left out.
+        values: Each client's, (N, M); NaN where it has none, and is left out.
         sizes: Test samples of each, (N,), its weight.
-        higher_is_better: Which end is the worst.
+        higher_is_better: Which end of each metric is the worst, (M,).
 
     Returns:
-        ``clients`` (how many have a value), ``mean``, ``weighted_mean``, ``sd`` (of these clients, not of a sample of
-        them), ``worst``, and ``worst_10``, the mean of the tenth of the clients (rounded up) that fare worst.
+        For each metric ``clients`` (how many have a value), ``mean``, ``weighted_mean``, ``sd`` (of these clients, not
+        of a sample of them), ``worst``, and ``worst_10``, the mean of the tenth of the clients (rounded up) that fare
+        worst; None where no client has a value.
 
-    >>> over_clients(np.array([0.5, 1.0, np.nan]), np.array([30, 10, 5]))["weighted_mean"]
+    >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625
     """
     known = np.isfinite(values)
-    found, weights = values[known], sizes[known]
-    if not len(found):
-        return {"clients": 0} | dict.fromkeys(("mean", "weighted_mean", "sd", "worst", "worst_10"))
-    ordered = np.sort(found) if higher_is_better else -np.sort(-found)
-    return {
-        "clients": len(found),
-        "mean": float(found.mean()),
-        "weighted_mean": float((found * weights).sum() / weights.sum()) if weights.sum() else None,
-        "sd": float(found.std()),
-        "worst": float(ordered[0]),
-        "worst_10": float(ordered[: -(-len(found) // 10)].mean()),
-    }
+    found, count = np.where(known, values, 0.0), known.sum(axis=0)
+    weights = sizes[:, None] * known
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = found.sum(axis=0) / count
+        weighted = (found * weights).sum(axis=0) / weights.sum(axis=0)
+        sd = np.sqrt((np.where(known, values - mean, 0.0) ** 2).sum(axis=0) / count)
+        # The worst ones first, those without a value last.
+        sign = np.where(higher_is_better, 1.0, -1.0)
+        ordered = sign * np.sort(np.where(known, sign * values, np.inf), axis=0)
+        tenth = -(-count // 10)
+        worst = [float(ordered[:n, m].mean()) if n else math.nan for m, n in enumerate(tenth.tolist())]
+    first = ordered[0] if len(ordered) else np.full(len(count), math.nan)
+    columns = zip(mean, weighted, sd, first, worst, strict=True)
+    keys = ("mean", "weighted_mean", "sd", "worst", "worst_10")
+    return [
+        {"clients": n} | {key: none_for_nan(value) for key, value in zip(keys, column, strict=True)}
+        for n, column in zip(count.tolist(), columns, strict=True)
+    ]

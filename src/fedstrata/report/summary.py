@@ -34,8 +34,8 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     lines = [("accuracy", f"{percent(summary['final_accuracy'])} after {rounds}")]
     if summary["best_round"] is not None:
-        by = " by the validation samples" if summary["best_on"] == "validation" else ""
-        lines.append(("best", f"{percent(summary['best_accuracy'])} in round {summary['best_round']}{by}"))
+        by = "by the validation samples" if summary["best_on"] == "validation" else "picked on the test set"
+        lines.append(("best", f"{percent(summary['best_accuracy'])} in round {summary['best_round']}, {by}"))
     lines += [("measured", ", ".join(found))] if (found := _metrics(history)) else []
     if history.stopped:
         lines.append(("stopped", history.stopped))
