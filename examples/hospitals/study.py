@@ -74,7 +74,11 @@ def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
 
 def study(out: Path, seeds: int) -> dict[str, Reals]:
     """Every method's out-of-fold predictions, (seeds, looks, patients)."""
-    overrides = [f"training.rounds={LOOKS[-1]}", "evaluation.every=0"]
+    overrides = [
+        f"training.rounds={LOOKS[-1]}",
+        "evaluation.every=0",
+        "training.workers=1",
+    ]  # no result depends on those
     specs = variants(read_table(SPEC), METHODS, overrides)
     specs |= dict.fromkeys(REFERENCES, specs["fedavg"])
     table, schema, hospital, sick = patients()
