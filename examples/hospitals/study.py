@@ -176,8 +176,8 @@ def page(result: dict[str, Any]) -> str:
         [
             *lines,
             f"AUROC, and below it the gain over `local`; 95 % intervals from {result['resamples']:,} resamples of the",
-            f"patients. Mean over {result['seeds']} seeds of {result['folds']} folds each. Resamples without a patient of",
-            f"one class have no AUROC and are left out: {left_out}.",
+            f"patients. Mean over {result['seeds']} seeds of {result['folds']} folds each. Resamples without a patient",
+            f"of one class have no AUROC and are left out: {left_out}.",
             "",
         ]
     )
