@@ -35,7 +35,7 @@ test: $(DEV) check  ## All checks, and all tests but those that take minutes eac
 test-fast: $(DEV)  ## Tests that start no processes and take no seconds: for the time between two changes.
 	$(PYTEST) -n $(CORES) -m 'not slow and not long'
 
-test-long: $(DEV)  ## Tests that take minutes each.
+test-long: $(DEV)  ## Tests that take long: kills, faults, every method on every engine.
 	$(PYTEST) -n 0 -m long
 
 check: $(DEV)  ## Format, lint, types, import rules.

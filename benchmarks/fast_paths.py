@@ -79,10 +79,10 @@ def traced(model: str) -> Works:
 
 def team(model: str) -> Works:
     """Two worker processes against one."""
-    settings = {"clients_per_round": 10}
+    settings, samples = {"clients_per_round": 10}, 600 if model == "cnn" else 6000
     return (
-        stepping(simulation(10, 600, model=model, training=settings)),
-        stepping(simulation(10, 600, model=model, training=settings | {"workers": 2})),
+        stepping(simulation(10, samples, model=model, training=settings)),
+        stepping(simulation(10, samples, model=model, training=settings | {"workers": 2})),
     )
 
 
@@ -182,8 +182,8 @@ PATHS: dict[str, tuple[Callable[[str], Works], str, str]] = {
     "manual, MLP": (manual, "mlp", "training/manual_sgd.py: FedAvg, 10 clients of 300 samples, batch 20"),
     "traced, MLP": (traced, "mlp", "training/traced_sgd.py: Stratify single"),
     "traced, CNN": (traced, "cnn", "training/traced_sgd.py: the same with convolutions"),
-    "team, MLP": (team, "mlp", "engines/team.py: 10 clients of 600 samples, two processes"),
-    "team, CNN": (team, "cnn", "engines/team.py: the same with convolutions"),
+    "team, MLP": (team, "mlp", "engines/team.py: 10 clients of 6,000 samples, two processes"),
+    "team, CNN": (team, "cnn", "engines/team.py: 10 clients of 600 samples, with convolutions"),
     "fused, MLP": (fused, "mlp", "stratify/client_batch.py: Stratify batch, 100 clients, one pass a batch"),
     "incremental k-means": (incremental_kmeans, "", "sampling/incremental_kmeans.py: 10,000 clients, 100 renewed"),
     "exact k-means": (exact_kmeans, "", "sampling/kmeans_1d.py: 178,110 values, 9 centres"),

@@ -102,7 +102,7 @@ for method in methods:
 """Kills runs at ever later moments, until one comes to its end."""
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_before_any_change_of_its_folder_ends_in_the_same_bytes(tmp_path, undisturbed):
     for method in METHODS:
         (tmp_path / f"{method}.toml").write_text(experiment(method).to_toml())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +111,14 @@ def test_no_name_that_was_given_up_is_left() -> None:
 def test_what_it_finds(where: str, code: str, found: str | None) -> None:
     says = [line.partition(": ")[2] for line in leftovers(where, ast.parse(code))]
     assert says == ([] if found is None else [found])
+
+
+def test_modules_that_the_docs_name_exist() -> None:
+    root = SRC.parents[1]
+    pages = [*(root / "docs").glob("*.md"), *root.glob("*.md")]
+    if not pages:
+        pytest.skip("no docs beside an installed package")
+    for page in pages:
+        for name in re.findall(r"`([a-z_]+/[a-z_0-9/]+\.py)`", page.read_text(encoding="utf-8")):
+            places = [root / name, SRC / name]
+            assert any(place.is_file() for place in places), f"{page.name} names {name}"

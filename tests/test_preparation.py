@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -53,3 +55,18 @@ def test_statistics_of_a_batch_of_one_are_refused_before_training():
         fs.prepare(fs.Experiment.from_table({**table, "method": "stratify", "evaluation": {}}), model=norm)
     with pytest.raises(SpecError, match=r"^training\.batch_size = 1: BatchNorm needs at least two"):
         fs.prepare(fs.Experiment.from_table({"method": "stratify", "training": {"batch_size": 1}}), model=norm)
+
+
+def test_what_another_thread_draws_meanwhile_does_not_make_a_model_random():
+    class Waiting(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            other = threading.Thread(target=torch.rand, args=(3,))
+            other.start()
+            other.join()
+            return super().forward(x.flatten(1))
+
+    random = [
+        fs.prepare(fs.Experiment(), model=model).config.random
+        for model in (Waiting(64, 10), nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.RReLU()))
+    ]
+    assert random == [False, True]

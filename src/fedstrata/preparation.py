@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
@@ -126,16 +127,27 @@ def assemble(
 
 
 def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
-    """Whether a forward pass in training mode draws from PyTorch's generator: it is tried, whatever the layers are."""
+    """Whether a forward pass in training mode draws random numbers: it is tried, whatever the layers are."""
     x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
-    before = torch.get_rng_state()
+    before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
+    loaded = model.loaded(model.params(), model.buffers(), train=True)
     try:
         # What fails here fails in training, whose error names the client.
-        with suppress(Exception), torch.no_grad(), model.loaded(model.params(), model.buffers(), train=True) as params:
+        with suppress(Exception), torch.no_grad(), loaded as params, draws:
             model(params, torch.cat([x, x])[:2])
-        return not torch.equal(torch.get_rng_state(), before)
+        return draws.found
     finally:
         torch.set_rng_state(before)
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operation of this thread draws random numbers; the generator belongs to all threads."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 def _check_start(model: Model, spec: Experiment) -> None:

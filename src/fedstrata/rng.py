@@ -1,7 +1,8 @@
 """Randomness as a function of (seed, purpose, round, client).
 
 Nothing in fedstrata shares a generator: whoever needs random numbers names what they are for and gets a fresh
-counter-based one. One client more, an evaluation less or another order of work therefore shifts nobody's numbers.
+counter-based one. Adding a client, leaving out an evaluation or another order of work therefore changes no other
+number.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
         made.submitting.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.xdist_group("servers")
 def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployment: Deployment) -> None:
     processes = deployment.processes

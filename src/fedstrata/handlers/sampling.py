@@ -41,7 +41,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
-    """The gradient of the mean cross-entropy over all samples at the global model, projected and squeezed."""
+    """The gradient of the mean cross-entropy over all samples at the global model, projected and quantized."""
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
     data = LocalData(client, np.arange(len(client)))

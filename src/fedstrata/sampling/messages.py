@@ -54,7 +54,7 @@ class SizeReport(Request):
 
 @record
 class CompressReply(Reply):
-    """A squeezed gradient.
+    """A quantized gradient.
 
     Args:
         centres: X, shape (d',), float32.
@@ -77,7 +77,7 @@ class CompressReply(Reply):
 
 @record
 class Compress(Request):
-    """Send the gradient of the local loss at ``weights``, squeezed into ``centres`` values (FedSTaS, IS).
+    """Send the gradient of the local loss at ``weights``, quantized to ``centres`` values (FedSTaS, IS).
 
     Args:
         round: The round, counted from 1.

@@ -155,7 +155,10 @@ def gradient(client: Client, request: Gradient) -> GradientReply:
 
 @handles_sum(Gradient)
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
-    """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is."""
+    """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is.
+
+    Ten times as fast as a pass a client, with 100 clients and an MLP (``benchmarks/fast_paths.py``).
+    """
     indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
     client = next(iter(clients.values()))
     context, request = client.context, requests[client.number]

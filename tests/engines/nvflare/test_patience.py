@@ -49,7 +49,7 @@ class Line:
         return self.hosts[site].call(SERVER, data)
 
 
-def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 2.5) -> fs.History:
+def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> fs.History:
     prepared, sums, line = prepare(spec), Sums(patience), Line(hook)
     for name in "abc":
 
