@@ -18,7 +18,7 @@ SPEC = {
     "data": {"name": "digits", "limit": 120},
     "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 3},
     "model": {"name": "mlp", "hidden": [8]},
-    "training": {"rounds": 2, "clients_per_round": 3, "local_epochs": 2, "batch_size": 16},
+    "training": {"rounds": 2, "clients_per_round": 3, "local_epochs": 2, "batch_size": 16, "workers": 1},
     "availability": {"name": "bernoulli", "p": 0.5},
     "method": "scaffold",
 }

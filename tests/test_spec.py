@@ -66,6 +66,7 @@ def test_every_method_round_trips(tmp_path, method):
 NEEDS = {
     "given": {"indices": [[0, 1], [2]]},
     "groups": {"groups": [{"clients": 2, "classes": 3}]},
+    "single-client": {"of": "natural", "only": 3},
 }
 
 

@@ -31,7 +31,7 @@ METHODS = ("fedavg", "scaffold", "fedstas", "rebafl", "stratify")
 REFERENCES = ("local", "centralised")
 FOLDS, RESAMPLES = 5, 4000
 LOOKS = (10, 20, 30)
-"""Rounds after which everybody is predicted; the last one is what is reported."""
+"""Rounds after which everybody is predicted."""
 MARKS = "<!-- table -->", "<!-- end -->"
 
 Reals = NDArray[np.float64]
@@ -74,7 +74,11 @@ def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
 
 def study(out: Path, seeds: int) -> dict[str, Reals]:
     """Every method's out-of-fold predictions, (seeds, looks, patients)."""
-    overrides = [f"training.rounds={LOOKS[-1]}", "evaluation.every=0"]
+    overrides = [
+        f"training.rounds={LOOKS[-1]}",
+        "evaluation.every=0",
+        "training.workers=1",
+    ]  # no result depends on those
     specs = variants(read_table(SPEC), METHODS, overrides)
     specs |= dict.fromkeys(REFERENCES, specs["fedavg"])
     table, schema, hospital, sick = patients()
@@ -125,66 +129,71 @@ def resampled(pairs: Reals, seed: int) -> tuple[Reals, int]:
 
 
 def figures(predictions: dict[str, Reals]) -> dict[str, Any]:
-    """AUROC by method and hospital with 95 % bootstrap intervals, and the gain over training alone with its own."""
+    """AUROC by hospital, rounds and method with 95 % bootstrap intervals, and the gain over training alone."""
     table, schema, hospital, sick = patients()
     names = np.unique(ids(table, "hospital", schema)).tolist()
-    result: dict[str, Any] = {"seeds": len(predictions["local"]), "folds": FOLDS, "rounds": LOOKS[-1], "hospitals": {}}
+    seeds = len(predictions["local"])
+    result: dict[str, Any] = {"seeds": seeds, "folds": FOLDS, "resamples": RESAMPLES, "hospitals": {}}
     for number, name in enumerate(names):
         here, y = hospital == number, sick[hospital == number]
-        entry: dict[str, Any] = {"patients": len(y), "without disease": int((y == 0).sum()), "methods": {}}
+        entry: dict[str, Any] = {"patients": len(y), "well": int((y == 0).sum())}
         result["hospitals"][name] = entry
         if len(set(y.tolist())) < 2:
             entry["undefined"] = "patients of one class only"
             continue
-        local = ranked(predictions["local"][:, -1, here], y)
-        for label, p in predictions.items():
-            last = ranked(p[:, -1, here], y)
-            drawn, undefined = resampled(last, number)
-            gains, _ = resampled(last - local, number)
-            single = [float(ranked(p[[seed], -1][:, here], y).mean()) for seed in range(len(p))]
-            looks = {str(rounds): ranked(p[:, look, here], y).mean() for look, rounds in enumerate(LOOKS)}
-            entry["methods"][label] = {
-                "auroc": round(float(last.mean()), 4),
-                "interval": np.percentile(drawn, [2.5, 97.5]).round(4).tolist(),
-                "sd over seeds": round(float(np.std(single, ddof=1)), 4) if len(single) > 1 else None,
-                "undefined resamples": undefined,
-                "gain": round(float((last - local).mean()), 4),
-                "gain interval": np.percentile(gains, [2.5, 97.5]).round(4).tolist(),
-                "after rounds": {rounds: round(float(each), 4) for rounds, each in looks.items()},
-            }
+        entry["after rounds"] = {}
+        for look, rounds in enumerate(LOOKS):
+            local = ranked(predictions["local"][:, look, here], y)
+            found = entry["after rounds"][str(rounds)] = {}
+            for label, p in predictions.items():
+                pairs = ranked(p[:, look, here], y)
+                drawn, entry["undefined resamples"] = resampled(pairs, number)
+                gains, _ = resampled(pairs - local, number)
+                single = [ranked(p[[seed], look][:, here], y).mean() for seed in range(seeds)]
+                found[label] = {
+                    "auroc": round(float(pairs.mean()), 4),
+                    "interval": np.percentile(drawn, [2.5, 97.5]).round(4).tolist(),
+                    "sd over seeds": round(float(np.std(single, ddof=1)), 4) if seeds > 1 else None,
+                    "gain": round(float((pairs - local).mean()), 4),
+                    "gain interval": np.percentile(gains, [2.5, 97.5]).round(4).tolist(),
+                }
     return result
 
 
 def page(result: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    hospitals = result["hospitals"]
-    heads = [f"{name} ({each['patients']}; {each['without disease']} well)" for name, each in hospitals.items()]
-    lines = [f"| | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
-    for label in next(iter(hospitals.values()))["methods"]:
-        row = []
-        for each in hospitals.values():
-            found = each["methods"].get(label)
-            if found is None:
-                row.append(f"undefined: {each['undefined']}")
-                continue
-            low, high = found["interval"]
-            text = f"{found['auroc']:.3f} ({low:.3f}–{high:.3f})"
-            if label != "local":
-                low, high = found["gain interval"]
-                text += f"<br>{found['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
-            row.append(text)
-        lines.append(f"| {label} | {' | '.join(row)} |")
-    lost = {
-        name: each["methods"]["local"]["undefined resamples"] for name, each in hospitals.items() if each["methods"]
-    }
+    """The figures as Markdown: after the fewest rounds and after all of them."""
+    lines = []
+    for rounds in dict.fromkeys((LOOKS[0], LOOKS[-1])):
+        heads = [f"{name} ({each['patients']}, {each['well']} well)" for name, each in result["hospitals"].items()]
+        lines += [f"| after {rounds} rounds | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+        for label in (*METHODS, *REFERENCES):
+            cells = [shown(each, str(rounds), label) for each in result["hospitals"].values()]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append("")
+    lost = {name: each["undefined resamples"] for name, each in result["hospitals"].items() if "undefined" not in each}
     left_out = ", ".join(f"{count} of {name}" for name, count in lost.items() if count) or "none"
-    lines += [
-        "",
-        f"AUROC, and below it the gain over `local`; 95 % intervals from {RESAMPLES:,} resamples of the patients.",
-        f"Mean over {result['seeds']} seeds of {result['folds']} folds each. Resamples without a patient of one class",
-        f"have no AUROC and are left out: {left_out}.",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(
+        [
+            *lines,
+            f"AUROC, and below it the gain over `local`; 95 % intervals from {result['resamples']:,} resamples of the",
+            f"patients. Mean over {result['seeds']} seeds of {result['folds']} folds each. Resamples without a patient",
+            f"of one class have no AUROC and are left out: {left_out}.",
+            "",
+        ]
+    )
+
+
+def shown(hospital: dict[str, Any], rounds: str, label: str) -> str:
+    """A cell of the table."""
+    if "undefined" in hospital:
+        return f"undefined: {hospital['undefined']}"
+    found = hospital["after rounds"][rounds][label]
+    low, high = found["interval"]
+    text = f"{found['auroc']:.3f} ({low:.3f} to {high:.3f})"
+    if label == "local":
+        return text
+    low, high = found["gain interval"]
+    return f"{text}<br>{found['gain']:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ SPEC = """
 data = { name = "digits", limit = 200, normalize = "unit" }
 partition = { name = "dirichlet", alpha = 0.5, clients = 10 }
 model = { name = "mlp", hidden = [8] }
-training = { rounds = 2, clients_per_round = 4, local_epochs = 1 }
+training = { rounds = 2, clients_per_round = 4, local_epochs = 1, workers = 1 }
 evaluation = { every = 2 }
 method = "fedavg"
 [compare.plain]

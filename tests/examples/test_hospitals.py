@@ -106,12 +106,14 @@ def test_the_study_goes_on_where_it_was_and_says_what_is_undefined(tmp_path, mon
     assert all(np.array_equal(again[label], p) for label, p in first.items())
     found = study.figures(first)
     for hospital in found["hospitals"].values():
-        for entry in hospital["methods"].values():
-            assert entry["interval"][0] <= entry["auroc"] <= entry["interval"][1]
-        assert hospital["methods"]["local"]["gain"] == 0
+        methods = hospital["after rounds"]["1"]
+        assert all(entry["interval"][0] <= entry["auroc"] <= entry["interval"][1] for entry in methods.values())
+        assert methods["local"]["gain"] == 0
     page = study.page(found)
-    assert "Switzerland (123; 8 well)" in page
+    assert "Switzerland (123, 8 well)" in page
     assert "left out: " in page
+    found["hospitals"]["Hungary"] = {"patients": 3, "well": 3, "undefined": "patients of one class only"}
+    assert study.page(found).count("| undefined: patients of one class only |") == 4
 
 
 @pytest.mark.slow
