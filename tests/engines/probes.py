@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -9,11 +11,15 @@ import torch
 from torch import Tensor
 
 import fedstrata as fs
+from fedstrata import records
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles, handles_hop
 from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.records import record
+
+TAKES = {"slow": 0.5, "hang": 24.0}
+"""Seconds that a culprit sleeps before it answers."""
 
 
 @record
@@ -35,8 +41,9 @@ class Probe(Request):
 
     Args:
         culprits: Which.
-        how: ``raise``, ``nan``, ``kind`` (another record), ``type`` (a field of another type) or ``check`` (an answer
-            that the request refuses).
+        how: ``raise``, ``nan``, ``kind`` (another record), ``type`` (a field of another type), ``check`` (an answer
+            that the request refuses), ``slow``, ``hang``, ``die`` (with its process) or ``garble`` (the
+            next message that its process sends).
         size: Numbers in the answer.
     """
 
@@ -75,6 +82,14 @@ class Other(Reply):
 def misbehave(client: Client, request: Probe, reply: Counted) -> Any:
     if client.number not in request.culprits:
         return reply
+    time.sleep(TAKES.get(request.how, 0.0))
+    if request.how in TAKES:
+        return reply
+    if request.how == "die":
+        os._exit(1)
+    if request.how == "garble":
+        garble()
+        return reply
     if request.how == "raise":
         raise ValueError("on purpose")
     if request.how == "nan":
@@ -82,6 +97,17 @@ def misbehave(client: Client, request: Probe, reply: Counted) -> Any:
     if request.how == "type":
         return replace(reply, times="many")
     return Other() if request.how == "kind" else replace(reply, times=-1)
+
+
+def garble() -> None:
+    """Let the next message of this process, after the answer to this one, be none that can be read."""
+    encode = records.encode
+
+    def once(value: object) -> bytes:
+        records.encode = encode
+        return b"\x80\x04garbage"
+
+    records.encode = once
 
 
 def counted(client: Client, request: Probe, value: float = 0.0) -> Counted:

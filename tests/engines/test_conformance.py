@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from workers import two_workers
 
 import fedstrata as fs
 from fedstrata import records
@@ -89,17 +89,8 @@ ENGINES: dict[str, Make] = {
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Any]:
-    """Two workers of Ray's for all tests: most of the time of a short run is the start of processes."""
-    ray = pytest.importorskip("ray")
-    from fedstrata.engines.ray import WorkerPool
-
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
-        ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
-        with WorkerPool(2) as made:
-            yield made
-    finally:
-        ray.shutdown()
+    with two_workers() as made:
+        yield made
 
 
 STARTS_SERVERS = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
@@ -201,6 +192,12 @@ def test_a_model_that_is_spoilt_on_its_way_is_not_passed_on(federation: Federati
     moved, replies = walked(federation, [(0, bad), (1, bad)])
     assert moved == 1.0
     assert replies == {0: 1}
+
+
+def test_who_is_slow_counts(federation: Federation) -> None:
+    assert times(federation, Probe(culprits=(1,), how="slow")) == ALL
+    assert times(federation, Meet(culprits=(2,), how="slow"), together=True) == dict.fromkeys(range(CLIENTS), 2)
+    assert walked(federation, [(0, Walk()), (1, Walk(culprits=(1,), how="slow"))]) == (2.0, {0: 3, 1: 3})
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 21])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import pickle
 import signal
@@ -21,6 +20,7 @@ import raycases
 import torch
 from lazy import Lazy
 from torch import nn
+from workers import two_workers
 
 import fedstrata as fs
 from fedstrata import simulation
@@ -47,14 +47,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """Two workers for all tests: most of the time of a short run is the start of processes."""
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    try:
-        ray.init(address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="error")
-        with WorkerPool(2) as pool:
-            yield pool
-    finally:
-        ray.shutdown()
+    with two_workers() as pool:
+        yield pool
 
 
 @pytest.fixture

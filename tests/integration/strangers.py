@@ -156,3 +156,23 @@ class TwoHeads(Flat):
 ZOO = (LoRA, LowRank, Tied, Rebound, RandomSlopes, Dropped, Attention, Grouped, Embedded, TwoHeads)
 DRAWS = (RandomSlopes, Dropped, Attention)
 """Those whose forward pass draws random numbers."""
+
+
+def _normed(base: type[Any]) -> type[Any]:
+    """The same with BatchNorm, whose batches are those of all clients together."""
+
+    class Normed(base):
+        def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+            super().__init__(shape, classes)
+            self.batch_norm = nn.BatchNorm2d(8) if base is Grouped else nn.BatchNorm1d(WIDTH)
+            if base is Grouped:
+                self.norm = nn.Sequential(self.batch_norm, self.norm)
+
+        def body(self, x: Tensor) -> Tensor:
+            return self.batch_norm(super().body(x))
+
+    Normed.__name__ = Normed.__qualname__ = f"{base.__name__}Normed"
+    return Normed
+
+
+globals().update({f"{model.__name__}Normed": _normed(model) for model in ZOO})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,15 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from workers import two_workers
 
 import fedstrata as fs
+from fedstrata.clients.store import StateStore
+from fedstrata.deploy.simulator import simulate
+from fedstrata.engines.local import LocalEngine
 from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Weights
-from fedstrata.simulation import Simulation
+from fedstrata.simulation import Simulation, make_context, run_prepared
 from fedstrata.stratify import client_single
 from fedstrata.stratify.client_single import AutogradStepper, TracedStepper
 
@@ -33,7 +40,35 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedstas": {"strata": 2, "fraction": 0.5},
     "sfl": {},
     "stratify": {"cap": 6},
+    "stratify, single": {"name": "stratify", "mode": "single", "cap": 4},
+    "stratify, together": {"name": "stratify", "cap": 6},
+    "fedtan": {},
 }
+TOGETHER = ("stratify, together", "fedtan")
+"""Those that a model with BatchNorm takes through sums over all clients in the middle of a pass."""
+
+MORE: dict[str, dict[str, Any]] = {
+    "fedprox": {},
+    "fedsts": {"strata": 2},
+    "fedsampling": {"samples": 60},
+    "clustered": {},
+    "power-of-choice": {},
+    "fedrs": {},
+    "fedlc": {},
+    "bsm-fedavg": {},
+    "fedavg-ft": {"per_class": 2},
+}
+"""The other methods; their parts are those of the first."""
+
+KINDS = {
+    "scaffold": "ask, state",
+    "stratify": "sum, pools",
+    "stratify, together": "together, pools",
+    "sfl": "relay",
+    "stratify, single": "relay, pools",
+}
+"""One method for each kind of exchange and state, for engines whose processes take long to start."""
+
 NAMES = [model.__name__ for model in ZOO]
 
 
@@ -44,8 +79,8 @@ def spec(model: str, method: str, **training: Any) -> fs.Experiment:
         {
             "data": {"name": "digits", "limit": 120, "normalize": "unit"},
             "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 4, "min_size": 4},
-            "model": f"strangers:{model}",
-            "method": {"name": method, **METHODS.get(method, {})},
+            "model": f"strangers:{model}{'Normed' if method in TOGETHER else ''}",
+            "method": {"name": method, **METHODS.get(method, MORE.get(method, {}))},
             "training": {**settings, **training},
             "evaluation": {"every": 0},
         }
@@ -57,9 +92,28 @@ def bytes_of(history: fs.History) -> bytes:
     return safetensors.torch.save(history.params)
 
 
-@pytest.mark.parametrize("method", METHODS)
+def refused(model: str, method: str) -> bool:
+    """Where clients share a generator, as threads of one process, a model that draws has no numbers of its own."""
+    return method in TOGETHER and model in {m.__name__ for m in DRAWS}
+
+
+Note = Callable[[str, object], None]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(method, marks=pytest.mark.long) if method in {*MORE, "stratify, single"} else method
+        for method in [*METHODS, *MORE]
+    ],
+)
 @pytest.mark.parametrize("model", NAMES)
-def test_a_run_repeats_to_the_bit_and_nobody_fails(model: str, method: str) -> None:
+def test_a_run_repeats_to_the_bit_and_nobody_fails(model: str, method: str, record_property: Note) -> None:
+    if refused(model, method):
+        with pytest.raises(SpecError, match="draws random numbers") as error:
+            fs.run(spec(model, method, execution="per-client", workers=1))
+        record_property("refused", str(error.value))
+        return
     first = fs.run(spec(model, method, execution="per-client", workers=1))
     assert sum(record["clients_failed"] for record in first) == 0
     assert all(torch.isfinite(tensor).all() for tensor in first.params.values())
@@ -149,16 +203,85 @@ def test_clients_of_a_batch_draw_numbers_of_their_own(model: str, monkeypatch: p
     assert len(set(seen)) == len(seen)
 
 
-@pytest.mark.parametrize("model", [model.__name__ for model in DRAWS])
-def test_models_that_draw_are_refused_where_clients_share_a_generator(model: str) -> None:
-    class Normalised(getattr(strangers, model)):
-        def __init__(self) -> None:
-            super().__init__((8, 8), 10)
-            self.norm = torch.nn.BatchNorm1d(strangers.WIDTH)
+@pytest.fixture(scope="module")
+def reachable() -> Iterator[None]:
+    """Processes find the models like a package of their own that they installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        yield
 
-        def body(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(super().body(x))
 
-    for method in ("fedtan", "stratify"):
-        with pytest.raises(SpecError, match="draws random numbers"):
-            fs.run(spec("LoRA", method, execution="per-client", rounds=1), model=Normalised())
+@pytest.fixture(scope="module")
+def on_ray(reachable: None) -> Iterator[Callable[[fs.Experiment], fs.History]]:
+    """``fedstrata.run`` on two workers of Ray's."""
+    from fedstrata import simulation
+    from fedstrata.engines.ray import RayEngine
+
+    with two_workers() as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulation, "make_engine", lambda name, *rest: RayEngine(*rest, pool=pool))
+        yield partial(fs.run, engine="ray")
+
+
+@pytest.fixture(scope="module")
+def here() -> Callable[[str, str], bytes]:
+    """What the local engine leaves."""
+
+    @cache
+    def run(model: str, method: str) -> bytes:
+        prepared = fs.prepare(spec(model, method, execution="per-client"))
+        return bytes_of(run_prepared(prepared, engine=LocalEngine(make_context(prepared), StateStore())))
+
+    return run
+
+
+ELSEWHERE = [(model, method) for model in NAMES for method in KINDS]
+PAIRS = [pair for pair in ELSEWHERE if not refused(*pair)]
+BRIEF = [(model, list(KINDS)[number % len(KINDS)]) for number, model in enumerate(NAMES)]
+"""Every model once and every kind twice, for ``make test``."""
+
+
+@pytest.mark.xdist_group("servers")
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [pytest.param(*pair, marks=pytest.mark.slow if pair in BRIEF else pytest.mark.long) for pair in ELSEWHERE],
+)
+def test_ray_gives_the_bytes_of_the_local_engine(
+    on_ray: Callable[[fs.Experiment], fs.History],
+    here: Callable[[str, str], bytes],
+    model: str,
+    method: str,
+    record_property: Note,
+) -> None:
+    if refused(model, method):
+        with pytest.raises(SpecError, match="draws random numbers") as error:
+            on_ray(spec(model, method, execution="per-client"))
+        record_property("refused", str(error.value))
+        return
+    assert bytes_of(on_ray(spec(model, method, execution="per-client"))) == here(model, method)
+
+
+@pytest.fixture(scope="module")
+def at_sites(reachable: None, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], bytes]:
+    """What one session of NVFlare's simulator leaves."""
+    place = tmp_path_factory.mktemp("strangers")
+    runs = [(spec(*pair, execution="per-client"), place / str(n)) for n, pair in enumerate(PAIRS)]
+    histories = simulate(runs, sites=2)
+    return {pair: bytes_of(history) for pair, history in zip(PAIRS, histories, strict=True)}
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("servers")
+@pytest.mark.parametrize(("model", "method"), PAIRS)
+def test_nvflare_gives_the_bytes_of_the_local_engine(
+    at_sites: dict[tuple[str, str], bytes], here: Callable[[str, str], bytes], model: str, method: str
+) -> None:
+    assert at_sites[model, method] == here(model, method)
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("servers")
+@pytest.mark.parametrize(("model", "method"), [pair for pair in ELSEWHERE if refused(*pair)][:1])
+def test_nvflare_refuses_by_name(reachable: None, model: str, method: str, record_property: Note) -> None:
+    with pytest.raises(SpecError, match="draws random numbers") as error:
+        simulate([(spec(model, method, execution="per-client"), None)], sites=2)
+    record_property("refused", str(error.value))
