@@ -185,6 +185,21 @@ def test_one_that_raises_loses_nothing(tmp_path):
     assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
 
 
+def test_a_function_that_raises_after_a_checkpoint_does_not_make_another(tmp_path):
+    """The second one listed no states: clients of SCAFFOLD went on with those of an earlier round."""
+
+    def clumsy(record):
+        if record["round"] == 6:
+            raise KeyError("mine")
+
+    whole = fs.run(spec(method="scaffold"), out=tmp_path / "whole")
+    with pytest.raises(KeyError):
+        fs.run(spec(method="scaffold"), out=tmp_path / "run", callbacks=[clumsy])
+    again = fs.run(spec(method="scaffold"), out=tmp_path / "run", resume=True)
+    assert timeless(again) == timeless(whole)
+    assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
+
+
 def test_a_function_that_raises_is_named_too():
     def clumsy(record):
         raise KeyError("mine")

@@ -93,6 +93,8 @@ class RunFolder:
         self.path, self.prepared, self.checkpoint, self._notes = path, prepared, found, list(notes)
         spec = prepared.spec
         self.history = History(path=path, **about(spec))
+        self._kept: int | None = None
+        """The round of the last checkpoint that was made here."""
         # One of each for the whole run: a new one reads the file to see how it ends.
         self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 
@@ -225,6 +227,9 @@ class RunFolder:
         every, round = self.prepared.spec.evaluation.checkpoint_every, running.round
         if self.path is None or not every or not (anyway or running.done or round % every == 0):
             return
+        if round == self._kept:
+            return  # a second one would list no client's state: they have not changed since
+        self._kept = round
         running.engine.save(round)
         for log in self._logs.values():
             log.sync()  # A checkpoint must never be ahead of the records that it stands for.

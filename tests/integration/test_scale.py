@@ -103,4 +103,4 @@ def test_an_assignment_of_a_million_clients_is_two_arrays():
     sizes = np.full(1_000_000, 2)
     assignment = fs.Assignment(np.arange(2_000_000), np.concatenate(([0], np.cumsum(sizes))))
     assert assignment[999_999].tolist() == [1_999_998, 1_999_999]
-    assert set(vars(assignment)) == {"indices", "offsets"}
+    assert {name for name, held in vars(assignment).items() if held is not None} == {"indices", "offsets"}
