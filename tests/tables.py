@@ -107,7 +107,7 @@ def conformance(seen: Seen) -> str:
     engines = list(dict.fromkeys(engine for row in cells.values() for engine in row))
     rows = [
         [
-            case.removeprefix("test_").replace("_", " "),
+            case.removeprefix("test_").replace("_", " ").replace("[", ": ").rstrip("]"),
             *({True: "✓", False: "✗", None: "–"}[row.get(e)] for e in engines),
         ]
         for case, row in cells.items()

@@ -210,6 +210,17 @@ def test_a_session_that_was_there_before_stays(pool: WorkerPool) -> None:
     assert ray.is_initialized()
 
 
+def test_a_cluster_that_reports_no_processors_gets_one_worker(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It got none, and waited for nobody."""
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    context = context_of(matrix.MATRIX["ask"])
+    engine = RayEngine(context, StateStore())
+    assert list(federation(engine, context).ask({0: raycases.Trouble()})) == [0]
+    engine.close()
+
+
 def test_other_versions_are_refused(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "VERSIONS", "fedstrata 0")
     with pytest.raises(FedstrataError, match="and this process fedstrata 0; install the same"):

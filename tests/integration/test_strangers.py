@@ -60,6 +60,10 @@ MORE: dict[str, dict[str, Any]] = {
 }
 """The other methods; their parts are those of the first."""
 
+PARTITION = {"name": "dirichlet", "alpha": 0.5, "clients": 4, "min_size": 4}
+SPARING = {"name": "classes", "per_client": 4, "size": 10, "clients": 4}
+"""It leaves the server samples, as FedAvg-FT needs."""
+
 KINDS = {
     "scaffold": "ask, state",
     "stratify": "sum, pools",
@@ -78,7 +82,7 @@ def spec(model: str, method: str, **training: Any) -> fs.Experiment:
     return fs.Experiment.from_table(
         {
             "data": {"name": "digits", "limit": 120, "normalize": "unit"},
-            "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 4, "min_size": 4},
+            "partition": SPARING if method == "fedavg-ft" else PARTITION,
             "model": f"strangers:{model}{'Normed' if method in TOGETHER else ''}",
             "method": {"name": method, **METHODS.get(method, MORE.get(method, {}))},
             "training": {**settings, **training},
