@@ -319,3 +319,10 @@ def test_short_lists_of_indices_stay_in_the_spec(tmp_path: Path) -> None:
     fs.run(spec(partition=fs.Given(indices=np.arange(40).reshape(4, 10))), out=tmp_path / "run")
     assert "indices = [" in (tmp_path / "run" / "spec.toml").read_text()
     assert not (tmp_path / "run" / "partition.npz").exists()
+
+
+@pytest.mark.parametrize("what", ["data", "model", "partition"])
+def test_each_fingerprint_is_compared(what: str) -> None:
+    now = fs.prepare(spec()).identity
+    with pytest.raises(SpecError, match=f"^{what}: this run was on other {what} "):
+        identity.require_same({**now, what: "0" * 64}, now, "here")
