@@ -334,3 +334,10 @@ def test_how_a_run_is_measured_may_change_and_who_trains_on_what_may_not(folder:
             fs.run(spec(training={"rounds": 4}, evaluation={key: 0.2}), out=folder, resume=True)
     with pytest.raises(SpecError, match=r"callbacks = .*: this run has 'left out'"):
         fs.run(spec(training={"rounds": 4}, callbacks=["keep-best"]), out=folder, resume=True)
+
+
+@pytest.mark.parametrize("what", ["data", "model", "partition"])
+def test_each_fingerprint_is_compared(what: str) -> None:
+    now = fs.prepare(spec()).identity
+    with pytest.raises(SpecError, match=f"^{what}: this run was on other {what} "):
+        identity.require_same({**now, what: "0" * 64}, now, "here")
