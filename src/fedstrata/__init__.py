@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from fedstrata.predictor import load as load
     from fedstrata.preparation import prepare as prepare
     from fedstrata.report.plots import plot as plot
+    from fedstrata.report.runs import load_runs as load_runs
     from fedstrata.run_folder import RunFolder as RunFolder
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
@@ -79,6 +80,7 @@ _HOMES = {
     "plot": "report.plots",
     "run": "experiment",
     "load": "predictor",
+    "load_runs": "report.runs",
     "Predictor": "predictor",
     "prepare": "preparation",
     "Simulation": "simulation",

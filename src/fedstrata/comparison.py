@@ -89,7 +89,9 @@ def compare(
         _in_processes({key: planned[key] for key in todo}, folders, jobs, watch)
     result: Runs = {label: [History.load(folders[label, seed]) for seed in seeds] for label in experiments}
     from fedstrata.report.html import write_comparison
+    from fedstrata.report.runs import keep_order
 
+    keep_order(out, result)
     write_comparison(out)
     return result
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 Range: TypeAlias = tuple[float, float]
 """Lower and upper end of an interval."""
 Test = Literal["t", "wilcoxon"]
+
+K = TypeVar("K", bound=Hashable)
 
 TESTS: tuple[Test, ...] = ("t", "wilcoxon")
 """Tests of paired differences: Student's t, and Wilcoxon's signed ranks."""
@@ -92,7 +94,7 @@ class Difference:
 
 
 def paired_difference(
-    values: Mapping[Hashable, float | None], baseline: Mapping[Hashable, float | None], test: Test = "t"
+    values: Mapping[K, float | None], baseline: Mapping[K, float | None], test: Test = "t"
 ) -> Difference:
     """The difference to a baseline, paired by key.
 
@@ -117,9 +119,10 @@ def paired_difference(
     mean = float(differences.mean())
     if len(differences) < 2:
         return Difference(mean, len(differences))
-    if np.ptp(differences) <= ALIKE * np.abs([mine, theirs]).max():
+    rounding = ALIKE * float(np.abs([mine, theirs]).max())
+    if np.ptp(differences) <= rounding:
         return Difference(mean, len(differences), (mean, mean))
-    return Difference(mean, len(differences), bootstrap_interval(differences), _p(differences, test))
+    return Difference(mean, len(differences), bootstrap_interval(differences), _p(differences, test, rounding))
 
 
 def bootstrap_interval(values: NDArray[np.float64]) -> Range:
@@ -144,14 +147,15 @@ def bootstrap_interval(values: NDArray[np.float64]) -> Range:
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-def _p(differences: NDArray[np.float64], test: Test) -> float | None:
+def _p(differences: NDArray[np.float64], test: Test, rounding: float) -> float | None:
     from scipy import stats
 
     if test == "t":
         return float(stats.ttest_1samp(differences, 0.0).pvalue)
-    if np.count_nonzero(differences) < FEWEST[test]:  # pairs that are alike have no rank
+    steps = np.round(differences / rounding)  # accuracies that differ by as many samples share a rank
+    if np.count_nonzero(steps) < FEWEST[test]:  # pairs that are alike have none
         return None
-    return float(stats.wilcoxon(differences).pvalue)
+    return float(stats.wilcoxon(steps).pvalue)
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:

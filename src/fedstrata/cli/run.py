@@ -78,6 +78,7 @@ def _compare(options: argparse.Namespace) -> int:
     import rich
 
     from fedstrata.comparison import common_seed, compare
+    from fedstrata.report import contrasts
     from fedstrata.report.progress import Progress
     from fedstrata.report.tables import compare_table, to_rich
     from fedstrata.spec import variants
@@ -97,6 +98,8 @@ def _compare(options: argparse.Namespace) -> int:
         watch = progress.of_runs(rounds)
         runs = located(options, lambda: compare(experiments, seeds=seeds, out=out, jobs=options.jobs, watch=watch))
     rich.print(to_rich(compare_table(runs)))
+    if len({spec.data for spec in experiments.values()}) == 1:  # accuracies on different data do not compare
+        rich.print(contrasts.to_rich(contrasts.contrast(runs)))
     print(f"written to {out}: table.md, accuracy.png, report.html")
     return 0
 
