@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.errors import SpecError
+from fedstrata.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -41,22 +41,23 @@ def _table(options: argparse.Namespace) -> int:
     from fedstrata.report import contrasts
     from fedstrata.report.runs import by_data, histories, load_runs
 
-    if any(not folder.exists() for folder in options.folders):
-        missing = next(folder for folder in options.folders if not folder.exists())
-        raise SpecError("DIR", "no such folder", str(missing))
     runs = load_runs(options.folders)
     over = runs.finished()
-    left_out = sum(map(len, runs.values())) - sum(map(len, over.values()))
-    if left_out:
-        print(f"fedstrata: note: {left_out} runs that have not ended are left out", file=sys.stderr)
+    if left_out := sum(map(len, runs.values())) - sum(map(len, over.values())):
+        which = "1 run that has not ended is" if left_out == 1 else f"{left_out} runs that have not ended are"
+        print(f"fedstrata: note: {which} left out", file=sys.stderr)
     metrics = [name.strip() for name in options.metric.split(",")] if options.metric else []
     at = None if options.at is None else dict(map(_budget, options.at))
     if options.baseline is not None and options.baseline not in over:
-        raise SpecError("--baseline", f"there are: {', '.join(over)}", options.baseline)
+        problem = f"there are: {', '.join(over)}{nearest(options.baseline, over)}"
+        raise SpecError("--baseline", problem, options.baseline)
     found = {}
     for data, members in by_data(over).items():
         baseline = options.baseline if options.baseline in members else None
-        found[data] = contrasts.contrast(histories(members), metrics, at, baseline=baseline, test=options.test)
+        try:
+            found[data] = contrasts.contrast(histories(members), metrics, at, baseline=baseline, test=options.test)
+        except SpecError as error:
+            raise SpecError(f"--{error.key}", error.problem, error.value) from None
     if options.format == "csv":
         sys.stdout.write(contrasts.to_csv(found))
         return 0

@@ -213,7 +213,7 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Mapping[str, Sequence
         return measure(key)
     columns = dict.fromkeys(name for members in runs.values() for history in members for name in history.columns)
     if key not in columns:
-        accepted = [*MEASURES, "rounds_to_T", *columns]
+        accepted = list(dict.fromkeys([*MEASURES, "rounds_to_T", *columns]))
         raise SpecError("metric", f"there are: {', '.join(accepted)}{nearest(key, accepted)}", key)
     shown_as = quantity(key)
     return Measure(f"final {shown_as.name}", shown_as.factor, 2 if shown_as.factor == 100 else 4)
@@ -282,10 +282,10 @@ def _sentences(found: Contrasts) -> Iterator[str]:
         over = "the table's one comparison" if tests == 1 else f"the table's {tests} comparisons"
         yield f"p: two-sided {name}, corrected by Holm over {over}."
     if found.budgets:
-        yield "Accuracy at a budget is that of the last evaluation within it."
+        yield "Accuracy at equal amounts is that of the last evaluation within them; a run may have none so early."
     pairs = sorted({each.n for each in differences} or {row.value.n for row in found.rows})
-    if seeds[-1] > 1 and any(n < 2 for n in pairs):
-        yield "Of fewer than two seeds in common there is no interval and no test."
+    if seeds[-1] > 1 and pairs[0] < 2:
+        yield "Where fewer than two seeds have a number there is no interval and no test."
     if 2 in pairs:
         yield "Two seeds are too few: their bootstrap interval holds the true difference in half of all cases."
     if any(3 <= n < FEWEST["wilcoxon"] for n in pairs) and differences:
@@ -304,16 +304,16 @@ def to_rich(found: Contrasts) -> RenderableType:
     from rich.text import Text
 
     headings, groups = _lines(found)
-    tables: list[RenderableType] = []
+    parts: list[RenderableType] = []
     for title, lines in groups.items():
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column(Text(title), overflow="fold")
+        table.add_column("", overflow="fold")
         for heading in headings:
             table.add_column(Text(heading), justify="right", overflow="fold")
         for cells in lines:
             table.add_row(*map(Text, cells))
-        tables.append(table)
-    return Group(*tables, Text(caption(found)))
+        parts += [Text(title), table]
+    return Group(*parts, Text(caption(found)))
 
 
 def to_markdown(found: Contrasts) -> str:
@@ -344,8 +344,8 @@ def to_latex(found: Contrasts) -> str:
 
 _LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#", "_": r"\_", "$": r"\$",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "±": r"$\pm$", MISSING: "--",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
+    "|": "$|$", "±": r"$\pm$", MISSING: "--",
     "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row they would belong to the end of the one before
 }  # fmt: skip
 

@@ -125,11 +125,11 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
             problem = error
             continue
         drawn += 1
-        if not len(rounds):
-            continue
         across = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
         sending = across > 0  # nothing has no place on a logarithmic axis
         across, mean, sd = across[sending], mean[sending], sd[sending]
+        if not len(across):
+            continue
         colour, dash = look(number)
         _line(axes, across, mean * shown.factor, colour, dash)
         if sd.any():
