@@ -55,7 +55,7 @@ def test_formats_and_choices(compared, capsys):
     ]
     assert main([*choice, "--format", "markdown"]) == 0
     text = capsys.readouterr().out
-    assert "| best accuracy, % | plain | 55.00 ± 7.07 | [-8.53, 118.53] | -25.00 | [-30.00, -20.00] | 0.252 |" in text
+    assert "| best accuracy, % | plain | 55.00 ± 7.07 | [-8.53, 118.53] | -25.00 | [-30.00, -20.00] | 0.126 |" in text
     assert "| rounds to 50 % | plain | 2 | [2, 2] | +0 | [+0, +0] | – |" in text
     assert "| accuracy at equal bytes (0.5 MB), % | best | 40.00 |" in text
     assert main([*choice, "--format", "csv"]) == 0
