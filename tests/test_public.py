@@ -14,7 +14,7 @@ NAMES = """
     Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR
     FedSTS FedSTaS FedSampling FedTAN Given Grouped Groups History IID MOON Method Model Objective Partition
     Persistent PowerLaw PowerOfChoice Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Shards Simulation Stratify Trace
-    Training __version__ compare from_arrays load load_runs plot prepare run
+    Training __version__ compare from_arrays load load_runs plot prepare run sweep
 """
 PUBLIC = NAMES.split()
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedstrata.federation.availability import Grouped as Grouped
     from fedstrata.federation.availability import Persistent as Persistent
     from fedstrata.federation.availability import Trace as Trace
+    from fedstrata.grid_search import sweep as sweep
     from fedstrata.history import History as History
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
@@ -77,6 +78,7 @@ __version__ = "0.1.0"
 # Where each public name lives: importing fedstrata alone must not wait for PyTorch.
 _HOMES = {
     "compare": "comparison",
+    "sweep": "grid_search",
     "plot": "report.plots",
     "run": "experiment",
     "load": "predictor",

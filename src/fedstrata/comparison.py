@@ -44,6 +44,7 @@ def compare(
     out: str | Path,
     jobs: int | None = None,
     watch: Watcher | None = None,
+    report: bool = True,
 ) -> Runs:
     """Run every experiment with every seed and write a table, a plot and a report.
 
@@ -57,6 +58,7 @@ def compare(
         jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
             processors unless given. Results do not depend on it.
         watch: Told about progress.
+        report: Write tables, pictures and a page about all runs of the folder.
 
     Returns:
         The histories by label, in the order of ``seeds``.
@@ -88,11 +90,12 @@ def compare(
     else:
         _in_processes({key: planned[key] for key in todo}, folders, jobs, watch)
     result: Runs = {label: [History.load(folders[label, seed]) for seed in seeds] for label in experiments}
-    from fedstrata.report.html import write_comparison
-    from fedstrata.report.runs import keep_order
+    if report:
+        from fedstrata.report.html import write_comparison
+        from fedstrata.report.runs import keep_order
 
-    keep_order(out, result)
-    write_comparison(out)
+        keep_order(out, result)
+        write_comparison(out)
     return result
 
 

@@ -1,12 +1,15 @@
-"""``fedstrata table``: what runs add up to."""
+"""``fedstrata table``, what runs add up to, and ``fedstrata sweep``, which settings are best."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fedstrata.cli import common
+from fedstrata.cli.common import located, read_spec, run_folder
 from fedstrata.errors import SpecError, nearest
 
 if TYPE_CHECKING:
@@ -79,4 +82,82 @@ def _budget(text: str) -> tuple[str, float | None]:
         raise SpecError("--at", "expected WHAT=AMOUNT with a number", text) from None
 
 
-COMMANDS = (add_table,)
+def add_sweep(commands: Commands) -> None:
+    """``fedstrata sweep``."""
+    parser = commands.add_parser("sweep", help="a grid of settings, and which of them is best on validation samples")
+    parser.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE,VALUE",
+        help="values to try; a single one overrides the setting",
+    )
+    parser.add_argument("--seeds", help="comma-separated seeds of every cell (default: the spec's)")
+    parser.add_argument("--out", type=Path, help="the folder; runs/sweep-DATA-TIME unless given")
+    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(work=_sweep)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from fedstrata.grid_search import cells, sweep, to_markdown
+    from fedstrata.report.progress import Progress
+    from fedstrata.spec import Experiment
+
+    jobs, seeds = common.jobs(options), common.seeds(options)
+    fixed, grid = _grid(options.overrides)
+    table = read_spec(options.spec, fixed)
+    planned = located(options, lambda: cells(table, grid))
+    spec = Experiment.from_table(table)
+    rounds = {
+        (label, seed): cell.spec.training.rounds
+        for label, cell in planned.items()
+        for seed in ([spec.seed] if seeds is None else seeds)
+    }
+    with (
+        run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out,
+        Progress(options.quiet) as progress,
+    ):
+        watch = progress.of_runs(rounds)
+        found = located(options, lambda: sweep(table, grid, seeds=seeds, out=out, jobs=jobs, watch=watch))
+    print(to_markdown(found))
+    print(f"written to {out}: sweep.md, sweep.json, best.toml")
+    return 0
+
+
+def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
+    """Overrides of one value, and the values of those that have several."""
+    from fedstrata.spec import parse_value
+
+    fixed, grid = [], dict[str, list[Any]]()
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if len(values := _values(text)) > 1:
+            grid[key.strip()] = [parse_value(value) for value in values]
+        else:
+            fixed.append(override)
+    return fixed, grid
+
+
+def _values(text: str) -> list[str]:
+    """What stands between commas, but for those in brackets and in quotes.
+
+    >>> _values("[200, 100],[50],'a,b'")
+    ['[200, 100]', '[50]', "'a,b'"]
+    """
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter in "\"'" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+COMMANDS = (add_table, add_sweep)
