@@ -9,6 +9,8 @@ import pytest
 
 from fedstrata.cli import main
 from fedstrata.report.runs import keep_order
+from fedstrata.settings import Evaluation
+from fedstrata.spec import Experiment
 
 
 def write_run(folder: Path, accuracies: list[float], *, over: bool = True, data: str = "digits") -> None:
@@ -94,3 +96,33 @@ def test_what_there_is_not(compared, capsys, arguments, message):
 def test_a_folder_without_runs(capsys):
     assert main(["table", "nowhere"]) == 2
     assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_a_sweep_is_refused_before_anything_is_written(capsys):
+    for arguments, message in [
+        (["training.lr=0.1,0.2"], "evaluation.validation: needed: a sweep picks the best by samples held out"),
+        (["training.lr=0.1"], "--set: a sweep needs a setting with values to try"),
+        (["training.lr=0.1,-1"], "training.lr = -1: input should be greater than 0"),
+        (["training.lr.x=0.1,1"], "training.lr"),
+        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': a value to try is there twice"),
+    ]:
+        assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["sweep", "--set", "training.lr=0.1,0.2", "--seeds", "0,0"]) == 2
+    assert "--seeds = '0,0': expected different whole numbers" in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("validation" not in Evaluation.model_fields, reason="evaluation.validation is not there yet")
+def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
+    Path("s.toml").write_text(
+        "[partition]\nclients = 5\n[training]\nrounds = 2\n[evaluation]\nvalidation = 0.2\n[model]\nhidden = [9]\n"
+    )
+    command = ["sweep", "s.toml", "--set", "training.lr=0.0001,0.1", "--set", "model.hidden=[12],[8, 8]"]
+    assert main([*command, "--set", "training.batch_size=20", "--out", "out", "--jobs", "1", "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    assert "| 0.1 | [8, 8] |" in shown
+    assert "Best: lr=0.1,hidden=" in shown
+    best = Experiment.from_toml("out/best.toml")
+    assert (best.training.lr, best.training.batch_size, best.training.rounds) == (0.1, 20, 2)
