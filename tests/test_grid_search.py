@@ -82,7 +82,7 @@ def test_cells_are_every_combination_and_called_by_it() -> None:
     assert list(found) == ["lr=0.1,hidden=[8]", "lr=0.1,hidden=[4, 4]", "lr=1,hidden=[8]", "lr=1,hidden=[4, 4]"]
     last = found["lr=1,hidden=[4, 4]"]
     assert last.settings == {"training.lr": 1, "model.hidden": [4, 4]}
-    assert (last.spec.training.lr, last.spec.model.hidden, last.spec.training.rounds) == (1.0, [4, 4], 2)
+    assert (last.spec.training.lr, last.spec.model.hidden, last.spec.training.rounds) == (1.0, (4, 4), 2)
     assert TABLES["model"] == {"name": "mlp", "hidden": [8]}
     alike = cells(TABLES, {"model.name": ["mlp"], "method.name": ["fedavg"]})
     assert list(alike) == ["model.name=mlp,method.name=fedavg"]

@@ -119,10 +119,10 @@ def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
     Path("s.toml").write_text(
         "[partition]\nclients = 5\n[training]\nrounds = 2\n[evaluation]\nvalidation = 0.2\n[model]\nhidden = [9]\n"
     )
-    command = ["sweep", "s.toml", "--set", "training.lr=0.0001,0.1", "--set", "model.hidden=[12],[8, 8]"]
+    command = ["sweep", "s.toml", "--set", "training.lr=0.0001,0.1", "--set", "model.hidden=[8, 8]"]
     assert main([*command, "--set", "training.batch_size=20", "--out", "out", "--jobs", "1", "--quiet"]) == 0
     shown = capsys.readouterr().out
-    assert "| 0.1 | [8, 8] |" in shown
-    assert "Best: lr=0.1,hidden=" in shown
+    assert "| 0.1 | **" in shown
+    assert "Best: lr=0.1; its test accuracy is " in shown
     best = Experiment.from_toml("out/best.toml")
-    assert (best.training.lr, best.training.batch_size, best.training.rounds) == (0.1, 20, 2)
+    assert (best.training.lr, best.training.batch_size, best.model.hidden) == (0.1, 20, (8, 8))
