@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -224,8 +225,10 @@ def test_a_run_that_was_broken_off_is_in_no_table(tmp_path):
         (other / name).write_bytes((tmp_path / "fedavg" / "seed-0" / name).read_bytes())
     compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)
     assert "prox" not in (tmp_path / "table.md").read_text()
-    compare(variants(tomllib.loads(SPEC), ["fedavg", "prox"]), seeds=[1], out=tmp_path, jobs=1)
+    compare(variants(tomllib.loads(SPEC), ["prox", "fedavg"]), seeds=[1], out=tmp_path, jobs=1)
     assert "| prox |" in (tmp_path / "table.md").read_text()
+    assert list(fs.load_runs(tmp_path)) == ["prox", "fedavg"]  # as it was asked
+    assert json.loads((tmp_path / "labels.json").read_text()) == ["prox", "fedavg"]
 
 
 LONG = """

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,52 @@ def test_repr_tells_what_it_is(tmp_path: Path) -> None:
     text = repr(History(RECORDS, method="fedavg", seed=3, path=tmp_path))
     assert text == f"History(fedavg, seed 3, 5 rounds, accuracy 0.6000 (best 0.8000 in round 3), {tmp_path})"
     assert repr(History([{"round": 1}])) == "History(1 round)"
+
+
+def test_a_frame_has_a_row_a_round() -> None:
+    frame = History(RECORDS).to_frame()
+    assert frame["round"].tolist() == [1, 2, 3, 4, 5]
+    assert frame["accuracy"].dtype == float
+    assert frame["accuracy"].isna().tolist() == [False, True, False, False, False]
+    assert frame["strata.a"].dropna().tolist() == [1.0, 2.0]
+    assert frame["sizes"][1] == [1, 2]
+    assert len(History().to_frame()) == 0
+
+
+class Cells(HTMLParser):
+    """The texts of a table's cells; tags that are not closed in order are an error."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {"th": [], "td": [], "p": []}
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.open.append(tag)
+        if tag in self.texts:
+            self.texts[tag].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1] in self.texts:
+            self.texts[self.open[-1]][-1] += data
+
+
+def test_a_notebook_shows_the_last_rounds() -> None:
+    shown = Cells(History(RECORDS, method="<b>")._repr_html_()).texts
+    assert shown["th"] == ["round", "accuracy", "samples", "bytes up", "seconds"]
+    assert shown["td"][:5] == ["1", "0.5", "", "10", "0.5"]
+    assert shown["td"][-5:] == ["5", "0.6", "40", "5", "0"]
+    assert shown["p"] == [repr(History(RECORDS, method="<b>"))]
+    long = Cells(History([{"round": i + 1, "samples": 1000 * i} for i in range(30)])._repr_html_()).texts
+    assert len(long["td"]) == 20
+    assert long["td"][-2:] == ["30", "29,000"]
+    assert long["p"][-1] == "The last 10 of 30 rounds."
+    assert Cells(History()._repr_html_()).texts["p"] == ["History(0 rounds)"]
 
 
 def test_csv_reads_back(tmp_path: Path) -> None:

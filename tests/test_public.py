@@ -15,8 +15,8 @@ NAMES = """
     FedDyn FedLC FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit Given Grouped Groups History
     IID KeepBest MOON MeanBySize Method Metric Model Natural Objective Partition Persistent Population PowerLaw
     PowerOfChoice Predictions Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Schema Selection Shards Simulation
-    SingleClient SpecError Stratify Trace Training Weights __version__ compare from_arrays from_dataframe load plot
-    prepare record run setting_of uniforms
+    SingleClient SpecError Stratify Trace Training Weights __version__ compare from_arrays from_dataframe load
+    load_runs plot prepare record run setting_of sweep uniforms
 """
 PUBLIC = NAMES.split()
 

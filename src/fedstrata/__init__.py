@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedstrata.federation.federation import Federation as Federation
     from fedstrata.federation.messages import Fit as Fit
     from fedstrata.federation.messages import Weights as Weights
+    from fedstrata.grid_search import sweep as sweep
     from fedstrata.history import History as History
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from fedstrata.preparation import prepare as prepare
     from fedstrata.records import record as record
     from fedstrata.report.plots import plot as plot
+    from fedstrata.report.runs import load_runs as load_runs
     from fedstrata.rng import uniforms as uniforms
     from fedstrata.run_folder import RunFolder as RunFolder
     from fedstrata.sampling.base import ClientSampler as ClientSampler
@@ -97,9 +99,11 @@ __version__ = "0.1.0"
 # Where each public name lives: importing fedstrata alone must not wait for PyTorch.
 _HOMES = {
     "compare": "comparison",
+    "sweep": "grid_search",
     "plot": "report.plots",
     "run": "experiment",
     "load": "predictor",
+    "load_runs": "report.runs",
     "Predictor": "predictor",
     "prepare": "preparation",
     "Simulation": "simulation",

@@ -46,6 +46,7 @@ def compare(
     references: Sequence[str] = (),
     jobs: int | None = None,
     watch: Watcher | None = None,
+    report: bool = True,
 ) -> Runs:
     """Run every experiment with every seed and write a table, a plot and a report.
 
@@ -62,6 +63,7 @@ def compare(
         jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
             processors unless given. Results do not depend on it.
         watch: Told about progress.
+        report: Write tables, pictures and a page about all runs of the folder.
 
     Returns:
         The histories by label, in the order of ``seeds``.
@@ -95,9 +97,12 @@ def compare(
     result: Runs = {}
     for label, seed in rows:
         result.setdefault(label, []).append(History.load(folder_of(out, (label, seed))))
-    from fedstrata.report.html import write_comparison
+    if report:
+        from fedstrata.report.html import write_comparison
+        from fedstrata.report.runs import keep_order
 
-    write_comparison(out)
+        keep_order(out, result)
+        write_comparison(out)
     return result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import html
 import io
 import json
 import math
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import safetensors.torch
@@ -21,8 +22,11 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedstrata.errors import DataError, SpecError, nearest
+from fedstrata.errors import DataError, ExtraMissingError, SpecError, nearest
 from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Record = dict[str, Any]
 """One round: plain values, lists and tables that JSON can hold."""
@@ -32,6 +36,9 @@ LOWER = frozenset({"loss", "log-loss", "ece"})
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
 """Accuracies whose first round the summary gives unless told otherwise."""
+
+LAST = 10
+"""Rounds that a notebook shows."""
 
 WEIGHTS, MODEL = "model.safetensors", "model.json"
 """Where a run folder has the final model, and what using it needs."""
@@ -169,6 +176,17 @@ class History(Sequence[Record]):
         parts += [str(self.path)] if self.path is not None else []
         return f"History({', '.join(parts)})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the last rounds' standard columns."""
+        last = self[-LAST:]
+        names = [name for name in STANDARD if any(_number(record, name) is not None for record in last)]
+        head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
+        lines = ["".join(f"<td>{_short(record.get(name))}</td>" for name in names) for record in last]
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        left_out = f"<p>The last {LAST} of {len(self)} rounds.</p>" if len(self) > LAST else ""
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if names else ""
+        return f"<p>{html.escape(repr(self))}</p>{table}{left_out}"
+
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The numbers recorded under a name; rounds without one are left out.
 
@@ -281,6 +299,14 @@ class History(Sequence[Record]):
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
 
+    def to_frame(self) -> DataFrame:
+        """A pandas data frame with a row a round; nested tables become columns with dots, what is missing is NaN.
+
+        Raises:
+            ExtraMissingError: The extra ``tables`` is not installed.
+        """
+        return frame(self._records)
+
     def to_csv(self, path: Path | str) -> None:
         """Write one row a round; lists and tables are JSON text, what is missing is empty."""
         names = list(dict.fromkeys(name for record in self for name in record))
@@ -290,6 +316,19 @@ class History(Sequence[Record]):
             for record in self:
                 values = (record.get(name) for name in names)
                 writer.writerow([json.dumps(v) if isinstance(v, (list, dict)) else v for v in values])
+
+
+def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
+    """Rows as a pandas data frame; nested tables become columns with dots.
+
+    Raises:
+        ExtraMissingError: The extra ``tables`` is not installed.
+    """
+    try:
+        from pandas import json_normalize
+    except ModuleNotFoundError:
+        raise ExtraMissingError("a data frame", "tables") from None
+    return json_normalize(list(rows))
 
 
 def summarise(
@@ -358,6 +397,13 @@ def target_text(target: float) -> str:
     ('0.8', '1', '0.6666666666666666')
     """
     return short if float(short := f"{target:g}") == target else repr(float(target))
+
+
+def _short(value: object) -> str:
+    """A cell for a notebook: nothing that is long, and nothing that could be markup."""
+    if not _is_number(value):
+        return ""
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -178,19 +178,38 @@ def apply_override(table: dict[str, Any], override: str) -> None:
         SpecError: There is no ``=``, or a part of the key is a value.
     """
     key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts) or len(parts) > DEEPEST:
+    if not equals:
         raise SpecError("--set", "expected section.key=value", override)
+    set_key(table, key.strip(), parse_value(text), override)
+
+
+def parse_value(text: str) -> Any:
+    """A value as TOML writes it; a word needs no quotes.
+
+    >>> parse_value("0.1"), parse_value("fedavg")
+    (0.1, 'fedavg')
+    """
     try:
-        value = parse_toml(f"value = {text}")["value"]
+        return parse_toml(f"value = {text}")["value"]
     except ValueError:
-        value = text.strip()  # a word without quotes
+        return text.strip()
+
+
+def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
+    """Set a dotted key in nested tables; errors show what was ``given``.
+
+    Raises:
+        SpecError: It is no key, or a part of it is a value.
+    """
+    parts = key.split(".")
+    if not all(parts) or len(parts) > DEEPEST:
+        raise SpecError("--set", "expected section.key=value", given)
     for part in parts[:-1]:
         inner = table.setdefault(part, {})
         if isinstance(inner, str):
             inner = table[part] = {"name": inner}
         if not isinstance(inner, dict):
-            raise SpecError("--set", f"{part} is a value, not a section", override)
+            raise SpecError("--set", f"{part} is a value, not a section", given)
         table = inner
     table.pop(EXCLUSIVE.get(parts[-1], ""), None)
     table[parts[-1]] = value

@@ -8,7 +8,7 @@ import fedstrata as fs
 from fedstrata.errors import SpecError
 from fedstrata.history import History
 from fedstrata.report.draw import COLOURS, look, over_seeds, sent
-from fedstrata.report.plots import grid, overview, panels, plot_curves, plot_run
+from fedstrata.report.plots import grid, overview, panels, plot_comparison, plot_curves, plot_run
 
 
 def run(values: list[float | None], column: str = "accuracy", **more: float) -> History:
@@ -99,3 +99,28 @@ def test_a_single_round_can_be_seen() -> None:
     history = History([{"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 2.0, "bytes_up": 9, "bytes_down": 9}])
     lines = [line for axes in panels([history]).axes for line in axes.lines]
     assert [line.get_marker() for line in lines] == ["o"] * 5
+
+
+def test_traffic_has_a_logarithmic_axis_on_which_nothing_has_no_place() -> None:
+    first = History([{"round": 1, "accuracy": 0.1}, *run([0.5, 0.6, 0.7], bytes_up=1_000_000)[1:]])
+    runs = {"little": [first], "much": [run([0.5, 0.8], bytes_up=10**9)]}
+    axes = fs.plot(runs, against="bytes").axes[0]
+    assert axes.get_xscale() == "log"
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 2], [1000, 2000]]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx([60, 70]), pytest.approx([50, 80])]
+    silent = fs.plot(run([0.5, 0.6]), against="bytes").axes[0]
+    assert silent.get_xscale() == "linear"
+    with pytest.raises(SpecError, match="against = 'time': expected 'round' or 'bytes'"):
+        fs.plot(run([0.5]), against="time")
+
+
+def test_pictures_of_a_comparison_are_png_and_pdf_and_the_same_again(tmp_path: Path) -> None:
+    curves = {"two": [run([0.2, 0.4], bytes_up=9), run([0.4, 0.6], bytes_up=9)], "one": [run([0.5, 0.7], bytes_up=5)]}
+    files = plot_comparison(curves, tmp_path)
+    assert [file.name for file in files] == ["accuracy.png", "accuracy.pdf", "traffic.png", "traffic.pdf"]
+    before = [file.read_bytes() for file in files]
+    assert [data[:4] for data in before] == [b"\x89PNG", b"%PDF"] * 2
+    assert b"/Type3" not in before[1]  # journals refuse those fonts
+    assert b"/FontFile2" in before[1]
+    fs.plot(curves, path=tmp_path / "again.pdf")
+    assert (tmp_path / "again.pdf").read_bytes() == before[1]

@@ -73,6 +73,35 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
         raise (placed(error, options.spec) if in_file else error) from None
 
 
+def seeds(options: argparse.Namespace) -> list[int] | None:
+    """The seeds of ``--seeds``; None where it was not given.
+
+    Raises:
+        SpecError: They are no different whole numbers of at least 0.
+    """
+    if options.seeds is None:
+        return None
+    try:
+        found = [int(seed) for seed in options.seeds.split(",")]
+    except ValueError:
+        raise SpecError("--seeds", "expected comma-separated whole numbers", options.seeds) from None
+    if len(set(found)) < len(found) or min(found) < 0:
+        raise SpecError("--seeds", "expected different whole numbers of at least 0", options.seeds)
+    return found
+
+
+def jobs(options: argparse.Namespace) -> int | None:
+    """The number of ``--jobs``; None where it was not given.
+
+    Raises:
+        SpecError: It is below 1.
+    """
+    found: int | None = options.jobs
+    if found is not None and found < 1:
+        raise SpecError("--jobs", "expected a whole number of at least 1", found)
+    return found
+
+
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     """The folder that was given, else a new one under ``runs``: several processes may start within a second."""

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.cli import common
 from fedstrata.cli.common import add_spec, located, read_spec, run_folder, show_run
 from fedstrata.errors import SpecError
 
@@ -81,17 +82,16 @@ def _compare(options: argparse.Namespace) -> int:
     import rich
 
     from fedstrata.comparison import compare, plan
+    from fedstrata.report import contrasts
     from fedstrata.report.progress import Progress
     from fedstrata.report.tables import compare_table, to_rich
     from fedstrata.spec import variants
 
-    if options.jobs is not None and options.jobs < 1:
-        raise SpecError("--jobs", "expected a whole number of at least 1", options.jobs)
+    jobs, seeds = common.jobs(options), common.seeds(options)
     labels = [label.strip() for label in options.methods.split(",")] if options.methods else None
     table = read_spec(options.spec)
     experiments = located(options, lambda: variants(table, labels, options.overrides))
     first = next(iter(experiments.values()))
-    seeds = None if options.seeds is None else _seeds(options.seeds)
     references = [name.strip() for name in options.references.split(",")] if options.references else []
     planned = located(options, lambda: plan(experiments, seeds, references))
     rounds = {key: spec.training.rounds for key, spec in planned.items()}
@@ -102,21 +102,13 @@ def _compare(options: argparse.Namespace) -> int:
         watch = progress.of_runs(rounds)
         runs = located(
             options,
-            lambda: compare(experiments, seeds=seeds, out=out, references=references, jobs=options.jobs, watch=watch),
+            lambda: compare(experiments, seeds=seeds, out=out, references=references, jobs=jobs, watch=watch),
         )
     rich.print(to_rich(compare_table(runs)))
+    if len({spec.data for spec in experiments.values()}) == 1:  # accuracies on different data do not compare
+        rich.print(contrasts.to_rich(contrasts.contrast(runs)))
     print(f"written to {out}: table.md, accuracy.png, report.html")
     return 0
-
-
-def _seeds(text: str) -> list[int]:
-    try:
-        seeds = [int(seed) for seed in text.split(",")]
-    except ValueError:
-        raise SpecError("--seeds", "expected comma-separated whole numbers", text) from None
-    if len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise SpecError("--seeds", "expected different whole numbers of at least 0", text)
-    return seeds
 
 
 COMMANDS = (add_run, add_compare)

@@ -28,6 +28,8 @@ INK, GRID = "#22272e", "#d5d9de"
 MARKED = 25
 """Curves of so many points at most have markers."""
 
+TRAFFIC = ("bytes_up", "bytes_down")
+
 FATES = {
     "clients_returned": ("returned", "#009e73"),
     "clients_dropped": ("dropped out", "#e69f00"),
@@ -108,7 +110,7 @@ def over_seeds(histories: Sequence[History], column: str) -> Band:
 
 
 def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> None:
-    """Draw into axes; ``against="bytes"`` puts the data sent since the start, in MB, on the horizontal axis.
+    """Draw into axes; ``against="bytes"`` puts the data sent since the start, in MB, on a logarithmic horizontal axis.
 
     Raises:
         SpecError: No history has such a column.
@@ -123,9 +125,11 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
             problem = error
             continue
         drawn += 1
-        if not len(rounds):
-            continue
         across = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
+        sending = across > 0  # nothing has no place on a logarithmic axis
+        across, mean, sd = across[sending], mean[sending], sd[sending]
+        if not len(across):
+            continue
         colour, dash = look(number)
         _line(axes, across, mean * shown.factor, colour, dash)
         if sd.any():
@@ -136,19 +140,23 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
     _style(axes, "round" if against == "round" else "sent and received since the start, MB", shown.name)
     if against == "round":
         _whole_rounds(axes)
+    elif axes.has_data():
+        axes.set_xscale("log")  # methods differ by orders of magnitude
 
 
 def sent(histories: Sequence[History], rounds: NDArray[np.int64]) -> Floats:
     """Bytes up and down until each of ``rounds``, in MB, as a mean over seeds; (R,)."""
-    totals = []
-    for history in histories:
-        done = np.zeros(len(rounds))
-        for column in ("bytes_up", "bytes_down"):
-            when, amount = history.column(column)
-            done += np.concatenate([[0.0], np.cumsum(amount)])[np.searchsorted(when, rounds, side="right")]
-        totals.append(done)
-    mean: Floats = np.mean(totals, axis=0) * 1e-6
+    mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
+
+
+def spent(history: History, columns: Sequence[str], rounds: NDArray[np.int64]) -> Floats:
+    """What a run has spent until each of ``rounds``: the sum of columns over all rounds up to it, (R,)."""
+    total = np.zeros(len(rounds))
+    for column in columns:
+        when, amount = history.column(column)
+        total += np.concatenate([[0.0], np.cumsum(amount)])[np.searchsorted(when, rounds, side="right")]
+    return total
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedstrata.history import STANDARD, History
 from fedstrata.jsonl import replace_file, write_json
-from fedstrata.report import plots, tables
+from fedstrata.report import contrasts, plots, tables
 from fedstrata.report.draw import GRID, INK
 from fedstrata.report.runs import Run, by_data, histories, load_runs
 from fedstrata.report.summary import summary_lines
@@ -52,10 +52,10 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 
 
 def write_comparison(folder: Path | str) -> list[tables.Row]:
-    """Write ``table.md``, ``table.json``, ``accuracy.png`` and ``report.html`` of a compare folder into it.
+    """Write the tables, pictures and page of a compare folder into it.
 
-    Of finished runs, where there are any: one that was broken off would stand there with the accuracy that it had, and
-    in means over seeds.
+    They are ``table.md``, ``table.json``, ``accuracy`` and ``traffic`` as PNG and PDF, and ``report.html``; all of
+    finished runs, where there are any.
 
     Returns:
         The table.
@@ -64,13 +64,17 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
         DataError: The folder holds no runs, or their files are damaged.
     """
     folder = Path(folder)
-    runs = load_runs([folder])
-    finished = {label: done for label, members in runs.items() if (done := [run for run in members if run.finished])}
-    runs = finished or runs
+    runs = load_runs([folder]).finished()
     rows = tables.compare_table(histories(runs))
-    replace_file(folder / "table.md", tables.to_markdown(rows).encode())
-    write_json(folder / "table.json", tables.to_json(rows))
-    plots.plot_curves(histories(runs), "accuracy", folder / "accuracy.png")
+    text, plain = tables.to_markdown(rows), list[dict[str, Any]]()
+    for data, members in (several := by_data(runs)).items():
+        found = contrasts.contrast(histories(members))
+        text += f"\nOn {data}:\n\n" if len(several) > 1 else "\n"
+        text += contrasts.to_markdown(found)
+        plain += contrasts.to_json([row for row in rows if row.label in members], found)
+    replace_file(folder / "table.md", text.encode())
+    write_json(folder / "table.json", plain)
+    plots.plot_comparison(histories(runs), folder)
     replace_file(folder / "report.html", render(runs).encode())
     return rows
 

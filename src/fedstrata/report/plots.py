@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.errors import SpecError
 from fedstrata.report.draw import (
     INK,
     Curves,
@@ -26,35 +27,45 @@ if TYPE_CHECKING:
 
 
 def plot(
-    history: History | Mapping[str, Sequence[History]], column: str = "accuracy", path: Path | str | None = None
+    history: History | Mapping[str, Sequence[History]],
+    column: str = "accuracy",
+    path: Path | str | None = None,
+    *,
+    against: str = "round",
 ) -> Figure:
     """Draw a column over the rounds; the picture is written too where a path is given.
 
     Args:
         history: A run, or the runs of each label as ``compare`` returns them.
         column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
-        path: Where to write the picture; its suffix is the format.
+        path: Where to write the picture; its suffix is the format, such as ``.png`` or ``.pdf``.
+        against: ``"round"``, or ``"bytes"`` for the data sent since the start.
 
     Raises:
         SpecError: There is no such column.
     """
+    if against not in ("round", "bytes"):
+        raise SpecError("against", "expected 'round' or 'bytes'", against)
     curves = history if isinstance(history, Mapping) else {history.method or "run": [history]}
-    return plot_curves(curves, column, path)
+    return plot_curves(curves, column, path, against=against)
 
 
-def plot_curves(curves: Curves, column: str = "accuracy", path: Path | str | None = None) -> Figure:
+def plot_curves(
+    curves: Curves, column: str = "accuracy", path: Path | str | None = None, *, against: str = "round"
+) -> Figure:
     """A column over the rounds: the mean over seeds as a line, one standard deviation as a band.
 
     Args:
         curves: The histories of each label.
         column: A column of numbers.
         path: Where to write the picture; its suffix is the format.
+        against: ``"round"``, or ``"bytes"`` for the data sent since the start.
 
     Raises:
         SpecError: No history has such a column.
     """
     figure = _figure(7.0, 4.2)
-    draw_curves(figure.subplots(), curves, column)
+    draw_curves(figure.subplots(), curves, column, against=against)
     _legend(figure, curves)
     return _saved(figure, path)
 
@@ -95,6 +106,21 @@ def grid(histories: Sequence[History], columns: Sequence[str]) -> Figure:
     return figure
 
 
+def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
+    """Write the accuracy over the rounds (``accuracy``) and over the data sent (``traffic``), as PNG and as PDF.
+
+    Returns:
+        The files.
+    """
+    files = []
+    for name, against in (("accuracy", "round"), ("traffic", "bytes")):
+        figure = plot_curves(curves, "accuracy", against=against)
+        for suffix in (".png", ".pdf"):
+            files.append(Path(folder) / f"{name}{suffix}")
+            _saved(figure, files[-1])
+    return files
+
+
 def plot_run(history: History, folder: Path | str) -> list[Path]:
     """Write ``accuracy.png``, ``loss.png``, ``participation.png`` and ``communication.png`` of a run.
 
@@ -123,8 +149,14 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _saved(figure: Figure, path: Path | str | None) -> Figure:
-    if path is not None:
-        figure.savefig(path)
+    if path is None:
+        return figure
+    import matplotlib
+
+    # Journals take TrueType fonts and no Type 3; a picture of the same runs has the same bytes.
+    undated = {"CreationDate": None} if Path(path).suffix.lower() == ".pdf" else None
+    with matplotlib.rc_context({"pdf.fonttype": 42}):
+        figure.savefig(path, metadata=undated)
     return figure
 
 

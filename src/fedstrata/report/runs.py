@@ -1,15 +1,23 @@
-"""Run folders and compare folders, read for a report."""
+"""Run folders and compare folders, read for a report, a table or a data frame."""
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedstrata.errors import DataError
-from fedstrata.history import History, Record
-from fedstrata.jsonl import read_jsonl
+from fedstrata.history import History, Record, frame
+from fedstrata.jsonl import read_jsonl, write_json
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+LABELS = "labels.json"
+"""Where a compare folder has its labels in their order."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +56,47 @@ class Run:
         return str(section.get("name", "")) if isinstance(section, dict) else ""
 
 
-def load_runs(folders: Sequence[Path | str]) -> dict[str, list[Run]]:
+class Runs(dict[str, list[Run]]):
+    """The runs of each label, in order of their seeds; a dict."""
+
+    def finished(self) -> Runs:
+        """Those that are over, where there are any, else all of them.
+
+        One that was broken off would stand in a table with the accuracy that it had, and in means over seeds.
+        """
+        over = {label: done for label, members in self.items() if (done := [run for run in members if run.finished])}
+        return Runs(over) if over else self
+
+    def to_frame(self) -> DataFrame:
+        """A pandas data frame with a row a run, by label, seed and what ``summary.json`` holds.
+
+        Raises:
+            ExtraMissingError: The extra ``tables`` is not installed.
+        """
+        return frame(
+            [
+                {"label": label, "data": run.data, **run.history.summary}
+                | {"finished": run.finished, "folder": str(run.folder)}
+                for label, members in self.items()
+                for run in members
+            ]
+        )
+
+
+def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
     """The runs of run folders and compare folders, by label and in order of their seeds.
 
-    A compare folder holds ``LABEL/seed-S/``; ``LABEL`` alone will do. A run folder by itself is called by its
-    name. A label that comes from several places gets the names of the folders above it.
+    A compare folder holds ``LABEL/seed-S/``; ``LABEL`` alone will do. Its labels come in the order of their comparison,
+    or by name. A run folder by itself is called by its name. A label that comes from several places gets the names of
+    the folders above it.
+
+    Args:
+        folders: One of them, or several.
 
     Raises:
         DataError: A folder is neither, or there is none.
     """
+    folders = [folders] if isinstance(folders, (Path, str)) else folders
     if not folders:
         raise DataError("no folder was given to report on")
     places = list(dict.fromkeys(place for folder in folders for place in _find(Path(folder))))
@@ -64,13 +104,37 @@ def load_runs(folders: Sequence[Path | str]) -> dict[str, list[Run]]:
     for place in places:
         groups.setdefault(place.parent if place.name.startswith("seed-") else place, []).append(place)
     labels = _labels(list(groups))
-    return {
-        labels[group]: sorted(
-            (_read(labels[group], member) for member in members),
-            key=lambda run: (run.history.seed is None, run.history.seed or 0, run.folder.name),
-        )
-        for group, members in groups.items()
-    }
+    return Runs(
+        {
+            labels[group]: sorted(
+                (_read(labels[group], member) for member in members),
+                key=lambda run: (run.history.seed is None, run.history.seed or 0, run.folder.name),
+            )
+            for group, members in groups.items()
+        }
+    )
+
+
+def keep_order(folder: Path, labels: Iterable[str]) -> None:
+    """Note the order of a comparison's labels in its folder; others that it holds already come after them."""
+    labels = list(labels)
+    write_json(folder / LABELS, labels + [label for label in _order(folder) if label not in labels])
+
+
+def _order(folder: Path) -> list[str]:
+    """The labels of a compare folder, as far as their order was noted.
+
+    Raises:
+        DataError: The file is damaged.
+    """
+    try:
+        text = (folder / LABELS).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    try:
+        return [str(label) for label in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{folder / LABELS} cannot be read: {error}") from error
 
 
 def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]]:
@@ -93,7 +157,8 @@ def _find(folder: Path) -> list[Path]:
     root = folder.resolve()
     for pattern in ("metrics.jsonl", "seed-*/metrics.jsonl", "*/seed-*/metrics.jsonl"):
         if found := sorted(path.parent for path in root.glob(pattern)):
-            return found
+            ranks = {label: rank for rank, label in enumerate(_order(root))}
+            return sorted(found, key=lambda place: ranks.get(place.parent.name, len(ranks)))
     raise DataError(
         f"{folder} is neither a run folder (with metrics.jsonl) nor a compare folder (with LABEL/seed-S/metrics.jsonl)"
     )

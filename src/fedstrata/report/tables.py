@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.history import History, target_text
+from fedstrata.statistics import Estimate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,44 +18,18 @@ ABREAST = 4
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A number over seeds.
-
-    Args:
-        mean: Mean over the seeds that have the number; None where none has.
-        sd: Their sample standard deviation; None for fewer than two.
-        n: How many seeds have the number.
-    """
-
-    mean: float | None
-    sd: float | None
-    n: int
-
-    @classmethod
-    def over(cls, values: Iterable[float | None]) -> Cell:
-        """The cell of some seeds' values, None where a seed has none.
-
-        >>> Cell.over([1.0, None, 3.0])
-        Cell(mean=2.0, sd=1.4142135623730951, n=2)
-        """
-        known = [float(value) for value in values if value is not None]
-        mean = statistics.fmean(known) if known else None
-        return cls(mean, statistics.stdev(known) if len(known) > 1 else None, len(known))
-
-
-@dataclass(frozen=True)
 class Row:
     """One label of a table.
 
     Args:
         label: The method, or whatever distinguishes the runs.
         seeds: How many runs there are.
-        cells: A cell for each measure, by its key.
+        cells: An estimate for each measure, by its key.
     """
 
     label: str
     seeds: int
-    cells: dict[str, Cell]
+    cells: dict[str, Estimate]
 
 
 @dataclass(frozen=True)
@@ -106,13 +80,13 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
     rows = []
     for label, members in runs.items():
         summaries = [history.summary for history in members]
-        cells = {key: Cell.over(summary[key] for summary in summaries) for key in list(MEASURES)[:4]}
+        cells = {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[:4]}
         for target in targets:
-            cells[f"{_TARGET}{target_text(target)}"] = Cell.over(
+            cells[f"{_TARGET}{target_text(target)}"] = Estimate.over(
                 history.rounds_to_target(target) for history in members
             )
-        cells |= {name: Cell.over(_last(history, name) for history in members) for name in measured}
-        cells |= {key: Cell.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
+        cells |= {name: Estimate.over(_last(history, name) for history in members) for name in measured}
+        cells |= {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
         rows.append(Row(label, len(members), cells))
     return rows
 
@@ -130,13 +104,31 @@ def _last(history: History, name: str) -> float | None:
     return float(history.column(name)[1][-1]) if name in history.columns else None
 
 
+def is_target(key: str) -> bool:
+    """Whether a key is ``rounds_to_T`` for a number T.
+
+    >>> is_target("rounds_to_0.8"), is_target("rounds_to_go")
+    (True, False)
+    """
+    try:
+        float(key.removeprefix(_TARGET))
+    except ValueError:
+        return False
+    return key.startswith(_TARGET)
+
+
+def reached(history: History, key: str) -> int | None:
+    """The first round that reached the target of a key, or None."""
+    return history.rounds_to_target(float(key.removeprefix(_TARGET)))
+
+
 def measure(key: str) -> Measure:
     """How a cell is shown.
 
     >>> measure("rounds_to_0.8").heading
     'rounds to 80 %'
     """
-    if key.startswith(_TARGET):
+    if is_target(key):
         return Measure(f"rounds to {float(key.removeprefix(_TARGET)) * 100:g} %")
     if key.startswith(_TEST):
         return Measure(f"final {key.removeprefix(_TEST)}", 1, 4)
@@ -148,18 +140,31 @@ def measure(key: str) -> Measure:
 def show(row: Row, key: str) -> str:
     """A cell as text.
 
-    >>> show(Row("fedavg", 3, {"final_accuracy": Cell(0.56, 0.0123, 3)}), "final_accuracy")
+    >>> show(Row("fedavg", 3, {"final_accuracy": Estimate(0.56, 0.0123, 3)}), "final_accuracy")
     '56.00 ± 1.23'
-    >>> show(Row("fedavg", 3, {"best_round": Cell(14.0, 2.0, 2)}), "best_round")
+    >>> show(Row("fedavg", 3, {"best_round": Estimate(14.0, 2.0, 2)}), "best_round")
     '14 ± 2 (2 of 3)'
     """
-    cell, how = row.cells[key], measure(key)
+    return shown(row.cells[key], measure(key), row.seeds)
+
+
+def shown(cell: Estimate, how: Measure, seeds: int) -> str:
+    """An estimate as text, with how many of the ``seeds`` have the number where some have not."""
     if cell.mean is None:
         return MISSING
-    text = f"{cell.mean * how.factor:,.{how.digits}f}"
+    text = number(cell.mean, how)
     if cell.sd:  # what every seed has alike needs no deviation
-        text += f" ± {cell.sd * how.factor:,.{how.digits}f}"
-    return text + (f" ({cell.n} of {row.seeds})" if cell.n < row.seeds else "")
+        text += f" ± {number(cell.sd, how)}"
+    return text + (f" ({cell.n} of {seeds})" if cell.n < seeds else "")
+
+
+def number(value: float, how: Measure, sign: str = "") -> str:
+    """A number in the unit of its heading.
+
+    >>> number(0.5, MEASURES["final_accuracy"], "+")
+    '+50.00'
+    """
+    return f"{value * how.factor:{sign},.{how.digits}f}"
 
 
 def keys(rows: Sequence[Row]) -> list[str]:

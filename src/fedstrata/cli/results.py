@@ -1,0 +1,163 @@
+"""``fedstrata table``, what runs add up to, and ``fedstrata sweep``, which settings are best."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstrata.cli import common
+from fedstrata.cli.common import located, read_spec, run_folder
+from fedstrata.errors import SpecError, nearest
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+FORMATS = ("console", "markdown", "latex", "csv")
+
+
+def add_table(commands: Commands) -> None:
+    """``fedstrata table``."""
+    parser = commands.add_parser("table", help="methods beside a baseline: intervals, paired differences, tests")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons and runs")
+    parser.add_argument("--baseline", metavar="LABEL", help="what the others are compared with (default: the first)")
+    parser.add_argument(
+        "--metric",
+        help="comma-separated: final_accuracy, best_accuracy, rounds_to_0.8, …, or a column of metrics.jsonl",
+    )
+    parser.add_argument(
+        "--at",
+        action="append",
+        metavar="WHAT[=AMOUNT]",
+        help="accuracy at equal bytes, samples, seconds or simulated_seconds; the most that all reached unless given",
+    )
+    parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help="of paired differences (default: t)")
+    parser.add_argument("--format", choices=FORMATS, default="console", help="(default: console)")
+    parser.set_defaults(work=_table)
+
+
+def _table(options: argparse.Namespace) -> int:
+    import rich
+
+    from fedstrata.report import contrasts
+    from fedstrata.report.runs import by_data, histories, load_runs
+
+    runs = load_runs(options.folders)
+    over = runs.finished()
+    if left_out := sum(map(len, runs.values())) - sum(map(len, over.values())):
+        which = "1 run that has not ended is" if left_out == 1 else f"{left_out} runs that have not ended are"
+        print(f"fedstrata: note: {which} left out", file=sys.stderr)
+    metrics = [name.strip() for name in options.metric.split(",")] if options.metric else []
+    at = None if options.at is None else dict(map(_budget, options.at))
+    if options.baseline is not None and options.baseline not in over:
+        problem = f"there are: {', '.join(over)}{nearest(options.baseline, over)}"
+        raise SpecError("--baseline", problem, options.baseline)
+    found = {}
+    for data, members in by_data(over).items():
+        baseline = options.baseline if options.baseline in members else None
+        try:
+            found[data] = contrasts.contrast(histories(members), metrics, at, baseline=baseline, test=options.test)
+        except SpecError as error:
+            raise SpecError(f"--{error.key}", error.problem, error.value) from None
+    if options.format == "csv":
+        sys.stdout.write(contrasts.to_csv(found))
+        return 0
+    for data, table in found.items():
+        if len(found) > 1:
+            print({"latex": "% ", "markdown": "\n", "console": ""}[options.format] + f"On {data or 'unnamed data'}:\n")
+        if options.format == "console":
+            rich.print(contrasts.to_rich(table))
+        else:
+            sys.stdout.write({"markdown": contrasts.to_markdown, "latex": contrasts.to_latex}[options.format](table))
+    return 0
+
+
+def _budget(text: str) -> tuple[str, float | None]:
+    kind, equals, amount = text.partition("=")
+    try:
+        return kind.strip(), float(amount) if equals else None
+    except ValueError:
+        raise SpecError("--at", "expected WHAT=AMOUNT with a number", text) from None
+
+
+def add_sweep(commands: Commands) -> None:
+    """``fedstrata sweep``."""
+    parser = commands.add_parser("sweep", help="a grid of settings, and which of them is best on validation samples")
+    parser.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE,VALUE",
+        help="values to try; a single one overrides the setting",
+    )
+    parser.add_argument("--seeds", help="comma-separated seeds of every cell (default: the spec's)")
+    parser.add_argument("--out", type=Path, help="the folder; runs/sweep-DATA-TIME unless given")
+    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(work=_sweep)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from fedstrata.grid_search import cells, sweep, to_markdown
+    from fedstrata.report.progress import Progress
+    from fedstrata.spec import Experiment
+
+    jobs, seeds = common.jobs(options), common.seeds(options)
+    fixed, grid = _grid(options.overrides)
+    table = read_spec(options.spec, fixed)
+    planned = located(options, lambda: cells(table, grid))
+    spec = Experiment.from_table(table)
+    rounds = {
+        (label, seed): cell.spec.training.rounds
+        for label, cell in planned.items()
+        for seed in ([spec.seed] if seeds is None else seeds)
+    }
+    with (
+        run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out,
+        Progress(options.quiet) as progress,
+    ):
+        watch = progress.of_runs(rounds)
+        found = located(options, lambda: sweep(table, grid, seeds=seeds, out=out, jobs=jobs, watch=watch))
+    print(to_markdown(found))
+    print(f"written to {out}: sweep.md, sweep.json, best.toml")
+    return 0
+
+
+def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
+    """Overrides of one value, and the values of those that have several."""
+    from fedstrata.spec import parse_value
+
+    fixed, grid = [], dict[str, list[Any]]()
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if len(values := _values(text)) > 1:
+            grid[key.strip()] = [parse_value(value) for value in values]
+        else:
+            fixed.append(override)
+    return fixed, grid
+
+
+def _values(text: str) -> list[str]:
+    """What stands between commas, but for those in brackets and in quotes.
+
+    >>> _values("[200, 100],[50],'a,b'")
+    ['[200, 100]', '[50]', "'a,b'"]
+    """
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter in "\"'" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+COMMANDS = (add_table, add_sweep)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.report.runs import keep_order
+from fedstrata.spec import Experiment
+
+
+def write_run(folder: Path, accuracies: list[float], *, over: bool = True, data: str = "digits") -> None:
+    folder.mkdir(parents=True)
+    records = [{"round": i + 1, "accuracy": a, "bytes_up": 500_000} for i, a in enumerate(accuracies)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    seed = int(folder.name.removeprefix("seed-"))
+    (folder / "spec.toml").write_text(f'seed = {seed}\n[data]\nname = "{data}"\n[method]\nname = "fedavg"\n')
+    if over:
+        (folder / "summary.json").write_text("{}")
+
+
+@pytest.fixture
+def compared() -> Path:
+    """Two methods with two seeds each; a third one was broken off."""
+    for seed in (0, 1):
+        write_run(Path(f"cmp/plain/seed-{seed}"), [0.3, 0.5 + seed / 10])
+        write_run(Path(f"cmp/best/seed-{seed}"), [0.4, 0.6, 0.7 + seed / 5])
+    write_run(Path("cmp/unfinished/seed-0"), [0.1], over=False)
+    keep_order(Path("cmp"), ["plain", "best"])
+    return Path("cmp")
+
+
+def test_a_table_of_what_is_over_beside_the_first_label(compared, capsys):
+    assert main(["table", str(compared)]) == 0
+    shown, note = capsys.readouterr()
+    assert note == "fedstrata: note: 1 run that has not ended is left out\n"
+    assert "minus plain" in shown
+    assert shown.index("final accuracy, %") < shown.index("accuracy at equal bytes (1 MB), %")
+    assert "+25.00" in shown  # 0.2 and 0.3
+    assert "Two seeds are too few" in " ".join(shown.split())
+
+
+def test_formats_and_choices(compared, capsys):
+    choice = [
+        "table",
+        str(compared),
+        "--baseline",
+        "best",
+        "--metric",
+        "best_accuracy, rounds_to_0.5",
+        "--at",
+        "bytes=5e5",
+    ]
+    assert main([*choice, "--format", "markdown"]) == 0
+    text = capsys.readouterr().out
+    assert "| best accuracy, % | plain | 55.00 ± 7.07 | [-8.53, 118.53] | -25.00 | [-30.00, -20.00] | 0.126 |" in text
+    assert "| rounds to 50 % | plain | 2 | [2, 2] | +0 | [+0, +0] | – |" in text
+    assert "| accuracy at equal bytes (0.5 MB), % | best | 40.00 |" in text
+    assert main([*choice, "--format", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(row["measure"], row["label"]) for row in rows[:2]] == [
+        ("best_accuracy", "plain"),
+        ("best_accuracy", "best"),
+    ]
+    assert {row["data"] for row in rows} == {"digits"}
+    assert main([*choice, "--format", "latex"]) == 0
+    assert capsys.readouterr().out.startswith("\\begin{table}\n")
+
+
+def test_data_sets_have_tables_of_their_own(compared, capsys):
+    write_run(Path("cmp/plain/seed-2"), [0.9], data="mnist")
+    assert main(["table", str(compared), "--baseline", "best", "--format", "latex"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("\\begin{table}") == 2
+    assert text.index("% On digits:") < text.index("% On mnist:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--baseline", "plan"], "--baseline = 'plan': there are: plain, best; did you mean 'plain'?"),
+        (["--at", "bytes=much"], "--at = 'bytes=much': expected WHAT=AMOUNT with a number"),
+        (["--at", "byte"], "--at = 'byte': expected bytes, samples"),
+        (["--metric", "los"], "--metric = 'los': there are: final_accuracy"),
+    ],
+)
+def test_what_there_is_not(compared, capsys, arguments, message):
+    assert main(["table", str(compared), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_runs(capsys):
+    assert main(["table", "nowhere"]) == 2
+    assert "nowhere is no folder" in capsys.readouterr().err
+
+
+def test_a_sweep_is_refused_before_anything_is_written(capsys):
+    for arguments, message in [
+        (["training.lr=0.1,0.2"], "evaluation.validation: needed: a sweep picks the best by samples held out"),
+        (["training.lr=0.1"], "--set: a sweep needs a setting with values to try"),
+        (["training.lr=0.1,-1"], "training.lr = -1: input should be greater than 0"),
+        (["training.lr.x=0.1,1"], "training.lr"),
+        (["training.lr=0.1,0.1"], "--set = 'lr=0.1': a value to try is there twice"),
+    ]:
+        assert main(["sweep", *(part for each in arguments for part in ("--set", each))]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["sweep", "--set", "training.lr=0.1,0.2", "--seeds", "0,0"]) == 2
+    assert "--seeds = '0,0': expected different whole numbers" in capsys.readouterr().err
+    assert list(Path().iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("validation" not in fs.Evaluation.model_fields, reason="evaluation.validation is not there yet")
+def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
+    Path("s.toml").write_text(
+        "[partition]\nclients = 5\n[training]\nrounds = 2\n[evaluation]\nvalidation = 0.2\n[model]\nhidden = [9]\n"
+    )
+    command = ["sweep", "s.toml", "--set", "training.lr=0.0001,0.1", "--set", "model.hidden=[8, 8]"]
+    assert main([*command, "--set", "training.batch_size=20", "--out", "out", "--jobs", "1", "--quiet"]) == 0
+    shown = capsys.readouterr().out
+    assert "| 0.1 | **" in shown
+    assert "Best: lr=0.1; its test accuracy is " in shown
+    best = Experiment.from_toml("out/best.toml")
+    assert (best.training.lr, best.training.batch_size, best.model.hidden) == (0.1, 20, (8, 8))

@@ -1,0 +1,242 @@
+"""Labels beside a baseline: figures by hand, what is said of few seeds, and LaTeX that a parser takes."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+import pytest
+from rich.console import Console
+from scipy import stats
+
+from fedstrata.errors import SpecError
+from fedstrata.history import History
+from fedstrata.report import contrasts
+from fedstrata.report.contrasts import accuracy_at, caption, contrast, to_csv, to_json, to_latex, to_markdown, to_rich
+from fedstrata.report.tables import compare_table
+
+
+def run(accuracies: list[float | None], seed: int | None = 0, **costs: float) -> History:
+    records = [{"round": i + 1, "accuracy": a, **costs} for i, a in enumerate(accuracies)]
+    return History(records, method="m", seed=seed, targets=[0.5])
+
+
+def runs_of(**finals: list[float]) -> dict[str, list[History]]:
+    """Labels whose seeds end with these accuracies."""
+    return {label: [run([value], seed) for seed, value in enumerate(values)] for label, values in finals.items()}
+
+
+THREE = runs_of(base=[0.50, 0.60, 0.55], better=[0.62, 0.70, 0.69], same=[0.51, 0.59, 0.56])
+
+
+def test_differences_by_hand() -> None:
+    found = contrast(THREE)
+    base, better, same = found.groups["final_accuracy"]
+    assert found.baseline == "base"
+    assert base.difference is None
+    assert better.difference is not None
+    assert better.difference.mean == pytest.approx(0.12)  # 0.12, 0.10 and 0.14
+    assert better.difference.interval == pytest.approx((0.10, 0.14))
+    # t = 0.12 / (0.02 / √3) = 6 √3 with two degrees of freedom
+    p = 2 * stats.t.sf(6 * 3**0.5, 2)
+    assert better.difference.p == pytest.approx(p)
+    assert same.difference is not None
+    assert better.difference.corrected == pytest.approx(2 * p)  # the smaller one of two
+    assert same.difference.corrected == same.difference.p == pytest.approx(2 * stats.t.sf(0.5, 2))  # (1, -1, 1) / 300
+    assert base.value.interval is not None
+    assert base.value.interval[0] == pytest.approx(0.55 - stats.t.ppf(0.975, 2) * 0.05 / 3**0.5)
+
+
+def test_pairs_are_seeds_and_not_places() -> None:
+    swapped = {"a": [run([0.1], 1), run([0.9], 2)], "b": [run([0.95], 2), run([0.2], 1), run([0.5], 3)]}
+    [_, b] = contrast(swapped).rows
+    assert b.difference is not None
+    assert b.difference.n == 2
+    assert b.difference.mean == pytest.approx(0.075)
+
+
+def test_accuracy_at_a_budget_by_hand() -> None:
+    history = run([0.2, None, 0.6, 0.7], bytes_up=10, bytes_down=5)  # 15, 30, 45 and 60 bytes in all
+    assert [accuracy_at(history, "bytes", budget) for budget in (14, 15, 44, 45, 60, 61)] == [
+        None, 0.2, 0.2, 0.6, 0.7, None,
+    ]  # fmt: skip
+    assert accuracy_at(run([None], bytes_up=1), "bytes", 1) is None
+
+
+def test_equal_bytes_are_the_most_that_all_runs_reached() -> None:
+    runs = {
+        "cheap": [run([0.3, 0.5, 0.6], s, bytes_up=10, samples=7) for s in (0, 1)],
+        "dear": [run([0.4, 0.8], s, bytes_up=15 + 5 * s, samples=7) for s in (0, 1)],
+        "lavish": [run([0.9], s, bytes_up=100, samples=700) for s in (0, 1)],
+    }
+    found = contrast(runs)
+    # cheap ends at 30 bytes and 21 samples, dear at 30 or 40 and 14.
+    assert found.budgets == {"accuracy_at_bytes": 30, "accuracy_at_samples": 14}
+    means = [row.value.mean for row in found.groups["accuracy_at_bytes"]]
+    assert means == [0.6, pytest.approx(0.6), None]  # 0.8 within 30 bytes, 0.4 where a round takes 20
+    assert [row.value.n for row in found.groups["accuracy_at_samples"]] == [2, 2, 0]
+    given = contrast(runs, at={"bytes": 35})
+    assert list(given.measures) == ["accuracy_at_bytes"]
+    assert [row.value.n for row in given.rows] == [0, 1, 0]  # who never spent as much has no number
+    assert "accuracy at equal bytes (3.5e-05 MB), %" in to_markdown(given)
+
+
+def test_budgets_that_say_nothing_are_left_out() -> None:
+    assert list(contrast(THREE).measures) == ["final_accuracy"]  # nothing was recorded
+    alike = {label: [run([0.1, value], bytes_up=5)] for label, value in (("a", 0.5), ("b", 0.6))}
+    assert list(contrast(alike).measures) == ["final_accuracy"]  # equal bytes are the end
+    assert list(contrast(alike, at={"bytes": None}).measures) == ["accuracy_at_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"baseline": "bas"}, "baseline = 'bas': there are: base, better, same; did you mean 'base'"),
+        ({"metrics": ["acuracy"]}, "metric = 'acuracy': there are: final_accuracy.*did you mean 'accuracy'"),
+        ({"metrics": ["rounds_to_go"]}, "metric = 'rounds_to_go'"),
+        ({"at": {"byte": None}}, "at = 'byte': expected bytes, samples"),
+        ({"at": {"bytes": None}}, "at = 'bytes': some run recorded no bytes"),
+        ({"at": {"bytes": -1.0}}, "at = 'bytes=-1': expected an amount above 0"),
+        ({"test": "z"}, "test = 'z': expected one of t, wilcoxon"),
+    ],
+)
+def test_what_there_is_not(arguments: dict, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        contrast(THREE, **arguments)
+
+
+def test_any_column_can_be_compared() -> None:
+    runs = {"a": [run([0.4, 0.6], 0, loss=1.5)], "b": [run([0.6, 0.9], 0, loss=1.0)]}
+    found = contrast(runs, ["loss", "rounds_to_0.5", "best_accuracy"], baseline="b")
+    assert [row.value.mean for row in found.rows] == [1.5, 1.0, 2, 1, 0.6, 0.9]
+    text = to_markdown(found)
+    assert "| final test loss | a | 1.5000 | +0.5000 |" in text
+    assert "| rounds to 50 % | a | 2 | +1 |" in text
+
+
+def test_few_seeds_are_said() -> None:
+    one = caption(contrast(runs_of(a=[0.5], b=[0.6])))
+    assert one == "One seed: no intervals and no tests."
+    assert to_markdown(contrast(runs_of(a=[0.5], b=[0.6]))).splitlines()[0] == "|  |  | mean ± sd | minus a |"
+    two = caption(contrast(runs_of(a=[0.5, 0.6], b=[0.6, 0.8])))
+    assert "over 2 seeds" in two
+    assert "Two seeds are too few" in two
+    three = caption(contrast(THREE))
+    assert "fewer than six seeds are too narrow" in three
+    assert "corrected by Holm over the table's 2 comparisons" in three
+    six = [0.1, 0.2, 0.4, 0.3, 0.6, 0.5]
+    many = runs_of(a=six, b=[value + 0.01 * (1 + i) for i, value in enumerate(six)])
+    assert "too" not in caption(contrast(many))
+    assert "the table's one comparison" in caption(contrast(many))
+    ranks = contrast(many, test="wilcoxon")
+    assert ranks.rows[1].difference is not None
+    assert ranks.rows[1].difference.corrected == 2 / 2**6
+    assert "Wilcoxon signed-rank" in caption(ranks)
+    assert "needs six pairs" not in caption(ranks)
+    few = contrast(THREE, test="wilcoxon")
+    assert "Wilcoxon's test needs six pairs" in caption(few)
+    assert all(row.difference is None or row.difference.corrected is None for row in few.rows)
+    assert "| p |" not in to_markdown(few)
+    apart = contrast({"a": [run([0.5], 0), run([0.4], 1)], "b": [run([0.5], 2), run([0.6], 3)]})
+    assert "fewer than two seeds" in caption(apart)
+
+
+def test_differences_that_are_alike_have_no_p() -> None:
+    found = contrast(runs_of(a=[0.5, 0.6, 0.7], b=[0.6, 0.7, 0.8]))
+    assert "[+10.00, +10.00]" in to_markdown(found)
+    assert "No p where" in caption(found)
+    assert "Holm" not in caption(found)
+
+
+def test_one_label_alone_has_an_interval_and_no_difference() -> None:
+    found = contrast(runs_of(a=[0.5, 0.6, 0.7]))
+    assert found.baseline is None
+    assert "| final accuracy, % | a | 60.00 ± 10.00 | [35.16, 84.84] |" in to_markdown(found)
+
+
+def test_a_terminal_of_80_columns_shows_whole_numbers_and_labels_as_they_are() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(to_rich(contrast({"[one]": THREE["base"], "two": THREE["better"]})))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in text
+    for shown in ("[one]", "55.00 ± 5.00", "[42.58, 67.42]", "+12.00", "[+10.00, +14.00]", "0.009"):
+        assert shown in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_row_of_csv_has_every_digit() -> None:
+    text = to_csv({"digits": contrast(THREE)})
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [row["label"] for row in rows] == ["base", "better", "same"]
+    assert float(rows[1]["difference"]) == contrast(THREE).rows[1].difference.mean  # type: ignore[union-attr]
+    assert rows[0]["baseline"] == rows[0]["p_holm"] == ""
+    assert (rows[1]["baseline"], rows[1]["pairs"], rows[1]["test"]) == ("base", "3", "t")
+    assert all(None not in row and None not in row.values() for row in rows)
+
+
+def test_json_keeps_what_the_table_had() -> None:
+    rows = compare_table(THREE)
+    plain = to_json(rows, contrast(THREE))
+    assert plain[0]["rounds_to_0.5"] == {"mean": 1.0, "sd": 0.0, "n": 3}
+    assert plain[0]["final_accuracy"].keys() == {"mean", "sd", "n", "interval"}
+    difference = plain[1]["final_accuracy"]["difference"]
+    assert (difference["to"], difference["n"], difference["test"]) == ("base", 3, "t")
+
+
+EVIL = r"a_b & 50% $x$ #1 {y} ~ ^ \end{tabular} <|> * ±"
+
+
+def tabular(text: str) -> list[list[str]]:
+    """The rows of a tabular, after checks of everything that LaTeX would stumble over."""
+    assert text.count("{") - text.count(r"\{") == text.count("}") - text.count(r"\}")
+    head, _, rest = text.partition(r"\toprule" + "\n")
+    body, _, foot = rest.partition(r"\bottomrule" + "\n")
+    assert foot == "\\end{tabular}\n\\end{table}\n"
+    [width] = re.findall(r"\\begin\{tabular\}\{l(r+)\}", head)
+    assert re.findall(r"(?<!\\)[%#&_^~]|[^\x00-\x7f]", head.split(r"\caption")[1]) == []
+    rows = []
+    for line in body.splitlines():
+        if line == r"\midrule":
+            continue
+        assert line.endswith(r" \\")
+        inner = line.removesuffix(r" \\")
+        assert re.match(r"\s*[\[*]", inner) is None  # would be an argument of the line's end before
+        plain = re.sub(r"\\textbackslash\{\}|\\[{}%&#_$]", "", inner)
+        assert re.findall(r"[%#_^~]|[^\x00-\x7f]", plain) == []
+        assert plain.count("$") % 2 == 0
+        cells = plain.split("&")
+        if inner.startswith(r"\multicolumn"):
+            assert inner.startswith(rf"\multicolumn{{{len(width) + 1}}}{{l}}")
+            assert len(cells) == 1
+        else:
+            assert len(cells) == len(width) + 1
+        rows.append(cells)
+    return rows
+
+
+def test_latex_has_whole_rows_whatever_the_labels_are() -> None:
+    runs = {EVIL: THREE["base"], "[one]": THREE["better"], "*": runs_of(a=[0.4])["a"]}
+    text = to_latex(contrast(runs, ["final_accuracy", "rounds_to_0.9"]))
+    rows = tabular(text)
+    assert [len(row) for row in rows] == [6, 1, 6, 6, 6, 1, 6, 6, 6]
+    assert "$62.00" not in text
+    assert "$67.00 \\pm 4.36$" in text
+    assert "$40.00$ (1 of 3)" not in text  # one of one
+    assert r"\end{tabular} <" not in text
+
+
+def test_a_parser_of_latex_reads_the_same_table() -> None:
+    walker = pytest.importorskip("pylatexenc.latexwalker", reason="pylatexenc is an extra of the developers'")
+    to_text = pytest.importorskip("pylatexenc.latex2text").LatexNodes2Text()
+    text = to_latex(contrast({EVIL: THREE["base"], "[one]": THREE["better"]}))
+    nodes, _, length = walker.LatexWalker(text, tolerant_parsing=False).get_latex_nodes()
+    assert length == len(text)
+    [table] = [node for node in nodes if node.isNodeType(walker.LatexEnvironmentNode)]
+    [inner] = [node for node in table.nodelist if node.isNodeType(walker.LatexEnvironmentNode)]
+    assert (table.environmentname, inner.environmentname) == ("table", "tabular")
+    read = to_text.latex_to_text(contrasts.escape(EVIL)).replace("ˆ", "^")  # it takes the sign for the accent
+    assert "".join(read.split()) == "".join(EVIL.split())
+    macros = [node.macroname for node in inner.nodelist if node.isNodeType(walker.LatexMacroNode)]
+    assert macros.count("\\") == 4
+    assert [macros.count(name) for name in ("toprule", "midrule", "bottomrule")] == [1, 1, 1]

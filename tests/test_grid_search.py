@@ -1,0 +1,124 @@
+"""Grids: their cells, what is best by hand, and the same table after any number of interruptions."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.config import build
+from fedstrata.errors import SpecError
+from fedstrata.grid_search import BEST, FIGURES, MEASURE, TABLE, Cell, cells, figures, judge, to_markdown
+from fedstrata.history import History
+from fedstrata.spec import Experiment
+
+VALIDATED = "validation" in fs.Evaluation.model_fields
+later = pytest.mark.skipif(not VALIDATED, reason="evaluation.validation is not there yet")
+TABLES = {
+    "partition": {"clients": 5},
+    "training": {"rounds": 2, "local_epochs": 1},
+    "model": {"name": "mlp", "hidden": [8]},
+    "evaluation": {"validation": 0.2, "checkpoint_every": 1},
+}
+GRID = {"training.lr": [0.0001, 0.01, 0.1], "training.local_steps": [1, 4], "training.batch_size": [8, 32]}
+
+
+def seeds(*ends: float | None) -> list[History]:
+    """Runs that ended with these validation accuracies; all are at their best earlier, and on the test set."""
+    records = [
+        [{"round": 1, "accuracy": 0.99, "validation": {"accuracy": 0.9}}, {"round": 2, "accuracy": 0.5}] for _ in ends
+    ]
+    for (_, last), end in zip(records, ends, strict=True):
+        last["validation"] = {"accuracy": end}
+    return [History(each, seed=seed) for seed, each in enumerate(records)]
+
+
+def planned(*labels: str) -> dict[str, Cell]:
+    return {label: Cell({"training.lr": label}, build(Experiment, {})) for label in labels}
+
+
+def test_the_best_cell_by_hand() -> None:
+    histories = {"a": seeds(0.5, 0.7), "b": seeds(0.6, 0.8), "c": seeds(0.7, 0.7)}
+    found = judge(planned(*histories), histories)
+    assert found.best == "b"  # 0.6, 0.7 and 0.7: the first of those that are alike
+    assert [each.mean for each in found.values.values()] == pytest.approx([0.6, 0.7, 0.7])
+    assert "| b | **70.00 ± 14.14** |" in to_markdown(found)
+    assert "Best: b; its test accuracy is 50.00 %. By the last evaluation; 2 seeds" in to_markdown(found)
+    told = figures(found)
+    assert told["best"] == "b"
+    assert told["cells"][0]["settings"] == {"training.lr": "a"}
+    assert told["cells"][0][MEASURE]["mean"] == pytest.approx(0.6)
+
+
+def test_a_cell_of_which_a_seed_diverged_is_not_best() -> None:
+    broken = History([{"round": 1, "accuracy": 0.9}], seed=1)
+    histories = {"a": [*seeds(0.9), broken], "b": seeds(0.2, 0.3)}
+    found = judge(planned(*histories), histories)
+    assert found.best == "b"
+    assert "| a | 90.00 (1 of 2) |" in to_markdown(found)
+    none = judge(planned("a"), {"a": [broken]})
+    assert none.best is None
+    assert "No cell has a validation accuracy of every seed." in to_markdown(none)
+
+
+def test_nothing_is_judged_by_the_test_set() -> None:
+    without = {key: value for key, value in TABLES.items() if key != "evaluation"}
+    with pytest.raises(SpecError, match=r"evaluation\.validation: needed: a sweep picks the best"):
+        cells(without, GRID)
+
+
+def test_a_sweep_needs_values_to_try() -> None:
+    for grid in ({}, {"training.lr": []}):
+        with pytest.raises(SpecError, match="a sweep needs a setting with values to try"):
+            cells(TABLES, grid)
+
+
+@later
+def test_cells_are_every_combination_and_called_by_it() -> None:
+    found = cells(TABLES, {"training.lr": [0.1, 1], "model.hidden": [[8], [4, 4]]})
+    assert list(found) == ["lr=0.1,hidden=[8]", "lr=0.1,hidden=[4, 4]", "lr=1,hidden=[8]", "lr=1,hidden=[4, 4]"]
+    last = found["lr=1,hidden=[4, 4]"]
+    assert last.settings == {"training.lr": 1, "model.hidden": [4, 4]}
+    assert (last.spec.training.lr, last.spec.model.hidden, last.spec.training.rounds) == (1.0, (4, 4), 2)
+    assert TABLES["model"] == {"name": "mlp", "hidden": [8]}
+    alike = cells(TABLES, {"model.name": ["mlp"], "method.name": ["fedavg"]})
+    assert list(alike) == ["model.name=mlp,method.name=fedavg"]
+    steps = cells(TABLES, {"training.local_steps": [3]})["local_steps=3"].spec.training
+    assert (steps.local_steps, steps.local_epochs) == (3, None)  # it replaces the spec's epochs
+    with pytest.raises(SpecError, match="a value to try is there twice"):
+        cells(TABLES, {"data.name": ["a/b", "a_b"]})
+
+
+@later
+@pytest.mark.slow
+def test_a_grid_that_is_killed_at_random_ends_alike(tmp_path: Path) -> None:
+    whole = fs.sweep(TABLES, GRID, out=tmp_path / "whole", jobs=1)
+    assert len(whole.cells) == 12
+    assert whole.best == max(whole.values, key=lambda label: whole.values[label].mean or 0)
+    generator, runs = random.Random(5), 0
+
+    def die(label: str, seed: int, rounds: int) -> None:
+        nonlocal runs
+        runs += 1
+        if generator.random() < 0.2:
+            raise KeyboardInterrupt
+
+    deaths = 0
+    while True:
+        try:
+            found = fs.sweep(TABLES, GRID, out=tmp_path / "killed", jobs=1, watch=die)
+            break
+        except KeyboardInterrupt:
+            deaths += 1
+            assert not (tmp_path / "killed" / BEST).exists()
+    assert deaths > 1
+    assert runs == 24  # of 12 cells of two rounds none was repeated
+    assert found.best == whole.best
+    for name in (TABLE, FIGURES, BEST):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert json.loads((tmp_path / "whole" / FIGURES).read_text())["best"] == whole.best
+    assert Experiment.from_toml(tmp_path / "whole" / BEST) == whole.cells[str(whole.best)].spec
+    assert not (tmp_path / "whole" / "report.html").exists()
