@@ -17,7 +17,8 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.aggregation.base import AGGREGATORS, HorvitzThompson, Mean, StratumMean
 from fedstrata.errors import SpecError
-from fedstrata.methods.base import CHOICES, METHODS, setting_of, weight_diversity
+from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.methods.base import CHOICES, METHODS, setting_of, training_metrics, weight_diversity
 from fedstrata.objectives.base import OBJECTIVES, CrossEntropy
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.objectives.rebafl import Rebalanced
@@ -287,3 +288,9 @@ def test_a_setting_that_still_means_something_is_kept():
     fs.Experiment(method={"name": "fedsts", "aggregation": "horvitz-thompson", "client_sampler": "uniform"})
     spec = fs.Experiment(method={"name": "fedsts", "client_sampler": "uniform"})
     assert fs.Experiment.from_table(spec.to_spec()) == spec
+
+
+def test_a_mean_loss_counts_each_client_by_the_samples_that_it_saw():
+    nothing = Weights({}, {})
+    replies = [FitReply(nothing, 10, 1, 10, 1.0, {}), FitReply(nothing, 15, 2, 30, 4.0, {})]
+    assert training_metrics(replies) == {"clients_trained": 2, "samples": 40, "train_loss": (10 * 1.0 + 30 * 4.0) / 40}

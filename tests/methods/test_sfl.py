@@ -27,9 +27,11 @@ def test_three_clients_by_hand(start, seven):
     """One full batch a client, in the order of the journey: plain gradient steps one after another."""
     started = start(spec_of(), seven, nn.Linear(2, 3))
     w, b = (tensor.clone().requires_grad_() for tensor in started.state.weights.params.values())
-    for round in (1, 2):
+    orders = []
+    for round in (1, 2, 3, 4):
         metrics = started.step()
         order = started.federation.rng("journey").permutation(3).tolist()
+        orders.append(order)
         assert metrics["hops"] == metrics["transfers"] == 3
         assert metrics["samples"] == 7
         for client in order:
@@ -40,6 +42,7 @@ def test_three_clients_by_hand(start, seven):
         got = list(started.state.weights.params.values())
         torch.testing.assert_close(got, [w.detach(), b.detach()], rtol=1e-5, atol=1e-6)
         assert metrics["client_bytes"] == round * 9 * 4
+    assert any(order != [0, 1, 2] for order in orders)
 
 
 def test_journeys_differ_and_may_leave_clients_out(start, seven):
