@@ -18,7 +18,7 @@ from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.records import record
 
-TAKES = {"slow": 0.5, "hang": 24.0}
+TAKES = {"slow": 0.1, "hang": 24.0}
 """Seconds that a culprit sleeps before it answers."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -221,9 +221,14 @@ def on_ray(reachable: None) -> Iterator[Callable[[fs.Experiment], fs.History]]:
     from fedstrata import simulation
     from fedstrata.engines.ray import RayEngine
 
-    with two_workers() as pool, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(simulation, "make_engine", lambda name, *rest: RayEngine(*rest, pool=pool))
-        yield partial(fs.run, engine="ray")
+    with two_workers() as pool:
+
+        def run(spec: fs.Experiment) -> fs.History:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(simulation, "make_engine", lambda name, *rest: RayEngine(*rest, pool=pool))
+                return fs.run(spec, engine="ray")
+
+        yield run
 
 
 @pytest.fixture(scope="module")
