@@ -101,7 +101,7 @@ def test_the_run_folder(tmp_path, drawn):
     folder = tmp_path / "a" / "run"
     assert {path.name for path in folder.iterdir()} == {
         "spec.toml", "run.json", "metrics.jsonl", "summary.json", "model.json", "model.safetensors", "partition.png",
-        "checkpoint",
+        "evaluation.json", "checkpoint",
     }  # fmt: skip
     assert (folder / "partition.png").stat().st_size > 10_000
     assert fs.Experiment.from_toml(folder / "spec.toml") == spec(evaluation={"targets": [0.05, 1.0], "per_class": True})

@@ -34,6 +34,7 @@ def test_summary_by_hand() -> None:
         "final_accuracy": 0.6,
         "best_accuracy": 0.8,
         "best_round": 3,
+        "best_on": "test",
         "rounds_to_target": {"0.5": 1, "0.75": 3, "0.9": None},
         "samples": 40,
         "bytes_up": 40,
@@ -145,3 +146,48 @@ def test_targets_of_many_digits_are_read_back(tmp_path: Path) -> None:
     write_json(tmp_path / "summary.json", live.summary)
     assert list(live.summary["rounds_to_target"].values()) == [2, 2, 2, None]
     assert History.load(tmp_path).summary["rounds_to_target"] == live.summary["rounds_to_target"]
+
+
+def test_the_best_round_is_picked_on_validation_samples_where_there_are_any() -> None:
+    picked = [
+        {"round": 1, "accuracy": 0.9, "validation": {"accuracy": 0.3}},
+        {"round": 2, "accuracy": 0.6, "validation": {"accuracy": 0.8}},
+        {"round": 3, "accuracy": 0.7, "validation": {"accuracy": 0.8}},
+    ]
+    summary = History(picked).summary
+    assert (summary["best_on"], summary["best_round"], summary["best_accuracy"]) == ("validation", 2, 0.6)
+    assert History([{**record, "validation": None} for record in picked]).best_round == 1
+    nowhere = [{"round": 1, "accuracy": 0.5, "validation": {"accuracy": None}}]
+    assert History(nowhere).best_on == "test"
+
+
+def test_targets_of_other_metrics(tmp_path: Path) -> None:
+    records = [
+        {"round": n, "accuracy": a, "loss": 1 - a, "test": {"auroc": a, "ece": 0.5 - a / 2, "mine": 1 - a}}
+        for n, a in enumerate((0.0, 0.5, 0.75), start=1)
+    ]
+    targets = {"auroc": [0.5, 0.9], "ece": [0.25], "loss": [0.3], "mine": [0.6]}
+    history = History(records, targets=[0.6], metric_targets=targets, lower={"loss", "ece", "mine"})
+    assert history.summary["rounds_to_target"] == {
+        "0.6": 3,
+        "auroc": {"0.5": 2, "0.9": None},
+        "ece": {"0.25": 2},
+        "loss": {"0.3": 3},
+        "mine": {"0.6": 2},
+    }
+    MetricsLog(tmp_path / "metrics.jsonl").append(*records)
+    (tmp_path / "spec.toml").write_text(
+        "[evaluation]\nmetrics = ['auroc', 'ece', {name = 'm:mine', lower_is_better = true}]\n"
+        "targets = {accuracy = [0.6], auroc = [0.5, 0.9], ece = [0.25], loss = [0.3], mine = [0.6]}\n"
+    )
+    assert History.load(tmp_path).summary["rounds_to_target"] == history.summary["rounds_to_target"]
+    write_json(tmp_path / "summary.json", history.summary | {"stopped": "enough", "model_round": 2})
+    again = History.load(tmp_path)
+    assert again.summary == history.summary | {"stopped": "enough", "model_round": 2}
+
+
+def test_damaged_files_of_evaluations_are_named(tmp_path: Path) -> None:
+    MetricsLog(tmp_path / "metrics.jsonl").append(*RECORDS)
+    (tmp_path / "evaluation.json").write_text('{"last": {"round": 1}}')
+    with pytest.raises(DataError, match=r"cannot read its evaluation.json or clients.csv"):
+        History.load(tmp_path)

@@ -248,3 +248,18 @@ def test_damaged_records_are_found_and_a_run_does_not_go_on_over_them(folder: Pa
     with pytest.raises(FedstrataError, match="ends before its checkpoint"):
         fs.run(spec(training={"rounds": 5}), out=folder, resume=True)
     assert (folder / "metrics.jsonl.damaged").read_bytes() == b"".join(changed)
+
+
+def test_how_a_run_is_measured_may_change_and_who_trains_on_what_may_not(folder: Path) -> None:
+    other = {"metrics": ["accuracy", "macro-f1"], "targets": {"macro-f1": [0.1]}, "per_class": True, "unheard": 3}
+    longer = spec(training={"rounds": 3}, evaluation={**other, "every": 1})
+    history = fs.run(longer, out=folder, resume=True)
+    assert "test" not in history[1]
+    assert history[2]["test"]["macro-f1"] > 0
+    (_, *noted) = [event["reason"] for event in read_jsonl(folder / "events.jsonl") if event["kind"] == "resumed"]
+    assert any("evaluation.metrics was ['accuracy'] and is ['accuracy', 'macro-f1']" in reason for reason in noted)
+    for key in ("validation", "client_test", "test_clients"):
+        with pytest.raises(SpecError, match=f"evaluation.{key} = 0.2: this run has 'left out'"):
+            fs.run(spec(training={"rounds": 4}, evaluation={key: 0.2}), out=folder, resume=True)
+    with pytest.raises(SpecError, match=r"callbacks = .*: this run has 'left out'"):
+        fs.run(spec(training={"rounds": 4}, callbacks=["keep-best"]), out=folder, resume=True)

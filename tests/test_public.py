@@ -10,13 +10,13 @@ import pytest
 import fedstrata as fs
 
 NAMES = """
-    Aggregator Always Assignment Availability BSMFedAvg Bernoulli Classes ClientSampler ClusteredSampling Data
-    DataError DataSampler Dataset Dirichlet Domains Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC
-    FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit Given Grouped Groups History IID MOON
-    MeanBySize Method Model Natural Objective Partition Persistent Population PowerLaw PowerOfChoice Predictor
-    ReBaFL Recipe RunFolder SCAFFOLD SFL Schema Selection Shards Simulation SingleClient SpecError Stratify Trace
-    Training Weights __version__ compare from_arrays from_dataframe load plot prepare record run setting_of
-    uniforms
+    Aggregator Always Assignment Availability BSMFedAvg Bernoulli Callback Classes ClientSampler ClusteredSampling
+    Data DataError DataSampler Dataset Dirichlet Domains EarlyStopping Evaluation Experiment FedAvg FedAvgFT
+    FedBABU FedDyn FedLC FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit Given Grouped
+    Groups History IID KeepBest MOON MeanBySize Method Metric Model Natural Objective Partition Persistent
+    Population PowerLaw PowerOfChoice Predictions Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Schema Selection
+    Shards Simulation SingleClient SpecError Stratify Trace Training Weights __version__ compare from_arrays
+    from_dataframe load plot prepare record run setting_of uniforms
 """
 PUBLIC = NAMES.split()
 

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
     from fedstrata.aggregation.base import MeanBySize as MeanBySize
+    from fedstrata.callbacks import Callback as Callback
+    from fedstrata.callbacks import EarlyStopping as EarlyStopping
+    from fedstrata.callbacks import KeepBest as KeepBest
     from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
     from fedstrata.data.tables import from_dataframe as from_dataframe
     from fedstrata.errors import DataError as DataError
     from fedstrata.errors import SpecError as SpecError
+    from fedstrata.evaluation.metrics import Metric as Metric
+    from fedstrata.evaluation.predictions import Predictions as Predictions
+    from fedstrata.evaluation.settings import Evaluation as Evaluation
     from fedstrata.experiment import run as run
     from fedstrata.federation.availability import Always as Always
     from fedstrata.federation.availability import Availability as Availability
@@ -81,7 +87,6 @@ if TYPE_CHECKING:
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
     from fedstrata.sampling.base import Selection as Selection
-    from fedstrata.settings import Evaluation as Evaluation
     from fedstrata.settings import Training as Training
     from fedstrata.simulation import Simulation as Simulation
     from fedstrata.spec import Experiment as Experiment
@@ -102,7 +107,12 @@ _HOMES = {
     "Experiment": "spec",
     "History": "history",
     "Training": "settings",
-    "Evaluation": "settings",
+    "Evaluation": "evaluation.settings",
+    "Metric": "evaluation.metrics",
+    "Predictions": "evaluation.predictions",
+    "Callback": "callbacks",
+    "EarlyStopping": "callbacks",
+    "KeepBest": "callbacks",
     "Data": "data.sources",
     "Dataset": "data.dataset",
     "from_arrays": "data.dataset",

@@ -21,12 +21,25 @@ from fedstrata import records
 from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, WireError
 from fedstrata.jsonl import replace_file
-from fedstrata.records import Tree
+from fedstrata.records import Tree, record
 
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
 """What reading a damaged checkpoint raises."""
+
+
+@record
+class Stored:
+    """The server's state as it lies in the file.
+
+    Args:
+        state: The method's.
+        own: The loop's own.
+    """
+
+    state: Tree
+    own: Tree
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,7 @@ class Checkpoint:
         clients: The file of every client that has a state.
         remote: Whether clients keep their states where they live, and none are here.
         identity: What the run is; None where it was not said.
+        own: What the loop remembers beside the method's state; None for nothing.
     """
 
     round: int
@@ -46,6 +60,7 @@ class Checkpoint:
     clients: dict[int, Path]
     remote: bool = False
     identity: dict[str, Any] | None = None
+    own: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
         """The same without the states of other clients."""
@@ -66,6 +81,7 @@ def save(
     *,
     remote: bool = False,
     identity: Mapping[str, Any] | None = None,
+    own: Tree = None,
 ) -> None:
     """Write the checkpoint of a round.
 
@@ -76,6 +92,7 @@ def save(
         store: The clients' states; those that changed since the last checkpoint are written.
         remote: Whether clients keep their states where they live, so that ``store`` has none.
         identity: What the run is; see ``fedstrata.identity``.
+        own: What the loop remembers beside the method's state.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
@@ -93,7 +110,7 @@ def save(
     part = folder / f"{_name(round)}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    digest = _write(part / STATE, records.encode(state))
+    digest = _write(part / STATE, records.encode(state if own is None else Stored(state, own)))
     manifest = {"round": round, "state": digest, "clients": listed, "remote": remote, "identity": identity}
     text = json.dumps(manifest, separators=(",", ":"))
     _write(part / MANIFEST, json.dumps({"manifest": text, "sha256": _digest(text.encode())}).encode())
@@ -140,8 +157,9 @@ def _read(path: Path) -> Checkpoint:
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
-    state, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
-    return Checkpoint(int(manifest["round"]), state, files, remote, manifest.get("identity"))
+    found, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
+    stored = found if isinstance(found, Stored) else Stored(found, None)
+    return Checkpoint(int(manifest["round"]), stored.state, files, remote, manifest.get("identity"), stored.own)
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -130,10 +130,10 @@ def folder_of(out: Path, key: Key) -> Path:
 
 def _is_done(folder: Path, spec: Experiment) -> bool:
     try:
-        rounds = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))["rounds"]
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return bool(rounds == spec.training.rounds)
 
 
 def common_seed(experiments: Mapping[str, Experiment]) -> int:

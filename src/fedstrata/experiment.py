@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from fedstrata.callbacks import Callback
 from fedstrata.deploy.simulator import simulate
 from fedstrata.errors import SpecError
 from fedstrata.history import History
 from fedstrata.nn.model import Model
 from fedstrata.preparation import Arrays, prepare
-from fedstrata.simulation import Callback, run_prepared
+from fedstrata.simulation import Watcher, run_prepared
 from fedstrata.spec import Experiment
 
 
@@ -25,7 +26,7 @@ def run(
     model: nn.Module | Model | None = None,
     engine: str = "local",
     resume: bool = False,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback | Watcher] = (),
 ) -> History:
     """Run an experiment.
 
@@ -36,7 +37,8 @@ def run(
         model: A module of your own; see ``prepare``.
         engine: Where clients live.
         resume: Go on with what is in ``out``, from its last checkpoint.
-        callbacks: Called with the record of every round.
+        callbacks: What looks at the run, beside the spec's own: a ``fedstrata.Callback``, or a function that is called
+            with the record of every round.
 
     Returns:
         The rounds' records; ``params`` holds the final model's parameters and buffers.
@@ -56,5 +58,9 @@ def run(
         if data is not None or model is not None:
             problem = "loads the spec's data and model at each site: give data and a model that the spec can name"
             raise SpecError("engine", problem, engine)
-        return simulate([(spec, folder)], resume=resume, callbacks=callbacks)[0]
+        watchers = [callback for callback in callbacks if not isinstance(callback, Callback)]
+        if len(watchers) < len(callbacks):
+            problem = "the loop over rounds is another process there: name them in the spec's callbacks, not here"
+            raise SpecError("callbacks", problem, engine)
+        return simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]
     return run_prepared(prepare(spec, data=data, model=model), folder, engine, callbacks, resume=resume)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import statistics
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
@@ -18,10 +20,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstrata.errors import DataError, SpecError, nearest
-from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl
+from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
 
 Record = dict[str, Any]
 """One round: plain values, lists and tables that JSON can hold."""
+
+LOWER = frozenset({"loss", "log-loss", "ece"})
+"""Measures of which the lower value is the better one, unless told otherwise."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
 """Accuracies whose first round the summary gives unless told otherwise."""
@@ -37,6 +42,23 @@ STANDARD = (
 """What every method records; any other key is a method's own."""
 
 
+EVALUATIONS, CLIENTS = "evaluation.json", "clients.csv"
+"""Where a run folder has the confusion matrices of its last and best evaluation, and the table of its clients."""
+
+
+@dataclass(frozen=True, eq=False)
+class Confusion:
+    """The confusion matrix of an evaluation.
+
+    Args:
+        round: Its round.
+        counts: How many test samples of each class (row) were taken for each class (column), (C, C).
+    """
+
+    round: int
+    counts: NDArray[np.int64]
+
+
 class History(Sequence[Record]):
     """The records of a run, in the order of its rounds; a sequence of dicts.
 
@@ -45,8 +67,12 @@ class History(Sequence[Record]):
         method: The method's name.
         seed: The experiment's seed.
         targets: Accuracies in (0, 1] for ``rounds_to_target`` in the summary.
+        metric_targets: The same for other metrics, by name.
+        lower: Metrics of which the lower value is the better one.
         path: The run folder, where there is one.
         params: The final model's parameters and buffers by name, where they are at hand.
+        stopped: Why the run ended before its last round; empty where it did not.
+        model_round: The round whose model the run left behind, where that was not the last one.
 
     >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
     >>> history.best_round, history.rounds_to_target(0.8)
@@ -62,10 +88,19 @@ class History(Sequence[Record]):
         method: str = "",
         seed: int | None = None,
         targets: Iterable[float] = TARGETS,
+        metric_targets: Mapping[str, Iterable[float]] | None = None,
+        lower: Iterable[str] = LOWER,
         path: Path | str | None = None,
         params: Mapping[str, Tensor] | None = None,
+        stopped: str = "",
+        model_round: int | None = None,
     ) -> None:
         self.method, self.seed, self.targets = method, seed, tuple(targets)
+        self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
+        self.lower = frozenset(lower)
+        self.stopped, self.model_round = stopped, model_round
+        self.confusion: dict[str, Confusion] = {}
+        self.clients: list[Record] = []
         self.path = None if path is None else Path(path)
         self._params = params
         self._weights: Path | None = None
@@ -83,6 +118,7 @@ class History(Sequence[Record]):
             raise DataError(f"{folder} is no run folder: it has no metrics.jsonl")
         records = read_jsonl(folder / "metrics.jsonl")
         history = cls(records, path=folder, **_about(folder))
+        history._read_evaluations(folder)
         if (folder / WEIGHTS).is_file():
             history._weights = folder / WEIGHTS
         return history
@@ -163,22 +199,38 @@ class History(Sequence[Record]):
         return float(values[-1]) if len(values) else None
 
     @property
+    def best_on(self) -> str:
+        """What the best round was picked on: ``"validation"`` samples where there are any, else the ``"test"`` set."""
+        validated = any(_number(record, "validation.accuracy") is not None for record in self)
+        return "validation" if validated else "test"
+
+    @property
     def best_accuracy(self) -> float | None:
-        """Highest test accuracy, or None."""
-        values = self.column("accuracy")[1]
-        return float(values.max()) if len(values) else None
+        """Test accuracy of the best round, or None."""
+        best = self.best_round
+        return next((_number(record, "accuracy") for record in self if record["round"] == best), None)
 
     @property
     def best_round(self) -> int | None:
-        """The first round with the highest test accuracy, or None."""
-        rounds, values = self.column("accuracy")
+        """The first round with the highest accuracy on the validation samples, or None.
+
+        Without validation samples it is picked on the test set, and its accuracy flatters.
+        """
+        rounds, values = self.column("validation.accuracy" if self.best_on == "validation" else "accuracy")
         return int(rounds[values.argmax()]) if len(values) else None
 
-    def rounds_to_target(self, target: float) -> int | None:
-        """The first evaluated round whose accuracy is at least ``target``, or None."""
-        rounds, values = self.column("accuracy")
-        reached = rounds[values >= target]
-        return int(reached[0]) if len(reached) else None
+    def rounds_to_target(self, target: float, metric: str = "accuracy") -> int | None:
+        """The first evaluated round that is at least as good as ``target`` on the test set, or None.
+
+        Args:
+            target: An accuracy, or a value of another metric.
+            metric: ``accuracy``, ``loss`` or another of ``evaluation.metrics``.
+        """
+        standard = metric in STANDARD
+        pairs = [(record["round"], _number(record, metric if standard else f"test.{metric}")) for record in self]
+        lower = metric in self.lower
+        known = ((round, value) for round, value in pairs if value is not None)
+        return next((round for round, value in known if (value <= target if lower else value >= target)), None)
 
     def total(self, name: str) -> float:
         """The sum of a column over all rounds; 0 where nothing was recorded."""
@@ -188,6 +240,12 @@ class History(Sequence[Record]):
     def summary(self) -> Record:
         """What ``summary.json`` holds, computed from the records: see ``summarise``."""
         accuracy = self.column("accuracy")[1][-20:]
+        others = {
+            name: {target_text(target): self.rounds_to_target(target, name) for target in targets}
+            for name, targets in self.metric_targets.items()
+        }
+        early: Record = {"stopped": self.stopped} if self.stopped else {}
+        early |= {} if self.model_round is None else {"model_round": self.model_round}
         return {
             "method": self.method,
             "seed": self.seed,
@@ -195,11 +253,31 @@ class History(Sequence[Record]):
             "final_accuracy": self.final_accuracy,
             "best_accuracy": self.best_accuracy,
             "best_round": self.best_round,
+            "best_on": self.best_on,
             "accuracy_sd_last20": statistics.stdev(accuracy.tolist()) if len(accuracy) > 1 else None,
-            "rounds_to_target": {target_text(target): self.rounds_to_target(target) for target in self.targets},
+            "rounds_to_target": {
+                **{target_text(target): self.rounds_to_target(target) for target in self.targets},
+                **others,
+            },
             **{name: int(self.total(name)) for name in ("samples", "bytes_up", "bytes_down")},
             "seconds": self.total("seconds"),
+            **early,
         }
+
+    def _read_evaluations(self, folder: Path) -> None:
+        """Confusion matrices and the table of clients, where the run left them."""
+        try:
+            if (folder / EVALUATIONS).is_file():
+                found = json.loads((folder / EVALUATIONS).read_text(encoding="utf-8"))
+                self.confusion = {
+                    key: Confusion(int(each["round"]), np.array(each["confusion"], dtype=np.int64))
+                    for key, each in found.items()
+                }
+            if (folder / CLIENTS).is_file():
+                with (folder / CLIENTS).open(encoding="utf-8", newline="") as file:
+                    self.clients = [{key: _cell(text) for key, text in row.items()} for row in csv.DictReader(file)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
 
     def to_csv(self, path: Path | str) -> None:
         """Write one row a round; lists and tables are JSON text, what is missing is empty."""
@@ -228,13 +306,28 @@ def summarise(
         seed: The experiment's seed.
 
     Returns:
-        ``final_accuracy`` (of the last evaluated round), ``best_accuracy``, ``best_round`` (the first with
-        it), ``rounds_to_target`` (target as text to round or None), ``accuracy_sd_last20`` (sample standard
-        deviation over the last 20 evaluated rounds), the totals ``samples``, ``bytes_up``, ``bytes_down``
-        and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions; None where nothing
-        was evaluated.
+        ``final_accuracy`` (of the last evaluated round), ``best_round`` and ``best_accuracy`` (on the test set),
+        ``best_on`` (what the round was picked on), ``rounds_to_target`` (target as text to round or None),
+        ``accuracy_sd_last20`` (sample standard deviation over the last 20 evaluated rounds), the totals ``samples``,
+        ``bytes_up``, ``bytes_down`` and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions;
+        None where nothing was evaluated.
     """
     return History(records, method=method, seed=seed, targets=targets).summary
+
+
+def write_evaluations(history: History, folder: Path) -> None:
+    """Write the confusion matrices, and the table of clients where there is one, into a run folder."""
+    found = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
+    if found:
+        # A matrix a line: indented it would take a line a number.
+        lines = [f"{json.dumps(key)}: {json.dumps(jsonable(each))}" for key, each in found.items()]
+        replace_file(folder / EVALUATIONS, ("{" + ",\n".join(lines) + "}\n").encode())
+    if history.clients:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(history.clients[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(history.clients)
+        replace_file(folder / CLIENTS, text.getvalue().encode())
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -288,15 +381,43 @@ def _about(folder: Path) -> dict[str, Any]:
             method = spec.get("method", "")
             about["method"] = method.get("name", "") if isinstance(method, dict) else str(method)
             about["seed"] = spec.get("seed")
-            about["targets"] = spec.get("evaluation", {}).get("targets", TARGETS)
+            evaluation = spec.get("evaluation", {})
+            about |= _targets(evaluation.get("targets", TARGETS))
+            tables = [metric for metric in evaluation.get("metrics", []) if isinstance(metric, dict)]
+            falling = {each["name"].rpartition(":")[2] for each in tables if each.get("lower_is_better")}
+            about["lower"] = LOWER | falling
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            about |= {key: summary[key] for key in ("method", "seed") if key in summary}
+            about |= {key: summary[key] for key in ("method", "seed", "stopped", "model_round") if key in summary}
             if "rounds_to_target" in summary:
-                about["targets"] = [float(target) for target in summary["rounds_to_target"]]
+                reached = summary["rounds_to_target"].items()
+                others = {name: [float(t) for t in found] for name, found in reached if isinstance(found, dict)}
+                own = [float(target) for target, found in reached if not isinstance(found, dict)]
+                about |= _targets({"accuracy": own, **others})
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{folder}: cannot read its spec or summary: {error}") from error
     return about
+
+
+def _targets(targets: Any) -> dict[str, Any]:
+    """Targets of the accuracy, and those of other metrics."""
+    if not isinstance(targets, dict):
+        return {"targets": targets, "metric_targets": {}}
+    others = {name: values for name, values in targets.items() if name != "accuracy"}
+    return {"targets": targets.get("accuracy", []), "metric_targets": others}
+
+
+def _cell(text: str) -> Any:
+    """A cell of a table: nothing, a number or text."""
+    if text == "":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return text
 
 
 __all__ = ["STANDARD", "TARGETS", "History", "MetricsLog", "Record", "summarise"]

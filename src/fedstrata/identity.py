@@ -153,7 +153,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 def _may_change(key: str) -> MayChange | None:
     """Whether the field of a dotted key says that it may change."""
-    section, _, name = key.partition(".")
+    section, name = key.split(".")[0], ".".join(key.split(".")[1:2])
     field = Experiment.model_fields.get(section)
     cls = field.annotation if field else None
     if not (inspect.isclass(cls) and issubclass(cls, Setting)) or name not in cls.model_fields:

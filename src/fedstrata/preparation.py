@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +19,7 @@ from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError
+from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, without
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.identity import about_data, about_model, identity_of
@@ -41,12 +44,14 @@ class Prepared:
         data: The data set.
         assignment: Which samples belong to whom.
         config: What server and clients agree on.
+        held: What nobody trains on.
     """
 
     spec: Experiment
     data: Dataset
     assignment: Assignment
     config: FederationConfig
+    held: HeldOut = field(default_factory=HeldOut)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -72,8 +77,15 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | 
     else:
         dataset = as_dataset(data, spec)
         spec = spec.model_copy(update={"data": Data("custom", custom=about_data(dataset))})
-    assignment = under("partition", lambda: spec.partition.split(dataset, spec.seed))
-    return assemble(spec, dataset, assignment, model)
+    share, validation = spec.evaluation.validation, None
+    divided, numbers = dataset, None
+    if share is not None and spec.partition.name not in NATURAL:
+        validation = cut_validation(dataset, share, spec.seed)
+        divided, numbers = without(dataset, validation)
+    assignment = under("partition", lambda: spec.partition.split(divided, spec.seed))
+    if numbers is not None:
+        assignment = replace(assignment, indices=numbers[assignment.indices])
+    return assemble(spec, dataset, assignment, model, validation=validation)
 
 
 def assemble(
@@ -83,6 +95,8 @@ def assemble(
     model: nn.Module | Model | None = None,
     *,
     sizes_known: bool = True,
+    validation: NDArray[np.int64] | None = None,
+    brought: Assignment | None = None,
 ) -> Prepared:
     """An experiment on data that were loaded and split already, and checked against them.
 
@@ -92,6 +106,8 @@ def assemble(
         assignment: Which samples belong to whom; as far as it is known here.
         model: See ``prepare``.
         sizes_known: Whether the assignment is that of all clients; not where sites keep their own data.
+        validation: Training samples that were held out before they were divided.
+        brought: Test samples that a site brings for its clients.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -106,6 +122,20 @@ def assemble(
         raise SpecError("model", "expected an nn.Module or a fedstrata Model; names go into the spec", model)
     federate_batchnorm(made.module)
     _check_start(made, spec)
+    for metric in spec.evaluation.metrics:
+        metric.check(dataset.classes)
+    for callback in spec.callbacks:
+        callback.check(spec.evaluation)
+    everybody = assignment
+    assignment, held = hold_out(
+        spec.evaluation,
+        dataset,
+        assignment,
+        spec.seed,
+        validation=validation,
+        brought=brought,
+        everybody=sizes_known,
+    )
     config = FederationConfig(
         seed=spec.seed,
         training=spec.training,
@@ -113,7 +143,7 @@ def assemble(
         classes=dataset.classes,
         clients=len(assignment),
         sizes=assignment.sizes if sizes_known else None,
-        server_data=ServerData(dataset, assignment) if sizes_known else None,
+        server_data=ServerData(dataset, _all_but_the_servers(everybody, held)) if sizes_known else None,
         weight_diversity=spec.evaluation.weight_diversity,
         random=_draws_random_numbers(made, dataset),
     )
@@ -123,12 +153,21 @@ def assemble(
     population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
     under("availability", lambda: spec.availability.check(population))
     spec.method.check(config)
-    return Prepared(spec, dataset, assignment, config)
+    return Prepared(spec, dataset, assignment, config, held)
+
+
+def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
+    """All samples that are the clients' or were held out: a server must not look at these either."""
+    if held.validation is None:
+        return assignment
+    used = np.union1d(assignment.indices, held.validation)
+    return replace(assignment, indices=used, offsets=np.array([0, len(used)]))
 
 
 def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
     """Whether a forward pass in training mode draws random numbers: it is tried, whatever the layers are."""
     x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
+    x = x if len(x) else torch.zeros(1, *dataset.shape)  # a server that has no samples at all
     before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
     loaded = model.loaded(model.params(), model.buffers(), train=True)
     try:

@@ -13,17 +13,20 @@ from pydantic.fields import FieldInfo
 
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.callbacks import CALLBACKS
 from fedstrata.config import Registry, Setting, plain
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
+from fedstrata.evaluation.metrics import METRICS
+from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.nn.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.partitions import PARTITIONS
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
-from fedstrata.settings import Evaluation, Training
+from fedstrata.settings import Training
 
 SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "data": Data,
@@ -34,6 +37,8 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "model": MODELS,
     "training": Training,
     "evaluation": Evaluation,
+    "evaluation.metrics": METRICS,
+    "callbacks": CALLBACKS,
     "method": METHODS,
     "method.client_sampler": CLIENT_SAMPLERS,
     "method.data_sampler": DATA_SAMPLERS,

@@ -17,7 +17,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.errors import CheckpointError, DataError, SpecError
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
-from fedstrata.history import History
+from fedstrata.history import CLIENTS, EVALUATIONS, Confusion, History, write_evaluations
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.locking import occupied
@@ -44,6 +44,25 @@ class Running(Protocol):
     state: Any
     store: StateStore
     engine: Engine
+    stopped: str
+    left: tuple[Weights, int] | None
+
+    @property
+    def done(self) -> bool:
+        """Whether no round is left."""
+
+    @property
+    def own(self) -> Any:
+        """What the loop remembers beside the method's state."""
+
+    def late_events(self) -> list[dict[str, Any]]:
+        """What happened after the round's events were written."""
+
+    def confusions(self) -> dict[str, Confusion]:
+        """Of the last and of the best evaluation."""
+
+    def client_table(self) -> list[dict[str, Any]]:
+        """A row a client, by the last evaluation."""
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -68,7 +87,7 @@ class RunFolder:
     ) -> None:
         self.path, self.prepared, self.checkpoint, self._notes = path, prepared, found, list(notes)
         spec = prepared.spec
-        self.history = History(method=spec.method.name, seed=spec.seed, targets=spec.evaluation.targets, path=path)
+        self.history = History(path=path, **about(spec))
         self._logs: dict[str, MetricsLog] = {}
 
     @classmethod
@@ -111,7 +130,8 @@ class RunFolder:
         if self.path is None or self.checkpoint is not None or not (self.path / SUMMARY).exists():
             return None
         history = History.load(self.path)
-        if len(history) < self.prepared.spec.training.rounds or not (self.path / WEIGHTS).exists():
+        over = bool(history.stopped) or len(history) >= self.prepared.spec.training.rounds
+        if not over or not (self.path / WEIGHTS).exists():
             return None
         history.params = safetensors.torch.load((self.path / WEIGHTS).read_bytes())
         return history
@@ -140,7 +160,7 @@ class RunFolder:
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
         # Of the rounds so far: who looks for them must not find them before this run is over.
-        for name in (SUMMARY, WEIGHTS):
+        for name in (SUMMARY, WEIGHTS, EVALUATIONS, CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
@@ -168,30 +188,39 @@ class RunFolder:
 
     def write(self, record: Mapping[str, Any], running: Running) -> None:
         """Add a round, and a checkpoint where one is due."""
+        self.log(record, running)
+        self.keep(running)
+
+    def log(self, record: Mapping[str, Any], running: Running) -> None:
+        """Add a round."""
         self.history.append(record)
-        if self.path is None:
-            return
-        evaluation, round = self.prepared.spec.evaluation, running.round
-        every = evaluation.checkpoint_every
-        due = every and (round % every == 0 or round == self.prepared.spec.training.rounds)
-        if due:
-            running.engine.save(round)
         self.write_events(running)
         self._log(METRICS, record)
-        if due:
-            for log in self._logs.values():
-                log.sync()  # A checkpoint must never be ahead of the records that it stands for.
-            remote = running.engine.keeps_states
-            identity = self.prepared.identity
-            store, state = running.store, running.state
-            checkpoint.save(self.path / CHECKPOINT, round, state, store, remote=remote, identity=identity)
+
+    def keep(self, running: Running, *, anyway: bool = False) -> None:
+        """Add a checkpoint where one is due; ``anyway``: wherever the run keeps any."""
+        self._log(EVENTS, *running.late_events())
+        every, round = self.prepared.spec.evaluation.checkpoint_every, running.round
+        if self.path is None or not every or not (anyway or running.done or round % every == 0):
+            return
+        running.engine.save(round)
+        for log in self._logs.values():
+            log.sync()  # A checkpoint must never be ahead of the records that it stands for.
+        remote, identity = running.engine.keeps_states, self.prepared.identity
+        place, state, store, own = self.path / CHECKPOINT, running.state, running.store, running.own
+        checkpoint.save(place, round, state, store, remote=remote, identity=identity, own=own)
 
     def finish(self, running: Running) -> History:
         """Leave the model and the summary behind."""
-        weights = running.evaluated()
+        weights = running.evaluated() if running.left is None else running.left[0]
+        self.history.stopped = running.stopped
+        self.history.model_round = None if running.left is None else running.left[1]
         final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
         self.history.params = final
+        self.history.confusion = running.confusions()
+        self.history.clients = running.client_table()
         if self.path is not None:
+            write_evaluations(self.history, self.path)
             write_json(self.path / MODEL, describe_model(self.prepared))  # before what says that the run is over
             replace_file(self.path / WEIGHTS, safetensors.torch.save(final))
             write_json(self.path / SUMMARY, self.history.summary)
@@ -247,6 +276,18 @@ def identity_in(path: Path) -> dict[str, Any] | None:
         return identity if well_formed(identity) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def about(spec: Experiment) -> dict[str, Any]:
+    """What a history says of its run, as arguments of ``History``."""
+    evaluation = spec.evaluation
+    return {
+        "method": spec.method.name,
+        "seed": spec.seed,
+        "targets": evaluation.accuracy_targets,
+        "metric_targets": evaluation.metric_targets,
+        "lower": evaluation.lower,
+    }
 
 
 def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment:

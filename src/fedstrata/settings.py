@@ -1,4 +1,4 @@
-"""The settings that every method shares: how clients train, and how the result is evaluated."""
+"""The settings that every method shares: how clients train."""
 
 from __future__ import annotations
 
@@ -97,36 +97,3 @@ class Training(Setting):
     def invited(self, clients: int) -> int:
         """How many of ``clients`` a round invites."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round
-
-
-class Evaluation(Setting):
-    """When the global model is evaluated and the run stored; all but the last may change when a run is resumed.
-
-    Args:
-        every: Rounds between two evaluations on the test set; the last round is always evaluated. 0: only the last.
-        batch_size: Samples evaluated at once.
-        targets: Accuracies in (0, 1] for which the summary gives the first round that reached them.
-        checkpoint_every: Rounds between two checkpoints; 0: none.
-        per_class: Record the accuracy of every class too.
-        weight_diversity: Record how far the clients' models of a round are from their mean: the mean squared distance Λ
-            (ReBaFL, Eq. 24). Not of SFL and Stratify, whose clients have no models of their own.
-    """
-
-    every: Annotated[int, Field(ge=0), MayChange()] = 1
-    batch_size: Annotated[PositiveInt, MayChange()] = 1000
-    targets: Annotated[list[float], MayChange()] = [0.5, 0.8, 0.9, 0.95]
-    checkpoint_every: Annotated[int, Field(ge=0), MayChange()] = 10
-    per_class: Annotated[bool, MayChange()] = False
-    weight_diversity: bool = False
-
-    @field_validator("targets")
-    @classmethod
-    def _in_unit_interval(cls, targets: list[float]) -> list[float]:
-        for target in targets:
-            if not 0 < target <= 1:
-                raise ValueError(f"{target} is no accuracy in (0, 1]")
-        return targets
-
-    def due(self, round: int, last: int) -> bool:
-        """Whether a round is evaluated."""
-        return round == last or (self.every > 0 and round % self.every == 0)

@@ -9,29 +9,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstrata.callbacks import Callback, named
 from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.errors import SpecError
+from fedstrata.evaluation.evaluator import Evaluator, Score
+from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Listener
-from fedstrata.federation.messages import Weights
+from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.handlers import evaluation, fedtan, fit, sampling, sequential
-from fedstrata.history import History
+from fedstrata.history import Confusion, History
 from fedstrata.preparation import Prepared
 from fedstrata.process import training_process
+from fedstrata.records import Tree, record
 from fedstrata.run_folder import RunFolder
 from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
 from fedstrata.training.devices import placed
 
-Callback = Callable[[Mapping[str, Any]], None]
+Watcher = Callable[[Mapping[str, Any]], None]
+"""Told the record of every round; the plainest callback."""
 
 HANDLERS = Handlers(
     [
         fit.fit,
+        evaluation.evaluate,
         sampling.report_size,
         sampling.compress,
         sampling.send_sketch,
@@ -69,8 +79,53 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
     """
     method = prepared.spec.method
     handlers = HANDLERS + method.all_handlers()
-    objective = method.objective_in_use()
-    return ClientContext(prepared.config, prepared.data, prepared.assignment, objective, handlers, keys=keys)
+    return ClientContext(
+        prepared.config,
+        prepared.data,
+        prepared.assignment,
+        method.objective_in_use(),
+        handlers,
+        held=prepared.held,
+        evaluation=prepared.spec.evaluation,
+        personal=method.personal_objective(),
+        keys=keys,
+    )
+
+
+@record
+class Measured:
+    """What is kept of an evaluation.
+
+    Args:
+        round: Its round.
+        value: Its accuracy: on the validation samples, where there are any, else on the test set.
+        confusion: Of the test set, (C, C); rows are true classes.
+    """
+
+    round: int
+    value: float | None
+    confusion: torch.Tensor
+
+
+@record
+class LoopState:
+    """What the loop remembers, beside the method's state: it travels in checkpoints.
+
+    Args:
+        heard: The last round in which a reply of each client counted, 0 for none, (N,); empty where nobody asks.
+        evaluated: The last rounds that were evaluated, as many as ``evaluation.unheard``.
+        last: The last evaluation.
+        best: The best one; the first of those that are equal.
+        memory: What callbacks remember.
+        stopped: Why the run ended before its last round; empty where it did not.
+    """
+
+    heard: NDArray[np.int64]
+    evaluated: list[int]
+    last: Measured | None
+    best: Measured | None
+    memory: dict[str, Tree]
+    stopped: str
 
 
 class Simulation:
@@ -114,6 +169,23 @@ class Simulation:
             method, availability = self.spec.method, self.spec.availability
             self.federation = Federation(self.engine, prepared.config, availability, method.name, listener=listener)
             self.round = found.round if found else 0
+            self.folder: Path | None = None
+            """The run folder, where there is one."""
+            self.memory: dict[str, Tree] = {}
+            """What callbacks remember, by their name; it survives a kill."""
+            self.stopped = ""
+            """Why the run ended before its last round."""
+            self.left: tuple[Weights, int] | None = None
+            """The model that the run leaves behind, and its round, where that is not the last one."""
+            self.last: Measured | None = None
+            self.best: Measured | None = None
+            self.score: Score | None = None
+            """The last evaluation in this process."""
+            watched = prepared.held.own_test is not None
+            self._heard = np.zeros(prepared.config.clients if watched else 0, dtype=np.int64)
+            self._evaluated: list[int] = []
+            if found is not None and isinstance(found.own, LoopState):
+                self._take_up(found.own)
             if found is not None:
                 refuse_elsewhere(found.remote, self.engine.keeps_states, name)
                 found.restore(self.store)
@@ -125,13 +197,14 @@ class Simulation:
                 self.federation.begin(0)
                 model = prepared.config.model
                 self.state = method.init(self.federation, Weights(model.params(), model.buffers()))
+            self._late: list[dict[str, Any]] = []
             self._events = self._collect_events()
             self._closing = closing.pop_all()
 
     @property
     def done(self) -> bool:
         """Whether all rounds of the spec have run."""
-        return self.round >= self.spec.training.rounds
+        return bool(self.stopped) or self.round >= self.spec.training.rounds
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -149,11 +222,11 @@ class Simulation:
             self._events = self._collect_events()  # what led to it, for whoever records the run
             raise
         self.round += 1
+        if len(self._heard):
+            self._heard[list(federation.accounting.returned)] = self.round
         record: dict[str, Any] = {"round": self.round, "accuracy": None, "loss": None}
         if spec.evaluation.due(self.round, spec.training.rounds):
-            score = self.evaluate()
-            record |= {"accuracy": score.accuracy, "loss": score.loss}
-            record |= {"per_class": score.per_class} if spec.evaluation.per_class else {}
+            record |= self._recorded(self.evaluate())
         # What a method reports comes beside the books, never in their place.
         record |= federation.accounting.metrics()
         record |= {key: value for key, value in metrics.items() if key not in record}
@@ -170,16 +243,101 @@ class Simulation:
         """The global model as it is evaluated, and as a run leaves it behind."""
         return self.spec.method.evaluated(self.prepared.config, self.state)
 
-    def evaluate(self) -> evaluation.Score:
-        """How good the global model is on the test set."""
-        place = self.context.once(placed)
-        return evaluation.evaluate(
+    def evaluate(self) -> Score:
+        """How good the global model is, on the test set and wherever else the spec says."""
+        place, prepared = self.context.once(placed), self.prepared
+        evaluator = Evaluator(
+            self.spec.evaluation,
             place.model,
-            self.evaluated(),
             place.data,
-            batch_size=self.spec.evaluation.batch_size,
+            prepared.held,
+            prepared.config.clients,
             batch_statistics=self.spec.training.batch_norm == "local",
+            remote=prepared.config.sizes is None and bool(prepared.held),
         )
+        sent = 0
+
+        def ask(question: Evaluate) -> Mapping[ClientId, Evaluated]:
+            nonlocal sent
+            replies, size = self.federation.measure(question)
+            sent += size
+            return replies
+
+        score = evaluator.score(self.evaluated(), self.round, ask, self._unheard())
+        if sent:
+            score.more["bytes_evaluation"] = sent
+        return score
+
+    def stop(self, reason: str) -> None:
+        """End the run in order after this round; an event and the summary say why."""
+        if not self.stopped:
+            self.stopped = reason
+            self._late.append({"round": self.round, "kind": "stopped", "reason": reason})
+
+    def leave(self, weights: Weights, round: int) -> None:
+        """Let the run leave another model behind than its last one.
+
+        Args:
+            weights: The model.
+            round: The round after which it was evaluated.
+        """
+        self.left = weights, round
+
+    def confusions(self) -> dict[str, Confusion]:
+        """Of the last and of the best evaluation, where there was one."""
+        kept = {"last": self.last, "best": self.best}
+        return {key: Confusion(m.round, m.confusion.numpy()) for key, m in kept.items() if m is not None}
+
+    def client_table(self) -> list[dict[str, Any]]:
+        """A row a client: its samples, and how good the model is for it by the last evaluation; empty without parts."""
+        held, sizes = self.prepared.held, self.prepared.config.sizes
+        if held.own_test is None:
+            return []
+        score = self.score if self.score is not None else self.evaluate()  # resumed when all was done
+        if not score.table:
+            return []
+        clients = len(self._heard)
+        columns: dict[str, list[Any]] = {"client": list(range(clients))}
+        columns |= {} if held.numbers is None else {"in_partition": held.numbers[:clients].tolist()}
+        columns |= {} if sizes is None else {"train_samples": sizes.tolist()}
+        columns |= {"heard": self._heard.tolist()} | score.table
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def late_events(self) -> list[dict[str, Any]]:
+        """What happened after the round's events were written."""
+        found, self._late = self._late, []
+        return found
+
+    @property
+    def own(self) -> LoopState:
+        """What the loop remembers beside the method's state."""
+        return LoopState(self._heard, self._evaluated, self.last, self.best, self.memory, self.stopped)
+
+    def _take_up(self, own: LoopState) -> None:
+        if len(own.heard) == len(self._heard):
+            self._heard = own.heard.copy()
+        self._evaluated, self.last, self.best = list(own.evaluated), own.last, own.best
+        self.memory, self.stopped = dict(own.memory), own.stopped
+
+    def _recorded(self, score: Score) -> dict[str, Any]:
+        """What a record says of an evaluation, which is kept."""
+        self.score = score
+        settings = self.spec.evaluation
+        self._evaluated = [*self._evaluated, self.round][-settings.unheard :]
+        value = (score.more.get("validation") or {}).get("accuracy")
+        value = score.accuracy if settings.validation is None else value
+        self.last = Measured(self.round, value, torch.from_numpy(score.confusion.copy()))
+        if self.best is None or (value is not None and (self.best.value is None or value > self.best.value)):
+            self.best = self.last
+        record: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss}
+        record |= {"per_class": score.per_class} if settings.per_class else {}
+        return record | score.more
+
+    def _unheard(self) -> list[int]:
+        """Clients without a reply that counted since so many evaluations ago."""
+        first = self._evaluated[0] if len(self._evaluated) == self.spec.evaluation.unheard else 0
+        found: list[int] = np.flatnonzero(self._heard <= first).tolist()
+        return found
 
     def close(self) -> None:
         """Free what the engine holds."""
@@ -207,7 +365,7 @@ def run_prepared(
     prepared: Prepared,
     path: Path | None = None,
     engine: str | Engine = "local",
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Callback | Watcher] = (),
     *,
     resume: bool = False,
 ) -> History:
@@ -217,25 +375,52 @@ def run_prepared(
         prepared: The experiment.
         path: The run folder; nothing is written without one.
         engine: Where clients live: a name, or an engine that is ready and is closed at the end.
-        callbacks: Called with the record of every round.
+        callbacks: What looks at the run, beside those of the spec.
         resume: Go on with what is in the folder.
     """
+    watching = [*prepared.spec.callbacks, *(each for each in callbacks if isinstance(each, Callback))]
+    watchers = [each for each in callbacks if not isinstance(each, Callback)]
+    for callback in watching:
+        callback.check(prepared.spec.evaluation)
     with RunFolder.open(path, prepared, resume=resume) as folder, ExitStack() as closing:
         if not isinstance(engine, str):
             closing.callback(engine.close)
         if (finished := folder.finished()) is not None:
             return finished
         simulation = closing.enter_context(Simulation(prepared, engine, folder.checkpoint))
+        simulation.folder = path
         folder.begin(simulation)
+        for callback in watching:
+            with named(callback, folder.history):
+                callback.on_start(simulation)
         while not simulation.done:
             try:
                 record = simulation.step()
             except BaseException:
                 folder.write_events(simulation)
                 raise
-            folder.write(record, simulation)
-            for callback in callbacks:
-                callback(folder.history[-1])
+            folder.log(record, simulation)
+            # What callbacks remember is part of the round's checkpoint; functions remember nothing, and come after it.
+            failed = None
+            for callback in watching:
+                try:
+                    with named(callback, folder.history):
+                        callback.on_round(simulation, folder.history[-1])
+                except Exception as error:
+                    failed = failed or error  # the others must not miss the round
+            folder.keep(simulation, anyway=failed is not None)
+            if failed is not None:
+                raise failed
+            for watcher in watchers:
+                try:
+                    with named(watcher, folder.history):
+                        watcher(folder.history[-1])
+                except Exception:
+                    folder.keep(simulation, anyway=True)
+                    raise
+        for callback in watching:
+            with named(callback, folder.history):
+                callback.on_end(simulation, folder.history)
         return folder.finish(simulation)
 
 

@@ -12,16 +12,18 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field
 
+from fedstrata.callbacks import AnyCallback
 from fedstrata.config import Setting, build, from_word
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
+from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import Always, AnyAvailability
 from fedstrata.methods.base import METHODS, AnyMethod
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.nn.zoo import MLP, AnyModel
 from fedstrata.partitions.base import AnyPartition
 from fedstrata.partitions.schemes import Dirichlet
-from fedstrata.settings import Evaluation, Training
+from fedstrata.settings import Training
 
 COMPARE = "compare"
 """The section of a spec file with what differs between the methods that ``fedstrata compare`` runs."""
@@ -49,6 +51,7 @@ class Experiment(Setting):
         model: The architecture.
         training: How clients train.
         evaluation: When the result is evaluated and stored.
+        callbacks: What looks at the run and may end it, such as ``["early-stopping"]``.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
     >>> spec.method.name, spec.training.rounds, spec.data.name
@@ -63,6 +66,12 @@ class Experiment(Setting):
     model: AnyModel = MLP()
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
+    callbacks: list[AnyCallback] = []
+
+    def to_spec(self) -> dict[str, Any]:
+        """As nested tables; a spec without callbacks says nothing of them."""
+        table = super().to_spec()
+        return table if self.callbacks else {key: value for key, value in table.items() if key != "callbacks"}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fedstrata as fs
+from fedstrata import records
 from fedstrata.clients.store import StateStore
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.local import LocalEngine
@@ -33,6 +34,7 @@ SPEC = fs.Experiment.from_table(
         "data": {"name": "digits", "limit": 40},
         "model": {"name": "mlp", "hidden": []},
         "training": {"rounds": 1, "execution": "per-client"},
+        "evaluation": {"metrics": ["accuracy", "auroc", "ece"], "client_test": 0.3},
     }
 )
 Make = Callable[[Prepared, Path, pytest.FixtureRequest], Engine]
@@ -215,6 +217,26 @@ def test_answers_that_do_not_fit_into_one_message_come_in_several(
     monkeypatch.setattr("fedstrata.deploy.host.LARGEST_ANSWER", 1000)
     assert times(federation, Probe(size=200)) == ALL
     assert times(federation, Probe(size=200)) == dict.fromkeys(range(CLIENTS), 2)
+
+
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_a_model_is_measured_alike_and_nothing_changes(federation: Federation, epochs: int) -> None:
+    from fedstrata.evaluation.messages import Evaluate
+    from fedstrata.federation.messages import Weights
+
+    prepared = fs.prepare(SPEC)
+    model = prepared.config.model
+    request = Evaluate(1, Weights(model.params(), model.buffers()), "test", True, epochs, 8, 15, classes=10)
+    replies, size = federation.measure(request)
+    near = Federation(LocalEngine(make_context(prepared), StateStore()), prepared.config, fs.Always())
+    expected, _ = near.measure(request)
+    assert replies.keys() == expected.keys() == ALL.keys()
+    for client, reply in replies.items():
+        assert reply.values == expected[client].values
+        assert records.encode(reply.sums) == records.encode(expected[client].sums)
+    assert size == records.size(request) * CLIENTS + sum(records.size(reply) for reply in replies.values())
+    assert (federation.accounting.bytes_up, federation.accounting.invited) == (0, set())
+    assert times(federation, Probe()) == ALL
 
 
 def test_nobody_to_ask(federation: Federation) -> None:

@@ -26,6 +26,7 @@ def test_panel_tells_how_good_who_and_where(tmp_path: Path) -> None:
     for part in (
         "[moon], seed 5",
         "75.00 % after 2 rounds",
+        "75.00 % in round 1, picked on the test set",
         "50 % in round 1",
         "70.0 % of those invited, 2 dropped out, 1 late",
         "600 samples in 0.5 s",
@@ -54,3 +55,12 @@ def test_what_went_wrong_is_counted_by_kind(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     told = f"2 × failed, 1 × refused; the first: client 3: on fire (all in {tmp_path / 'events.jsonl'})"
     assert failures(history) == told
+
+
+def test_panel_tells_other_metrics_and_why_a_run_was_stopped() -> None:
+    record = RECORD | {"validation": {"accuracy": 0.7}, "test": {"accuracy": 0.75, "auroc": 0.875, "ece": None}}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary_panel(History([record], stopped="that is enough", metric_targets={"auroc": [0.8]})))
+    text = written(console)
+    for part in ("75.00 % in round 3, by the validation samples", "auroc 0.8750, ece –", "that is enough"):
+        assert part in text

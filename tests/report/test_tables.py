@@ -58,3 +58,23 @@ def test_terminal_shows_whole_numbers_and_labels_as_they_are(copies: int) -> Non
     assert "[one]" in text
     assert text.count("60.00") == copies
     assert text.count("± 14.14") == copies
+
+
+def test_other_metrics_have_a_column_each_by_the_last_evaluation() -> None:
+    def measured(*values: float, worst: float) -> History:
+        over = {"clients": 3, "mean": 0.7, "worst_10": worst, "unheard": {"clients": 0}}
+        records = [
+            {"round": n, "accuracy": 0.5, "test": {"accuracy": 0.5, "macro-f1": v}} for n, v in enumerate(values, 1)
+        ]
+        records[-1]["clients"] = {"accuracy": over, "unheard": {"clients": 1, "accuracy": over}}
+        return History(records)
+
+    rows = compare_table({"a": [measured(0.1, 0.25, worst=0.4)], "b": [run([0.5])]})
+    extra = [key for key in keys(rows) if "." in key and not key.startswith("rounds")]
+    assert extra == ["clients.accuracy.worst_10", "test.macro-f1"]
+    assert show(rows[0], "test.macro-f1") == "0.2500"
+    assert show(rows[0], "clients.accuracy.worst_10") == "0.4000"
+    assert show(rows[1], "test.macro-f1") == "–"
+    head = to_markdown(rows).splitlines()[0]
+    assert "| final macro-f1 |" in head
+    assert "| final accuracy, worst tenth of the clients |" in head

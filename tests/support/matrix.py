@@ -16,13 +16,22 @@ _NORMALISED = {"model": {"name": "resnet20"}, "training": {"local_steps": 2, "ba
 """A model with BatchNorm, and few steps with it."""
 
 _TABLES: dict[str, dict[str, Any]] = {
-    "ask": {"method": "fedavg", "availability": {"name": "bernoulli", "p": 0.6}, "training": {"momentum": 0.9}},
+    "ask": {
+        "method": "fedavg",
+        "availability": {"name": "bernoulli", "p": 0.6},
+        "training": {"momentum": 0.9},
+        "evaluation": {"metrics": ["accuracy", "auroc", "ece"], "client_test": 0.2, "validation": 0.1, "fine_tune": 1},
+    },
     "ask, state of the objective": {
         "method": "scaffold",
         "training": {"clients_per_round": 2, "rounds": 4},
         "evaluation": {"every": 0, "checkpoint_every": 1},
     },
-    "ask, state of BatchNorm": {"method": "fedavg", **_NORMALISED},
+    "ask, state of BatchNorm": {
+        "method": "fedavg",
+        **_NORMALISED,
+        "evaluation": {"every": 0, "client_test": 0.2, "fine_tune": 0},
+    },
     "sum, pools, masked labels": {"method": {"name": "stratify", "masking": "ckks", "cap": 5}},
     "together, pools": {
         "method": {"name": "stratify", "cap": 4},
@@ -72,6 +81,11 @@ EVERY_METHOD = {
     for name in METHODS
 }
 """An experiment with each method that is registered, for tests that may take minutes."""
+
+
+def figures(history: fs.History) -> list[dict[str, Any]]:
+    """The records without the clock."""
+    return [{key: value for key, value in record.items() if key != "seconds"} for record in history]
 
 
 def final_bytes(history: fs.History) -> bytes:

@@ -222,36 +222,6 @@ def test_local_statistics_stay_with_their_client(tiny):
     assert [int(b["1.num_batches_tracked"]) for b in again] == [4, 12]
 
 
-def test_with_local_statistics_the_test_batches_own_are_used(tiny):
-    from fedstrata.handlers.evaluation import evaluate
-
-    federation = tiny(module=norm())
-    weights, data = federation.weights, federation.engine.context.data
-    weights.buffers["1.running_mean"] += 100.0
-    score = evaluate(federation.config.model, weights, data, batch_size=30, batch_statistics=True)
-    module = norm().train()
-    with torch.no_grad():
-        logits = module(data.inputs(slice(None), "test"))
-    assert score.loss == pytest.approx(float(F.cross_entropy(logits, data.y_test)), rel=1e-5)
-    running = evaluate(federation.config.model, weights, data, batch_size=30)
-    assert running.loss != pytest.approx(score.loss, rel=1e-3)
-
-
-def test_evaluation_by_hand(tiny):
-    from fedstrata.handlers.evaluation import evaluate
-
-    federation = tiny()
-    data = federation.engine.context.data
-    with torch.no_grad():
-        logits = federation.config.model.module(data.inputs(slice(None), "test"))
-    right = logits.argmax(1) == data.y_test
-    for batch_size in (7, 30, 1000):
-        score = evaluate(federation.config.model, federation.weights, data, batch_size=batch_size)
-        assert score.accuracy == int(right.sum()) / 30
-        assert score.loss == pytest.approx(float(F.cross_entropy(logits, data.y_test)), rel=1e-6)
-        assert score.per_class == [float(right[data.y_test == c].double().mean()) for c in range(3)]
-
-
 # The law that ties a federation to one machine.
 
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstrata.data.dataset import Dataset
+from fedstrata.evaluation.holdouts import HeldOut
+from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.objectives.base import Objective
+from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.partitions.base import Assignment
 
 if TYPE_CHECKING:
@@ -28,6 +30,10 @@ class ClientContext:
         objective: What clients minimise.
         handlers: What clients know to answer.
         prepared: What was made ready once for all clients of the process, by what made it; see ``once``.
+        held: What nobody trains on, each client's own test part among it.
+        evaluation: By what models are measured.
+        personal: What a client minimises when it tunes the global model for itself.
+        tells_values: Whether clients tell how good a model is on their own samples, beside the sums that add up.
         keys: A slot for keys that all clients share and the server does not have, for handlers that need some.
     """
 
@@ -36,6 +42,10 @@ class ClientContext:
     assignment: Assignment
     objective: Objective
     handlers: Handlers
+    held: HeldOut = field(default_factory=HeldOut)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    personal: Objective = field(default_factory=CrossEntropy)
+    tells_values: bool = True
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: Any = field(default=None, compare=False, repr=False)
 

@@ -27,11 +27,13 @@ class SiteEntry(Setting):
         data: Its own data file, as that site sees it; it can be named in the site's own settings instead.
         keys: The folder of the sites' shared keys there, for masked labels.
         allow: Top-level packages from which a spec may name ``module:Class`` there.
+        tells: Whether the server may learn how good a model is on its own samples, beside sums that add up.
     """
 
     data: str | None = None
     keys: str | None = None
     allow: list[str] = []
+    tells: bool = False
 
 
 class AgreedEntry(Setting):
@@ -67,7 +69,8 @@ class ServerEntry(Setting):
     Args:
         host: Its name, as the sites reach it.
         port: The one port that must be open, for sites and administrators.
-        data: Its own file of test samples, where sites bring their own data.
+        data: Its own file of test samples, where sites bring their own data; without one each site measures the model
+            on a part of its own (``evaluation.client_test``).
         allow: Top-level packages from which a spec may name ``module:Class`` there.
     """
 
@@ -113,8 +116,6 @@ class Sites(Setting):
         files = [file for file in given if file]
         if self.agreed is None and files:
             raise ValueError(f"{files[0]} is a file of its own: say in [agreed] what such files hold")
-        if self.agreed is not None and self.server.data is None:
-            raise ValueError("sites bring their own data: server.data must name a file with test samples")
         return self
 
     @classmethod

@@ -71,6 +71,8 @@ class Host:
         data: The site's own data file; None where the data are the spec's.
         keys: The keys that all clients share; those of the environment unless given.
         allow: Packages from which a spec may name classes; none unless given, None for any.
+        tells: Whether the server may learn how good a model is on this site's own samples, metric by metric; sums that
+            add up it is told in any case.
         frank: Whether the server is told the text of whatever goes wrong. Otherwise of what goes wrong with its own
             messages and spec only; the rest may say something of the site's data and files, and stays in its log.
     """
@@ -85,10 +87,11 @@ class Host:
         data: Path | None = None,
         keys: KeyRing | None = None,
         allow: Collection[str] | None = (),
+        tells: bool = False,
         frank: bool = False,
     ) -> None:
         self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
-        self._keys, self._allow, self._frank = keys, allow, frank
+        self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
         self._lock = threading.Lock()
         self._run: _Run | None = None
 
@@ -155,7 +158,7 @@ class Host:
 
     def context(self, begin: Begin) -> ClientContext:
         """What the clients of this site share."""
-        return context_of(begin, self.data, self._keys or KeyRing.of_site())
+        return context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
 
 
 class _Run:

@@ -87,12 +87,7 @@ class Server:
         spec = Experiment.from_table(tomllib.loads(text))
         resume = (folder / SPEC).exists()
         homes = plan.homes(sorted(line.sites))
-        if plan.agreed is None:
-            prepared = prepare(spec)
-        else:
-            if test is None:
-                raise FedstrataError("the server's settings name no file with test samples")
-            prepared = prepare_server(spec, plan.agreed, test, len(homes))
+        prepared = prepare(spec) if plan.agreed is None else prepare_server(spec, plan.agreed, test, len(homes))
         self._sums = Sums(plan.patience)
         engine = NVFlareEngine(
             prepared.config,
@@ -149,6 +144,7 @@ class Site:
             data=settings.data,
             keys=keys,
             allow=settings.packages,
+            tells=settings.tells,
             frank=settings.simulated,
         )
 

@@ -65,6 +65,8 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         raise SpecError("--out", "exists already; certificates are never written over", str(out))
     homes = sites.homes(spec)
     agreed = None if sites.agreed is None else sites.agreed.message()
+    if agreed is not None and sites.server.data is None:
+        prepare_server(spec, agreed, None, len(homes))
     if agreed is not None and sites.server.data is not None:
         test = (base_dir or Path()) / Path(sites.server.data).expanduser()
         if base_dir is not None or test.exists():  # it may be on the server's machine only
@@ -84,6 +86,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             patience=sites.patience,
             secure=True,
             allow=site.allow,
+            tells=site.tells,
         )
         _write_settings(out / name, own, storage)
     _write_readmes(sites, out, run)

@@ -87,6 +87,8 @@ class SiteSettings(Setting):
             cannot read it; needs certificates.
         states: Where its clients' states are kept; inside its folder unless given.
         allow: Top-level packages, installed at the site, from which a spec may name ``module:Class``.
+        tells: Whether the server may learn how good a model is on this site's own samples (``evaluation.client_test``),
+            metric by metric. Sums over them, which are added to the other sites', it is told in any case.
         simulated: Whether all this is a simulation on one machine: the job may then say where its files are, and
             clients may make the keys, specs may name any code, and errors are told to the server in full.
     """
@@ -97,6 +99,7 @@ class SiteSettings(Setting):
     secure: bool = False
     states: Path | None = None
     allow: list[str] = []
+    tells: bool = False
     simulated: bool = False
 
     @property

@@ -144,14 +144,10 @@ def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) ->
         raise raised(folder / ERROR)
     if not (folder / WEIGHTS).exists():
         raise FedstrataError(f"NVFlare's simulator ended without a result; it said: {_tail(root / 'log.txt')}")
-    return History(
-        History.load(folder),
-        method=spec.method.name,
-        seed=spec.seed,
-        targets=spec.evaluation.targets,
-        path=given,
-        params=safetensors.torch.load((folder / WEIGHTS).read_bytes()),
-    )
+    history = History.load(folder)
+    history.params = safetensors.torch.load((folder / WEIGHTS).read_bytes())
+    history.path, history.lower = given, spec.evaluation.lower
+    return history
 
 
 def _write_settings(workspace: Path, settings: SiteSettings) -> None:

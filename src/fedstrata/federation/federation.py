@@ -112,6 +112,29 @@ class Federation:
         outcomes = self.engine.ask(reached, together=together) if reached else {}
         return self._collect(reached, outcomes, quorum, together)
 
+    def measure(self, request: Request) -> tuple[dict[ClientId, Any], int]:
+        """Put a question to every client that changes nothing and counts for nothing: to measure a model.
+
+        Whoever lives anywhere is reached: availability, time and the books are about training.
+
+        Returns:
+            The replies that can be used, sorted by client, and the bytes that went there and back. Events say who is
+            missing, and why.
+        """
+        requests = dict.fromkeys(range(self.config.clients), request)
+        outcomes = self.engine.ask(requests, together=False)
+        self.engine.commit([])
+        replies: dict[ClientId, Any] = {}
+        for client in sorted(outcomes):
+            outcome = outcomes[client]
+            defect = outcome.reason if isinstance(outcome, Failure) else defect_of(outcome, request.check_reply)
+            if defect is None:
+                replies[client] = outcome
+            else:
+                self.note("not measured", [client], f"client {client} in round {self.round}: {defect}")
+        size = records.size(request) * len(requests) + sum(records.size(reply) for reply in replies.values())
+        return replies, size
+
     def ask_sum(
         self,
         requests: Mapping[ClientId, Request],

@@ -1,66 +1,84 @@
-"""How good a model is on the test set."""
+"""How a client measures a model on samples of its own."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-from fedstrata.data.dataset import Dataset
+from fedstrata.clients.client import Client
+from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handling import handles
+from fedstrata.errors import FedstrataError
+from fedstrata.evaluation.messages import Evaluate, Evaluated
+from fedstrata.evaluation.predictions import predict
+from fedstrata.evaluation.sums import sums_of
 from fedstrata.federation.messages import Weights
-from fedstrata.nn.model import Model
+from fedstrata.handlers.fit import BUFFERS, starting_point, statistics
+from fedstrata.rng import rng
+from fedstrata.training.devices import placed
+from fedstrata.training.local import LocalData, train
 
 
-@dataclass(frozen=True)
-class Score:
-    """The result of an evaluation.
+@handles(Evaluate)
+def evaluate(client: Client, request: Evaluate) -> Evaluated:
+    """Its own part's sums and metrics; nothing of the client's changes.
+
+    Raises:
+        FedstrataError: No such part was held out.
+    """
+    context = client.context
+    held, settings, place = context.held, context.evaluation, context.once(placed)
+    parts, split = (
+        (held.own_validation, "train") if request.part == "validation" else (held.own_test, held.own_test_split)
+    )
+    if parts is None:
+        raise FedstrataError(f"no samples were held out for {request.part!r}")
+    local = context.config.training.batch_norm == "local" and bool(context.once(statistics))
+    weights = personal(client, request) if request.personal else request.weights
+    # Without statistics of its own, those of the samples at hand are the only ones.
+    lacks = local and not (request.personal and BUFFERS in client.state)
+    found = predict(
+        place.model,
+        weights,
+        place.data,
+        "test" if split == "test" else "train",
+        parts[client.number],
+        batch_size=settings.batch_size,
+        batch_statistics=lacks,
+    )
+    values = None
+    if context.tells_values:
+        measured = {metric.label: metric.of(found) if len(found) else None for metric in settings.metrics}
+        values = {label: value for label, value in measured.items() if value is not None}
+    return Evaluated(sums_of(found, request.score_bins, request.confidence_bins), values)
+
+
+def personal(client: Client, request: Evaluate) -> Weights:
+    """The global model with what the client keeps of its own, tuned on the samples that it trains on."""
+    weights = starting_point(client, request)
+    if not request.epochs or not len(client):
+        return weights
+    tuner = client.context.once(tuning(request.epochs))
+    twin = Client(client.number, tuner, client.state)
+    data = LocalData(twin, np.arange(len(client)), tuner.once(placed).device)
+    return train(twin, weights, data, round=request.round, message={}, objective=tuner.personal).weights
+
+
+@cache
+def tuning(epochs: int) -> Callable[[ClientContext], ClientContext]:
+    """What makes the world in which clients tune a model: other epochs, and random numbers of its own.
 
     Args:
-        loss: Mean cross-entropy.
-        accuracy: Share of samples whose largest logit is that of their label (top-1), in [0, 1].
-        per_class: The same within each class; None for a class without test samples.
+        epochs: Of a client's tuning.
     """
 
-    loss: float
-    accuracy: float
-    per_class: list[float | None]
+    def make(context: ClientContext) -> ClientContext:
+        config = context.config
+        training = config.training.model_copy(update={"local_epochs": epochs, "local_steps": None})
+        seed = int(rng(config.seed, "fine-tune").integers(2**63))
+        return replace(context, config=replace(config, training=training, seed=seed), prepared={})
 
-
-@torch.no_grad()
-def evaluate(
-    model: Model, weights: Weights, data: Dataset, *, batch_size: int = 1000, batch_statistics: bool = False
-) -> Score:
-    """Evaluate on the test set.
-
-    Args:
-        model: The architecture.
-        weights: What to evaluate.
-        data: Its test set is used.
-        batch_size: Samples at once.
-        batch_statistics: Let BatchNorm normalise with each test batch's statistics instead of the running ones.
-    """
-    n = len(data.y_test)
-    loss = 0.0
-    hits = torch.zeros(data.classes, dtype=torch.int64)
-    with model.loaded(weights.params, weights.buffers, train=False) as params:
-        device = next(iter(params.values())).device
-        norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        for layer in norms:
-            layer.train(batch_statistics)
-        # Batches of nearly equal size: a last one of a single sample would have no batch statistics.
-        bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()
-        for begin, end in itertools.pairwise(bounds):
-            part = slice(begin, end)
-            x, y = data.inputs(part, "test").to(device), data.labels(part, "test").to(device)
-            logits = model(params, x)
-            loss += float(F.cross_entropy(logits, y, reduction="sum"))
-            hits += torch.bincount(y[logits.argmax(dim=1) == y], minlength=data.classes).cpu()
-        for layer in norms:
-            layer.eval()
-    totals = torch.bincount(data.y_test, minlength=data.classes)
-    per_class = [h / t if t else None for h, t in zip(hits.tolist(), totals.tolist(), strict=True)]
-    return Score(loss / max(n, 1), int(hits.sum()) / max(n, 1), per_class)
+    return make

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles
+from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.sampling.messages import (
     Compress,
@@ -43,7 +44,7 @@ def samples_kept(client: Client, request: Fit) -> NDArray[np.int64]:
     return chosen
 
 
-def starting_point(client: Client, request: Fit | Compress | LossReport) -> Weights:
+def starting_point(client: Client, request: Fit | Compress | LossReport | Evaluate) -> Weights:
     """The model that came, with the client's own statistics where it keeps them."""
     local = client.context.config.training.batch_norm == "local"
     sent = request.weights

@@ -44,6 +44,10 @@ class Method(Setting):
         """What clients minimise when they train locally."""
         return CrossEntropy()
 
+    def personal_objective(self) -> Objective:
+        """What a client minimises when it tunes the global model for itself (``evaluation.fine_tune``)."""
+        return CrossEntropy()
+
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
 

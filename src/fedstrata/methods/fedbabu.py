@@ -6,14 +6,16 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
-from fedstrata.objectives.fedbabu import BodyOnly
+from fedstrata.objectives.base import Objective
+from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class FedBABU(Recipe):
     """FedAvg of the body; the head keeps its initial values, and the global model is evaluated with it.
 
     With ``fine_tune`` a copy of the head is trained at the server before each evaluation, and for the model that the
-    run leaves behind; clients never see it. The paper fine-tunes at each client, on the client's own data.
+    run leaves behind; clients never see it. The paper fine-tunes at each client, on the client's own data: that is what
+    ``evaluation.fine_tune`` measures.
 
     Args:
         fine_tune: How the head is trained for evaluation, such as ``{ per_class = 10 }`` (``{}``: as FedAvg-FT does
@@ -24,6 +26,10 @@ class FedBABU(Recipe):
 
     objective = BodyOnly()
     fine_tune: HeadTuning | None = None
+
+    def personal_objective(self) -> Objective:
+        """The head alone, as in the paper."""
+        return HeadOnly()
 
     def check(self, config: FederationConfig) -> None:
         """There must be samples for the server, where it has any use for them."""

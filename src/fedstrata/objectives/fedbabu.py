@@ -1,4 +1,4 @@
-"""FedBABU's local objective (Oh, Kim and Yun 2022): the body alone is trained."""
+"""FedBABU's local objectives (Oh, Kim and Yun 2022): the body alone is trained, and for oneself the head."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ class BodyOnly(CrossEntropy):
     def trains(self, name: str, model: Model) -> bool:
         """Everything but the head."""
         return name not in model.head_names
+
+
+class HeadOnly(CrossEntropy):
+    """Cross-entropy whose steps move the head alone: how a client makes the body its own."""
+
+    def trains(self, name: str, model: Model) -> bool:
+        """Only the head."""
+        return name in model.head_names

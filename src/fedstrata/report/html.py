@@ -191,7 +191,7 @@ def _seed(run: Run) -> str:
 
 def _unplaced(history: History) -> History:
     """The history without its folder: a page that is passed on says nothing about where it was made."""
-    return History(history, method=history.method, seed=history.seed, targets=history.targets)
+    return History(history, method=history.method, seed=history.seed, targets=history.targets, stopped=history.stopped)
 
 
 def _data_uri(path: Path | None) -> str | None:

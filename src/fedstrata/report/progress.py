@@ -93,7 +93,9 @@ class Progress:
             if (accuracy := record.get("accuracy")) is not None:
                 last, best = accuracy, max(accuracy, best or 0.0)
             present, asked = (record.get(f"clients_{word}", MISSING) for word in ("returned", "invited"))
-            note = f"accuracy {percent(last, 1)} (best {percent(best, 1)}) clients {present}/{asked}"
+            others = record.get("test", {}).items()
+            more = "".join(f" {name} {value:.3f}" for name, value in others if name != "accuracy" and value is not None)
+            note = f"accuracy {percent(last, 1)} (best {percent(best, 1)}){more} clients {present}/{asked}"
             self.show(label, record["round"], rounds, note)
 
         watch({"round": done})

@@ -34,8 +34,12 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     lines = [("accuracy", f"{percent(summary['final_accuracy'])} after {rounds}")]
     if summary["best_round"] is not None:
-        lines.append(("best", f"{percent(summary['best_accuracy'])} in round {summary['best_round']}"))
-    reached = {target: round for target, round in summary["rounds_to_target"].items() if round is not None}
+        by = "by the validation samples" if summary["best_on"] == "validation" else "picked on the test set"
+        lines.append(("best", f"{percent(summary['best_accuracy'])} in round {summary['best_round']}, {by}"))
+    lines += [("measured", ", ".join(found))] if (found := _metrics(history)) else []
+    if history.stopped:
+        lines.append(("stopped", history.stopped))
+    reached = {target: round for target, round in summary["rounds_to_target"].items() if isinstance(round, int)}
     if reached:
         parts = (f"{float(target) * 100:g} % in round {round}" for target, round in reached.items())
         lines.append(("reached", ", ".join(parts)))
@@ -53,6 +57,12 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
     if history.path is not None:
         lines.append(("folder", str(history.path)))
     return lines
+
+
+def _metrics(history: History) -> list[str]:
+    """Metrics of the last evaluation on the test set, but for the accuracy."""
+    last: dict[str, float | None] = next((record["test"] for record in reversed(history) if record.get("test")), {})
+    return [f"{name} {MISSING if v is None else f'{v:.4f}'}" for name, v in last.items() if name != "accuracy"]
 
 
 def failures(history: History) -> str | None:

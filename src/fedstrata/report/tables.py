@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,7 @@ MEASURES = {
 """The columns of every table; those of the targets stand before ``samples``."""
 
 _TARGET = "rounds_to_"
+_TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
 
 
 def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
@@ -95,11 +96,13 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
         runs: The histories of each label's seeds.
 
     Returns:
-        Rows whose cells are keyed by ``MEASURES`` and ``rounds_to_T`` for each target T of any history.
+        Rows whose cells are keyed by ``MEASURES``, ``rounds_to_T`` for each target T of any history, and the columns
+        of other metrics, ``test.NAME`` and ``clients.NAME.worst_10``, by the last evaluation.
         Accuracies are fractions and data are bytes; means and sample standard deviations are over seeds. A
         seed that never reached a target does not count in that cell, which its ``n`` tells.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
+    measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
     rows = []
     for label, members in runs.items():
         summaries = [history.summary for history in members]
@@ -108,9 +111,23 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
             cells[f"{_TARGET}{target_text(target)}"] = Cell.over(
                 history.rounds_to_target(target) for history in members
             )
+        cells |= {name: Cell.over(_last(history, name) for history in members) for name in measured}
         cells |= {key: Cell.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
         rows.append(Row(label, len(members), cells))
     return rows
+
+
+def _measured(history: History) -> Iterator[str]:
+    """Columns of metrics other than the accuracy on the test set, and of the clients that fare worst."""
+    for name in history.columns:
+        worst = name.startswith(_CLIENTS) and name.endswith(_WORST) and not name.startswith(f"{_CLIENTS}unheard.")
+        if worst or (name.startswith(_TEST) and name != f"{_TEST}accuracy"):
+            yield name
+
+
+def _last(history: History, name: str) -> float | None:
+    """The last value of a column, None where a run has none."""
+    return float(history.column(name)[1][-1]) if name in history.columns else None
 
 
 def measure(key: str) -> Measure:
@@ -121,6 +138,10 @@ def measure(key: str) -> Measure:
     """
     if key.startswith(_TARGET):
         return Measure(f"rounds to {float(key.removeprefix(_TARGET)) * 100:g} %")
+    if key.startswith(_TEST):
+        return Measure(f"final {key.removeprefix(_TEST)}", 1, 4)
+    if key.startswith(_CLIENTS):
+        return Measure(f"final {key.removeprefix(_CLIENTS).removesuffix(_WORST)}, worst tenth of the clients", 1, 4)
     return MEASURES[key]
 
 

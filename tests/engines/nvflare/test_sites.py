@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ class Sites:
         """Pairs of sites that may not talk."""
         self.sums = Sums(PATIENCE)
         data: dict[str, Path] = options.pop("data", {})
-        self.settings: dict[str, Any] = {key: options.pop(key) for key in ("allow", "frank") if key in options}
+        self.settings: dict[str, Any] = {key: options.pop(key) for key in ("allow", "frank", "tells") if key in options}
         keys = KeyRing(folder / "keys", create=True)
         self.hosts = {name: self._host(name, data.get(name), keys) for name in sorted(set(homes))}
         spec = prepared.spec.to_toml()
@@ -623,6 +624,108 @@ def test_a_site_whose_file_is_wrong_takes_no_part(
     assert "DataError; the log of site b says more" in reason
     assert str(files["b"]) not in reason, "where a site's files are is its own business"
     assert f"there is no file {files['b']}" in caplog.text
+
+
+# --- a model measured where the data are -------------------------------------------------------------------------
+
+MEASURED = {"metrics": ["accuracy", "macro-f1", "auroc", "ece"], "client_test": 0.25, "validation": 0.1}
+
+
+def _measuring(prepared: Prepared, own: Any, tmp_path: Path, **options: Any) -> fs.History:
+    _, agreed, files, _ = own
+    return Sites(prepared, list("abc"), tmp_path / "sites", agreed=agreed, data=files, **options).run(tmp_path / "out")
+
+
+def _simulated(spec: fs.Experiment, whole: Prepared) -> fs.History:
+    """The same clients with the same samples in one process."""
+    lists = [whole.assignment[client].tolist() for client in range(3)]
+    return fs.run(spec.model_copy(update={"partition": fs.Given(indices=lists)}))
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_server_without_test_samples_measures_at_the_sites(own: Any, tmp_path: Path, tells: bool) -> None:
+    plain, agreed, _, _ = own
+    spec = plain.model_copy(update={"evaluation": fs.Evaluation(**MEASURED)})
+    there = _measuring(prepare_server(spec, agreed, None, 3), own, tmp_path, tells=tells)
+    here = _simulated(spec, prepare(plain))
+    assert _same(there, here)
+    for far, near in zip(there, here, strict=True):
+        # All test parts together: each client's accuracy, weighted by its samples.
+        assert far["accuracy"] == pytest.approx(near["clients"]["accuracy"]["weighted_mean"], abs=1e-12)
+        assert far["validation"]["accuracy"] == near["validation"]["accuracy"]
+        assert far["validation"]["macro-f1"] == pytest.approx(near["validation"]["macro-f1"], abs=1e-12)
+        assert far["validation"]["loss"] == pytest.approx(near["validation"]["loss"], rel=1e-6)
+        error = far["validation"]["auroc_error"]
+        assert 0 < error < 0.1, "two rounds: scores are near each other still"
+        assert abs(far["validation"]["auroc"] - near["validation"]["auroc"]) <= error
+        assert ("clients" in far) == tells
+        if tells:
+            assert far["clients"] == near["clients"]
+    assert [row["accuracy"] for row in there.clients] == ([row["accuracy"] for row in here.clients] if tells else [])
+    assert there.confusion["last"].counts.sum() == sum(row["samples"] for row in here.clients)
+    assert there.best_on == "validation"
+
+
+def test_a_site_may_bring_test_samples(own: Any, tmp_path: Path) -> None:
+    plain, agreed, files, test = own
+    settings = fs.Evaluation(client_test=0.5)
+    spec = plain.model_copy(update={"evaluation": settings})
+    with np.load(test) as loaded:
+        x, y = loaded["x_test"], loaded["y_test"]
+    for place, name in enumerate("abc"):
+        with np.load(files[name]) as loaded:
+            mine = dict(loaded)
+        np.savez(files[name], **mine, x_test=x[place::3], y_test=y[place::3])
+    there = _measuring(prepare_server(spec, agreed, None, 3), own, tmp_path)
+    here = fs.run(plain)
+    assert _same(there, here), "nothing was taken from what it trains on"
+    assert there[-1]["accuracy"] == here[-1]["accuracy"]
+
+
+def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> None:
+    plain, agreed, _, test = own
+    settings = fs.Evaluation(client_test=0.25, fine_tune=2, metrics=["accuracy", "log-loss"])
+    spec = plain.model_copy(update={"evaluation": settings})
+    there = _measuring(prepare_server(spec, agreed, test, 3), own, tmp_path, tells=True)
+    here = _simulated(spec, prepare(plain))
+    assert [record["personal"] for record in there] == [record["personal"] for record in here]
+    assert there[-1]["accuracy"] == here[-1]["accuracy"], "the server has test samples of its own too"
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "problem"),
+    [
+        ({}, "evaluation.client_test: the server's settings name no file with test samples"),
+        (
+            {"client_test": 0.2, "metrics": ["functions:spread"]},
+            "'spread': cannot be computed from sums, which is what",
+        ),
+        ({"client_test": 0.2, "test_clients": 0.5}, "evaluation.test_clients = 0.5: every client is a real site"),
+    ],
+)
+def test_what_cannot_be_measured_at_sites(own: Any, evaluation: Any, problem: str, monkeypatch: Any) -> None:
+    module = types.ModuleType("functions")
+    module.spread = lambda labels, shares: float(shares.std())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "functions", module)
+    plain, agreed, _, _ = own
+    with pytest.raises(SpecError, match=problem):
+        prepare_server(plain.model_copy(update={"evaluation": fs.Evaluation(**evaluation)}), agreed, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("method", "what"),
+    [
+        ({"name": "stratify", "masking": "prf"}, "labels"),
+        ({"name": "fedstas", "epsilon": 3.0, "bound": 700}, "sizes"),
+    ],
+)
+def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, what: str) -> None:
+    _, agreed, _, test = own
+    spec = _spec(method["name"], method=method).model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
+    with pytest.raises(
+        SpecError, match=f"client_test = 0.2: what sites answer tells their {what}, which the method keeps"
+    ):
+        prepare_server(spec, agreed, test, 3)
 
 
 def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(

@@ -1,0 +1,74 @@
+"""What a client is asked when a model is to be measured where the data are."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.evaluation.sums import EvaluationSums
+from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.federation.reply_checks import require_shape
+from fedstrata.records import record, unsent
+
+Part = Literal["test", "validation"]
+
+
+@record
+class Evaluated(Reply):
+    """How good a model is on a client's own samples.
+
+    Args:
+        sums: What its samples add up to.
+        values: Metrics by their label, exact, those that have a value; None where the site does not tell them.
+    """
+
+    sums: EvaluationSums
+    values: dict[str, float] | None
+
+
+@record
+class Evaluate(Request):
+    """Measure a model on samples of the client's own that it does not train on.
+
+    Args:
+        round: The round.
+        weights: The global model.
+        part: Which samples.
+        personal: Whether the client puts in what it keeps of its own (BatchNorm's statistics) and tunes the model.
+        epochs: Of that tuning, on the samples that it trains on.
+        score_bins: Bins of each class's scores in the sums.
+        confidence_bins: Bins of the confidence.
+        classes: C; stays at the server.
+    """
+
+    reply_type: ClassVar[type[Reply]] = Evaluated
+
+    round: int
+    weights: Weights
+    part: str
+    personal: bool
+    epochs: int
+    score_bins: int
+    confidence_bins: int
+    classes: int = unsent(0)
+
+    def work(self, samples: int) -> float:
+        """Sample-gradients: those of the tuning."""
+        return float(samples * self.epochs)
+
+    def check(self, reply: Evaluated) -> None:
+        """Counts that can be, of as many bins as were asked for."""
+        sums, classes = reply.sums, self.classes
+        require_shape(sums.confusion, (classes, classes), torch.int64, "confusion")
+        require_shape(sums.scores, (classes, 2, self.score_bins), torch.int64, "scores")
+        require_shape(sums.calibration, (self.confidence_bins, 2), torch.float64, "calibration")
+        counts = (sums.confusion, sums.scores, sums.calibration)
+        if any(bool((count < 0).any()) for count in counts) or sums.samples < 0 or sums.loss < 0:
+            raise ReplyRefusedError("a negative count")
+        if int(sums.confusion.sum()) != sums.samples:
+            raise ReplyRefusedError(f"{int(sums.confusion.sum())} samples in the confusion matrix of {sums.samples}")
+        members = sums.scores[:, 1].sum(dim=1)
+        if self.score_bins and not torch.equal(members, sums.confusion.sum(dim=1)):
+            raise ReplyRefusedError("scores of other samples than those in the confusion matrix")

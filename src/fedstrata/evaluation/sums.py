@@ -1,0 +1,104 @@
+"""Sums from which metrics can be computed: what travels from real sites instead of predictions, and adds up."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.evaluation.predictions import Predictions
+from fedstrata.records import Message, record
+
+Ints = NDArray[np.int64]
+Reals = NDArray[np.float64]
+
+EXTREME = 12.0
+"""Log-odds beyond which a score falls into the histogram's first or last bin."""
+
+
+@record
+class EvaluationSums(Message):
+    """What an evaluation of some samples comes to; those of different samples add up.
+
+    Args:
+        samples: How many.
+        loss: Summed cross-entropy in nats.
+        confusion: How many samples of each class (row) were taken for each class (column), (C, C) int64.
+        scores: How many samples have a score in each bin: of those that are not of a class, and of those that are,
+            (C, 2, B) int64. A score is the log-odds of the class's probability; B is 0 where nobody needs it.
+        calibration: Summed confidence and hits of the samples in each bin of confidence, (E, 2) float64.
+
+    >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
+    >>> (one + one).confusion.tolist()
+    [[2, 0], [2, 0]]
+    """
+
+    samples: int
+    loss: float
+    confusion: Tensor
+    scores: Tensor
+    calibration: Tensor
+
+    def __add__(self, other: EvaluationSums) -> EvaluationSums:
+        return records.add(self, other)
+
+
+def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
+    """The sums of some predictions.
+
+    Args:
+        predictions: Of N samples.
+        score_bins: B, bins of each class's scores.
+        confidence_bins: E, bins of the confidence.
+    """
+    n, classes = len(predictions), predictions.classes
+    labels = predictions.labels
+    scores = np.zeros((classes, 2, score_bins), dtype=np.int64)
+    if score_bins:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            odds = predictions.log_probabilities - np.log1p(-predictions.probabilities)
+        place = np.nan_to_num(odds, nan=0.0, posinf=EXTREME, neginf=-EXTREME) / (2 * EXTREME) + 0.5
+        bins = np.clip((place * score_bins).astype(np.int64), 0, score_bins - 1)
+        member = (labels[:, None] == np.arange(classes)).astype(np.int64)
+        cells = (np.arange(classes) * 2 + member) * score_bins + bins
+        scores = np.bincount(cells.ravel(), minlength=scores.size).reshape(scores.shape).astype(np.int64)
+    sums = calibration(predictions, np.zeros(n, dtype=np.int64), 1, confidence_bins)[0]
+    return EvaluationSums(
+        n,
+        predictions.total_loss,
+        torch.from_numpy(confusion_of(predictions)),
+        torch.from_numpy(scores),
+        torch.from_numpy(sums),
+    )
+
+
+def confusion_of(predictions: Predictions) -> Ints:
+    """How many samples of each class (row) were taken for each class (column), (C, C)."""
+    classes = predictions.classes
+    cells = predictions.labels * classes + predictions.predicted
+    return np.bincount(cells, minlength=classes * classes).reshape(classes, classes).astype(np.int64)
+
+
+def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int) -> Reals:
+    """Summed confidence and hits in bins of confidence, ((k − 1) / bins, k / bins], of each client's samples.
+
+    Args:
+        predictions: Of N samples.
+        owners: Whose each sample is, (N,).
+        clients: How many clients there are.
+        bins: E.
+
+    Returns:
+        (clients, E, 2).
+    """
+    if not bins:
+        return np.zeros((clients, 0, 2))
+    confidence = predictions.probabilities.max(axis=1, initial=0.0)
+    hits = (predictions.predicted == predictions.labels).astype(np.float64)
+    place = np.clip(np.ceil(np.nan_to_num(confidence) * bins).astype(np.int64) - 1, 0, bins - 1)
+    cells, size = owners * bins + place, clients * bins
+    sums = [np.bincount(cells, weights=values, minlength=size) for values in (confidence, hits)]
+    found: Reals = np.stack(sums, axis=-1).reshape(clients, bins, 2).astype(np.float64)
+    return found

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.errors import SpecError
+
+
+def test_what_a_spec_says_is_read_back():
+    made = fs.Evaluation(
+        metrics=["accuracy", "macro-f1", {"name": "ece", "bins": 5}],
+        targets={"accuracy": [0.5], "ece": [0.1]},
+        validation=0.1,
+        client_test=0.2,
+        fine_tune=0,
+    )
+    table = made.to_spec()
+    assert table["metrics"] == ["accuracy", "macro-f1", {"name": "ece", "bins": 5}]
+    assert fs.Evaluation(**table) == made
+    spec = fs.Experiment(evaluation=made)
+    assert fs.Experiment.from_table(tomllib.loads(spec.to_toml())) == spec
+    assert made.labels == ["accuracy", "macro-f1", "ece"]
+    assert made.accuracy_targets == [0.5]
+    assert made.metric_targets == {"ece": [0.1]}
+    assert made.lower == {"loss", "ece"}
+
+
+def test_what_is_not_asked_for_is_not_in_the_spec():
+    table = fs.Evaluation().to_spec()
+    assert not {"validation", "client_test", "test_clients", "fine_tune"} & table.keys()
+    assert "callbacks" not in fs.Experiment().to_spec()
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (
+            {"metrics": ["acuracy"]},
+            r"metrics.name = 'acuracy': no such metric; .* did you mean 'accuracy'|no such metric",
+        ),
+        ({"metrics": []}, "metrics = .*at least 1 item"),
+        ({"metrics": ["ece", {"name": "ece", "bins": 3}]}, "'ece' is there twice"),
+        ({"metrics": [{"name": "ece", "bins": 0}]}, "bins = 0"),
+        ({"metrics": [{"name": "accuracy", "bins": 3}]}, "metrics.bins = 3: unknown key"),
+        ({"targets": {"macro-f1": [0.5]}}, "targets = 'macro-f1': no metric of this run; there are: accuracy, loss"),
+        ({"targets": {"accuracy": [1.5]}}, r"1.5 is no accuracy in \(0, 1\]"),
+        ({"targets": [0.0]}, r"0.0 is no accuracy in \(0, 1\]"),
+        ({"validation": 0}, "validation = 0.*greater than 0"),
+        ({"client_test": 1.0}, "client_test = 1.0.*less than 1"),
+        ({"test_clients": -0.1}, "test_clients = -0.1"),
+        ({"fine_tune": 1}, "fine_tune = 1: a personal model is measured on its client's own test part"),
+        ({"fine_tune": -1, "client_test": 0.1}, "fine_tune = -1"),
+    ],
+)
+def test_what_is_refused(settings, problem):
+    with pytest.raises(SpecError, match=problem):
+        fs.Evaluation(**settings)
