@@ -19,7 +19,7 @@ from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError
-from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, without
+from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.identity import about_data, about_model, identity_of
@@ -85,7 +85,8 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | 
     assignment = under("partition", lambda: spec.partition.split(divided, spec.seed))
     if numbers is not None:
         assignment = replace(assignment, indices=numbers[assignment.indices])
-    return assemble(spec, dataset, assignment, model, validation=validation)
+    brought = natural_tests(dataset, assignment) if spec.evaluation.client_test is None else None
+    return assemble(spec, dataset, assignment, model, validation=validation, brought=brought)
 
 
 def assemble(
