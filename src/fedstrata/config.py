@@ -215,15 +215,15 @@ class FromRegistry:
             raise SpecError(error.key, problem, error.value) from None
 
 
-def from_word(cls: type[Setting], key: str) -> BeforeValidator:
-    """Annotates a field that holds settings of one kind.
+def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
+    """Annotates a field that holds settings of one kind, whose errors carry its key.
 
     ``Annotated[Data, from_word(Data, "name")]`` takes a table or an instance, or a word that stands for a table with
-    ``name`` alone.
+    ``name`` alone; without a key no word.
     """
 
     def parse(value: object) -> object:
-        table = {key: value} if isinstance(value, str) else value
+        table = {key: value} if key and isinstance(value, str) else value
         return build(cls, table) if isinstance(table, Mapping) else value
 
     return _read_by(parse)

@@ -88,7 +88,8 @@ def _base(registry: Registry[Any]) -> type[Setting]:
 def rows(cls: type[Setting]) -> list[Row]:
     """All keys of some settings."""
     meanings = _meanings(cls)
-    return [(key, _taken(field), _default(field), meanings.get(key, "")) for key, field in cls.model_fields.items()]
+    fields = {key: field for key, field in cls.model_fields.items() if not field.exclude}
+    return [(key, _taken(field), _default(field), meanings.get(key, "")) for key, field in fields.items()]
 
 
 def summary(cls: type[Setting]) -> str:

@@ -65,7 +65,7 @@ class Experiment(Setting):
     method: AnyMethod = FedAvg()
     model: AnyModel = MLP()
     training: Training = Training()
-    evaluation: Evaluation = Evaluation()
+    evaluation: Annotated[Evaluation, from_word(Evaluation)] = Evaluation()
     callbacks: list[AnyCallback] = []
 
     def to_spec(self) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
+from fedstrata.evaluation.metrics import FunctionMetric
+from fedstrata.reference import rows
 
 
 def test_what_a_spec_says_is_read_back():
@@ -25,6 +27,20 @@ def test_what_a_spec_says_is_read_back():
     assert made.accuracy_targets == [0.5]
     assert made.metric_targets == {"ece": [0.1]}
     assert made.lower == {"loss", "ece"}
+
+
+def test_errors_have_the_whole_key_and_a_function_has_no_key_of_its_own(tmp_path):
+    (tmp_path / "spec.toml").write_text("[evaluation]\nmetrics = ['acc']\n")
+    with pytest.raises(SpecError, match=r"^evaluation.metrics.name = 'acc': no such metric; .*spec.toml, line 2\)$"):
+        fs.Experiment.from_toml(tmp_path / "spec.toml")
+    (tmp_path / "spec.toml").write_text("[evaluation]\nevery = 2\nfine_tune = 3\n")
+    with pytest.raises(SpecError, match=r"^evaluation.fine_tune = 3: .*spec.toml, line 3\)$"):
+        fs.Experiment.from_toml(tmp_path / "spec.toml")
+    with pytest.raises(
+        SpecError, match=r"^evaluation.evry = 2: unknown key; accepted here: every, .*did you mean 'every'"
+    ):
+        fs.Experiment.from_table({"evaluation": {"evry": 2}})
+    assert [row[0] for row in rows(FunctionMetric)] == ["lower_is_better"]
 
 
 def test_what_is_not_asked_for_is_not_in_the_spec():

@@ -200,7 +200,8 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
     """The attacker's images and their labels, in random order, and which of the training samples they are."""
     data = prepared.data
     split: Split = "test" if held_out == "test" else "train"
-    indices = np.arange(len(data.y_test)) if held_out == "test" else ServerData(data, prepared.assignment).indices()
+    spare = prepared.config.server_data or ServerData(data, prepared.assignment)
+    indices = np.arange(len(data.y_test)) if held_out == "test" else spare.indices()
     if len(indices) < FEWEST:
         problem = f"an attacker needs at least {FEWEST} images of its own, and there are {len(indices)}"
         raise SpecError("held_out", problem + ("; use 'test'" if held_out == "spare" else ""), held_out)

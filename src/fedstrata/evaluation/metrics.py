@@ -283,7 +283,7 @@ class FunctionMetric(Metric):
         lower_is_better: Whether the lower of two values is the better one.
     """
 
-    function: str
+    function: Annotated[str, Field(exclude=True)]  # by its name in a spec, not as a key
     lower_is_better: bool = False
 
     @property
@@ -314,8 +314,11 @@ class _Metrics(Registry[Metric]):
         """The class called ``name``; ``FunctionMetric`` for a function."""
         if ":" in name and name not in self._paths:
             found = load_object(name, self.kind)
-            if callable(found) and not inspect.isclass(found):
-                return FunctionMetric
+            if not inspect.isclass(found):
+                if callable(found):
+                    return FunctionMetric
+                wanted = "a function of labels (N,) and probabilities (N, C), or a class derived from Metric"
+                raise SpecError("name", f"{name} is no metric: expected {wanted}", name)
         return super().find(name)
 
     def make(self, name: str, table: Mapping[str, Any]) -> Metric:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -79,6 +80,8 @@ def tuning(epochs: int) -> Callable[[ClientContext], ClientContext]:
         config = context.config
         training = config.training.model_copy(update={"local_epochs": epochs, "local_steps": None})
         seed = int(rng(config.seed, "fine-tune").integers(2**63))
-        return replace(context, config=replace(config, training=training, seed=seed), prepared={})
+        # Model and data stay where they are: a GPU would hold them twice.
+        prepared: dict[Callable[[ClientContext], Any], Any] = {placed: context.once(placed)}
+        return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
 
     return make
