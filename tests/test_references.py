@@ -82,7 +82,8 @@ def test_experiments_may_differ_in_method_and_learning_rate():
 
 @pytest.mark.slow
 def test_rows_of_a_comparison_that_goes_on(tmp_path, capsys):
-    experiment = spec()
+    own_parts = fs.Evaluation(client_test=0.3, metrics=["macro-f1"])
+    experiment = spec().model_copy(update={"evaluation": own_parts})
     (tmp_path / "spec.toml").write_text(experiment.to_toml())
     command = ["compare", str(tmp_path / "spec.toml"), "--methods", "fedavg", "--seeds", "0,1", "--out"]
     command += [str(tmp_path / "out"), "--references", "local,centralised", "--jobs", "1", "--quiet"]
@@ -104,6 +105,11 @@ def test_rows_of_a_comparison_that_goes_on(tmp_path, capsys):
     assert folded[-1]["accuracy_sd_clients"] == pytest.approx(np.std(each[0]))
     assert folded[-1]["accuracy_min_clients"] == min(each[0])
     assert folded[-1]["clients_invited"] == 3
+    runs = [fs.History.load(tmp_path / "out" / "local" / "seed-0" / f"client-{k}")[-1] for k in range(3)]
+    own = [run["clients"]["macro-f1"]["mean"] for run in runs]
+    assert folded[-1]["clients"]["macro-f1"]["mean"] == pytest.approx(statistics.fmean(own))
+    assert folded[-1]["clients"]["macro-f1"]["worst"] == min(own)
+    assert folded[-1]["test"]["macro-f1"] == pytest.approx(statistics.fmean(run["test"]["macro-f1"] for run in runs))
     # Broken off in the middle of it: what is there stays as it is, and what is lost comes again.
     files = {path: path.read_bytes() for path in (tmp_path / "out").glob("*/*/*/model.safetensors")}
     assert len(files) == 8

@@ -92,7 +92,7 @@ def compare(
     for name in dict.fromkeys(references):
         for seed in dict.fromkeys(seed for _, seed in planned):
             runs = [folder for key, folder in folders.items() if key[0].startswith(f"{name}/") and key[1] == seed]
-            fold(name, runs, folder_of(out, (name, seed)))
+            fold(name, runs, folder_of(out, (name, seed)), next(iter(experiments.values())).evaluation.lower)
     rows = dict.fromkeys((label.partition("/")[0], seed) for label, seed in planned)
     result: Runs = {}
     for label, seed in rows:

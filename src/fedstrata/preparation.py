@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError
-from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, without
+from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.identity import about_data, about_model, identity_of
@@ -84,8 +84,9 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | 
         divided, numbers = without(dataset, validation)
     assignment = under("partition", lambda: spec.partition.split(divided, spec.seed))
     if numbers is not None:
-        assignment = Assignment(numbers[assignment.indices], assignment.offsets)
-    return assemble(spec, dataset, assignment, model, validation=validation)
+        assignment = replace(assignment, indices=numbers[assignment.indices])
+    brought = natural_tests(dataset, assignment) if spec.evaluation.client_test is None else None
+    return assemble(spec, dataset, assignment, model, validation=validation, brought=brought)
 
 
 def assemble(
@@ -161,7 +162,7 @@ def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
     if held.validation is None:
         return assignment
     used = np.union1d(assignment.indices, held.validation)
-    return Assignment(used, np.array([0, len(used)]))
+    return replace(assignment, indices=used, offsets=np.array([0, len(used)]))
 
 
 def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:

@@ -7,11 +7,15 @@ clients' samples (``centralised``), or of one client's alone (``local``, a run f
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedstrata.errors import SpecError, nearest
+from fedstrata.evaluation.evaluator import over_clients
+from fedstrata.evaluation.metrics import nan_for_none
 from fedstrata.federation.availability import Always
 from fedstrata.history import History, Record
 from fedstrata.jsonl import MetricsLog, replace_file, write_json
@@ -40,6 +44,9 @@ WHAT_COUNTS: dict[str, Callable[[Experiment], object]] = {
 
 SUMMED = ("samples", "seconds")
 """What clients that train alone do together, beside counts of clients; other numbers are averaged over them."""
+
+MEASURED = ("test", "validation")
+"""Tables of metrics."""
 
 UNSENT = ("exchanges", "hops", "bytes_up", "bytes_down")
 """What nobody does who trains alone."""
@@ -94,7 +101,7 @@ def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
     return {"local_epochs": None, "local_steps": max(1, round(gradients / min(training.batch_size, samples)))}
 
 
-def fold(name: str, folders: Sequence[Path], out: Path) -> None:
+def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] = ()) -> None:
     """Write the run folder of a reference, as if it were a method.
 
     A number that all its runs record is their mean; samples, seconds and counts of clients are their sum, and nothing
@@ -104,9 +111,10 @@ def fold(name: str, folders: Sequence[Path], out: Path) -> None:
         name: The reference.
         folders: Its runs' folders.
         out: Where to.
+        lower: The metrics of which the lower value is the better one.
     """
     histories = [History.load(folder) for folder in folders]
-    records = [_together(rounds) for rounds in zip(*histories, strict=False)]
+    records = [_together(rounds, lower) for rounds in zip(*histories, strict=False)]
     whole = History(records, method=name, seed=histories[0].seed, targets=histories[0].targets)
     new = out / "metrics.new"
     new.unlink(missing_ok=True)
@@ -118,7 +126,13 @@ def fold(name: str, folders: Sequence[Path], out: Path) -> None:
     write_json(out / SUMMARY, whole.summary)
 
 
-def _together(records: Sequence[Record]) -> Record:
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean of what there is, as of a metric that has no value for some."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _together(records: Sequence[Record], lower: Collection[str]) -> Record:
     """One round of all clients."""
     found: Record = {"round": records[0]["round"]}
     for key in records[0]:
@@ -130,8 +144,19 @@ def _together(records: Sequence[Record]) -> Record:
         elif key not in found and all(isinstance(value, (int, float)) for value in values):
             summed = key in SUMMED or key.startswith("clients_")
             found[key] = sum(values) if summed else statistics.fmean(values)  # type: ignore[arg-type]
+        elif key in MEASURED and all(values):
+            labels = values[0] or {}
+            found[key] = {label: _mean([value[label] for value in values if value]) for label in labels}
     accuracies = [record["accuracy"] for record in records]
     if len(records) > 1 and found["accuracy"] is not None:
         found["accuracy_sd_clients"] = statistics.pstdev(accuracies)
         found["accuracy_min_clients"] = min(accuracies)
+    if len(records) > 1 and all("clients" in record for record in records):  # each on its own test part
+        own = [record["clients"] for record in records]
+        labels = [label for label in own[0] if label != "unheard"]
+        each_own = np.array([[nan_for_none(each[label]["mean"]) for label in labels] for each in own])
+        higher = np.array([label not in lower for label in labels])
+        found["clients"] = dict(zip(labels, over_clients(each_own, np.ones(len(own)), higher), strict=True))
+        for each in found["clients"].values():
+            del each["weighted_mean"]  # for a record does not tell the weights
     return found

@@ -45,6 +45,8 @@ partition = { name = "leaning:Leaning", clients = 10 }
 model = { name = "gated:Gated", width = 6 }
 [compare.nova]
 method = "fednova:FedNova"
+[compare.metric]
+evaluation = { metrics = ["accuracy", "macro_f1:macro_f1"] }
 """
 KINDS = {
     "method.client_sampler": ("rotating:Rotating", "step"),
@@ -89,15 +91,17 @@ def test_all_of_them_in_one_comparison(beside, capsys):
     assert main(["compare", str(beside / "spec.toml"), "--out", str(beside / "out"), "--jobs", "1", "--quiet"]) == 0
     rows = {row["label"]: row for row in json.loads((beside / "out" / "table.json").read_text())}
     assert rows.keys() == {"plain", "sampler", "samples", "objective", "aggregator", "availability", "partition",
-                           "model", "nova"}  # fmt: skip
+                           "model", "nova", "metric"}  # fmt: skip
     runs = {label: fs.History.load(beside / "out" / label / "seed-0") for label in rows}
     plain = runs["plain"]
     for label, history in runs.items():
         assert len(history) == 2
         assert history.final_accuracy is not None
-        if label not in ("plain", "availability"):
+        if label not in ("plain", "availability", "metric"):
             assert history[0]["train_loss"] != plain[0]["train_loss"] or label in ("aggregator", "nova")
             assert history[1]["train_loss"] != plain[1]["train_loss"]
+    assert 0 < runs["metric"][1]["test"]["macro_f1"] < 1
+    assert runs["metric"].final_accuracy == plain.final_accuracy
     assert runs["samples"].column("kept")[1].tolist() == [0.5, 1.0]
     assert runs["samples"][0]["samples"] < plain[0]["samples"]
 

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
 
 import fedstrata as fs
 from fedstrata.data.sources import Data
@@ -176,3 +177,26 @@ def test_what_a_single_clients_samples_are_of():
     assert (
         fs.Experiment.from_table({"partition": fs.SingleClient(of=fs.Natural(), only=1).to_spec()}).partition.only == 1
     )
+
+
+@pytest.mark.slow
+def test_every_client_is_measured_on_its_own_test_samples():
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(90, 4)), draw.integers(0, 2, 90)
+    owners, owners_test = draw.choice(["a", "b", "c"], 60), np.array(["a"] * 7 + ["c"] * 12 + ["new"] * 11)
+    dataset = fs.from_arrays(x[:60], y[:60], x[60:], y[60:], clients=owners, clients_test=owners_test)
+    spec = fs.Experiment(partition=fs.Natural(), training=fs.Training(rounds=1), model="tabular")
+    with fs.Simulation(fs.prepare(spec, data=dataset)) as simulation:
+        record = simulation.step()
+        weights, model = simulation.evaluated(), simulation.prepared.config.model
+        with torch.no_grad(), model.loaded(weights.params, weights.buffers) as params:
+            right = (model(params, dataset.inputs(slice(None), "test")).argmax(1) == dataset.y_test).double().numpy()
+    by_hand = [right[owners_test == name].mean() for name in "ac"]  # b has no test sample, and "new" no model
+    found = record["clients"]["accuracy"]
+    assert found["clients"] == 2
+    assert found["mean"] == pytest.approx(np.mean(by_hand))
+    assert found["worst"] == pytest.approx(min(by_hand))
+    assert found["weighted_mean"] == pytest.approx(right[owners_test != "new"].mean())
+    assert record["accuracy"] == pytest.approx(right.mean())
+    alone = fs.prepare(spec.model_copy(update={"partition": fs.SingleClient(of="natural", only=2)}), data=dataset)
+    assert alone.held.own_test[0].tolist() == np.flatnonzero(owners_test == "c").tolist()

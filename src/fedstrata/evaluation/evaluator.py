@@ -90,14 +90,15 @@ class Evaluator:
             if self.held.validation is not None:
                 found, _, _ = self._asked(self._question(weights, round, "validation"), ask)
                 more["validation"] = None if found is None else self._of_sums(found)
-            score = self._of_test(weights, more) if len(self.data.y_test) else self._of_pooled(pooled, more)
+            score = self._of_test(weights, more)[0] if len(self.data.y_test) else self._of_pooled(pooled, more)
         else:
-            score = self._of_test(weights, more)
+            score, everything = self._of_test(weights, more)
             parts = self._predict_held(weights)
             if "validation" in parts:
                 more["validation"] = self._measured(parts["validation"])
             if tests is not None:
-                sizes, per_client = tests.sizes, self._by_client(parts["clients"], tests.owners, len(tests))
+                mine = parts["clients"] if "clients" in parts else everything[tests.indices]
+                sizes, per_client = tests.sizes, self._by_client(mine, tests.owners, len(tests))
             if (away := self.held.test_clients) is not None:
                 values = self._by_client(parts["test_clients"], away.owners, len(away))
                 more["test_clients"] = self._over_clients(values, away.sizes)
@@ -113,8 +114,8 @@ class Evaluator:
                 }
         return Score(score.loss, score.accuracy, score.per_class, score.confusion, more, table)
 
-    def _of_test(self, weights: Weights, more: dict[str, Any]) -> Score:
-        """On the server's test set."""
+    def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions]:
+        """On the server's test set, and what was predicted of it."""
         found = self._predict(weights)
         n, confusion = len(found), confusion_of(found)
         hits, totals = np.diagonal(confusion), confusion.sum(axis=1)
@@ -123,7 +124,7 @@ class Evaluator:
             more["test"] = self._values(found)
         if self.settings.per_class and self.settings.chosen:
             more["by_class"] = {m.label: each for m in self.settings.metrics if (each := m.by_class(found)) is not None}
-        return Score(found.total_loss / max(n, 1), int(hits.sum()) / max(n, 1), per_class, confusion)
+        return Score(found.total_loss / max(n, 1), int(hits.sum()) / max(n, 1), per_class, confusion), found
 
     def _of_pooled(self, sums: EvaluationSums | None, more: dict[str, Any]) -> Score:
         """On the sites' own test parts together."""
@@ -153,7 +154,7 @@ class Evaluator:
         held = self.held
         wanted = {
             "validation": held.validation,
-            "clients": None if held.own_test is None else held.own_test.indices,
+            "clients": held.own_test.indices if held.own_test is not None and held.own_test_split == "train" else None,
             "test_clients": None if held.test_clients is None else held.test_clients.indices,
         }
         parts = {name: indices for name, indices in wanted.items() if indices is not None}
@@ -227,7 +228,7 @@ class Evaluator:
         return columns
 
 
-def over_clients(values: Reals, sizes: Ints, higher_is_better: NDArray[np.bool_]) -> list[dict[str, Any]]:
+def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[np.bool_]) -> list[dict[str, Any]]:
     """Metrics over clients.
 
     Args:

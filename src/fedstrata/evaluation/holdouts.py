@@ -16,7 +16,7 @@ from torch import Tensor
 from fedstrata.data.dataset import Dataset, Split
 from fedstrata.errors import SpecError
 from fedstrata.evaluation.settings import Evaluation
-from fedstrata.partitions import Assignment
+from fedstrata.partitions import UNUSED, Assignment
 from fedstrata.rng import rng, uniforms
 
 PLACES = 2**32
@@ -110,7 +110,8 @@ def hold_out(
         seed: The experiment's seed.
         validation: What was held out before the partition. Where that is nothing and ``settings`` want something, it
             is a part of each client's samples.
-        brought: Test samples that a real site brings, by client; they take the place of a part of its samples.
+        brought: Test samples that a real site brings, or whose clients the data name; by client, they take the place
+            of a part of its samples.
         everybody: Whether all clients' samples are here; not at a real site.
 
     Returns:
@@ -127,6 +128,7 @@ def hold_out(
         training, testing = _deal_clients(len(assignment), settings.test_clients, seed)
         numbers = np.concatenate([training, testing])
         test_clients, assignment = only_clients(assignment, testing), only_clients(assignment, training)
+        own_test = brought = None if brought is None else only_clients(brought, training)
     if settings.client_test is not None and brought is None:
         assignment, own_test = _cut_own(settings.client_test, data, assignment, seed, everybody)
     if settings.validation is not None and validation is None:
@@ -137,6 +139,16 @@ def hold_out(
             raise SpecError("evaluation.validation", problem, settings.validation)
     split: Split = "train" if brought is None else "test"
     return assignment, HeldOut(validation, own_validation, own_test, split, test_clients, numbers)
+
+
+def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
+    """The test samples of natural clients, by client; None where clients are no natural ones, or it is not known."""
+    if data.client_test is None or assignment.codes is None:
+        return None
+    number = np.full(len(data.client_names), UNUSED, dtype=np.int64)
+    number[assignment.codes] = np.arange(len(assignment))
+    found = Assignment.from_owners(number[data.client_test.cpu().numpy()], len(assignment))
+    return dataclasses.replace(found, codes=assignment.codes)
 
 
 def split_each(
@@ -227,9 +239,13 @@ def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])
-    return Assignment(assignment.indices[wanted[assignment.owners]], np.concatenate(([0], ends)).astype(np.int64))
+    codes = None if assignment.codes is None else assignment.codes[chosen]
+    return Assignment(
+        assignment.indices[wanted[assignment.owners]], np.concatenate(([0], ends)).astype(np.int64), codes
+    )
 
 
 def _entries(assignment: Assignment, mask: Mask) -> Assignment:
     sizes = np.bincount(assignment.owners[mask], minlength=len(assignment))
-    return Assignment(assignment.indices[mask], np.concatenate(([0], np.cumsum(sizes))).astype(np.int64))
+    offsets = np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)
+    return Assignment(assignment.indices[mask], offsets, assignment.codes)
