@@ -92,7 +92,7 @@ def test_rows_of_a_comparison_that_goes_on(tmp_path, capsys):
     assert "local" in shown
     assert "centralised" in shown
     rows = {row["label"]: row for row in json.loads((tmp_path / "out" / "table.json").read_text())}
-    assert list(rows) == ["centralised", "fedavg", "local"]
+    assert list(rows) == ["fedavg", "local", "centralised"]
     each = [
         [fs.History.load(tmp_path / "out" / "local" / f"seed-{seed}" / f"client-{k}").final_accuracy for k in range(3)]
         for seed in (0, 1)

@@ -382,10 +382,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         tensors = safetensors.torch.load(content)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    told = None
+    checksum = None
     with suppress(OSError, ValueError, AttributeError, RecursionError):  # whoever needs that file says what is wrong
-        told = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
-    if told not in (None, hashlib.sha256(content).hexdigest()):
+        checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
+    if checksum not in (None, hashlib.sha256(content).hexdigest()):
         raise DataError(f"{path} is damaged: it is not what the run wrote, by its checksum in {MODEL}")
     return tensors
 
