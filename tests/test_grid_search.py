@@ -15,8 +15,6 @@ from fedstrata.grid_search import BEST, FIGURES, MEASURE, TABLE, Cell, cells, fi
 from fedstrata.history import History
 from fedstrata.spec import Experiment
 
-VALIDATED = "validation" in fs.Evaluation.model_fields
-later = pytest.mark.skipif(not VALIDATED, reason="evaluation.validation is not there yet")
 TABLES = {
     "partition": {"clients": 5},
     "training": {"rounds": 2, "local_epochs": 1},
@@ -76,7 +74,6 @@ def test_a_sweep_needs_values_to_try() -> None:
             cells(TABLES, grid)
 
 
-@later
 def test_cells_are_every_combination_and_called_by_it() -> None:
     found = cells(TABLES, {"training.lr": [0.1, 1], "model.hidden": [[8], [4, 4]]})
     assert list(found) == ["lr=0.1,hidden=[8]", "lr=0.1,hidden=[4, 4]", "lr=1,hidden=[8]", "lr=1,hidden=[4, 4]"]
@@ -92,7 +89,6 @@ def test_cells_are_every_combination_and_called_by_it() -> None:
         cells(TABLES, {"data.name": ["a/b", "a_b"]})
 
 
-@later
 @pytest.mark.slow
 def test_a_grid_that_is_killed_at_random_ends_alike(tmp_path: Path) -> None:
     whole = fs.sweep(TABLES, GRID, out=tmp_path / "whole", jobs=1)

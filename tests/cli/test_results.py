@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.report.runs import keep_order
 from fedstrata.spec import Experiment
@@ -114,7 +113,6 @@ def test_a_sweep_is_refused_before_anything_is_written(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("validation" not in fs.Evaluation.model_fields, reason="evaluation.validation is not there yet")
 def test_a_sweep_prints_its_table_and_writes_the_best_spec(capsys):
     Path("s.toml").write_text(
         "[partition]\nclients = 5\n[training]\nrounds = 2\n[evaluation]\nvalidation = 0.2\n[model]\nhidden = [9]\n"
