@@ -213,7 +213,7 @@ def test_a_session_that_was_there_before_stays(pool: WorkerPool) -> None:
 def test_a_cluster_that_reports_no_processors_gets_one_worker(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It got none, and waited for nobody."""
+    """It got none."""
     monkeypatch.setattr("ray.cluster_resources", dict)
     context = context_of(matrix.MATRIX["ask"])
     engine = RayEngine(context, StateStore())
