@@ -22,7 +22,7 @@ from fedstrata.preparation import prepare
 from fedstrata.rng import torch_seeded
 from fedstrata.simulation import make_context
 from fedstrata.stratify.batch import BatchPlan
-from fedstrata.stratify.client_batch import _Drawing, new_pool
+from fedstrata.stratify.client_batch import new_pool
 from fedstrata.stratify.messages import Gradient, Reserve
 
 PARTITIONS = {
@@ -486,9 +486,9 @@ def test_a_layer_that_draws_is_seeded_from_the_first_batch_on(balanced):
     engine.commit(ask)
     weights = Weights(prepared.config.model.params(), prepared.config.model.buffers())
     generator = torch.get_rng_state()
-    # The first pass finds that the model draws and is repeated; later ones know.
+    # That the model draws was found when the run was prepared.
     replies = [engine.ask_sum(dict.fromkeys(ask, Gradient(1, 0, weights))) for _ in range(3)]
-    assert context.once(_Drawing).known
+    assert context.config.random
     assert torch.equal(torch.get_rng_state(), generator)
     for reply in replies:
         assert reply.samples == 8
