@@ -68,7 +68,7 @@ def keep_freed_memory() -> bool:
     """Let the C library keep memory that a batch frees for the next batch; returns whether it could be told.
 
     Activations are blocks of a few megabytes. glibc gives such blocks back to the system at once, which then hands out
-    zeroed pages again at every step. Kept, a small convolutional network trains 1.5 times as fast and an MLP 1.2 times
+    zeroed pages again at every step. Kept, a small convolutional network trains 1.5 times as fast and an MLP 1.3 times
     (``benchmarks/fast_paths.py``). Afterwards up to 256 MB stay with the process. What the environment says about the
     allocator stands, and other C libraries are left alone.
     """

@@ -4,7 +4,7 @@ Sums of strata change by what their members changed. Bounds on distances (Hamerl
 which rows may have to change sides after the centres moved; only these are looked at. So a round costs about what
 changed in it, and its end is the same as if every row had been compared with every centre.
 
-With 10,000 clients of whom 100 are renewed it is 23 times as fast as k-means from the start
+With 10,000 clients of whom 100 are renewed it is 25 times as fast as k-means from the start
 (``benchmarks/fast_paths.py``).
 """
 

@@ -4,7 +4,7 @@ A dynamic programme over all positions is exact and takes the time; Lloyd's iter
 is both: bounds from a coarse grid say where the boundaries of the optimum can still be, Lloyd's iteration from the best
 division seen says what the optimum costs at most, and only what the two leave open is looked at more finely, until the
 bounds meet. Passes are a few operations on small arrays, whatever the number of values. For 178,110 values and 9
-centres it is 1.6 times as fast as the whole programme (``benchmarks/fast_paths.py``).
+centres it is 1.8 times as fast as the whole programme (``benchmarks/fast_paths.py``).
 
 The bound. Let boundary t lie somewhere in a run of consecutive values (a *bin*). Some of the bin then belong to the
 segment on its left and the others to the one on its right. Moving the former to the bin's smallest value and the

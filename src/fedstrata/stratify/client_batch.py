@@ -157,7 +157,7 @@ def gradient(client: Client, request: Gradient) -> GradientReply:
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
     """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is.
 
-    Ten times as fast as a pass a client, with 100 clients and an MLP (``benchmarks/fast_paths.py``).
+    Nine times as fast as a pass a client, with 100 clients and an MLP (``benchmarks/fast_paths.py``).
     """
     indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
     client = next(iter(clients.values()))

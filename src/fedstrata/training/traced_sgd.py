@@ -9,7 +9,7 @@ takes a tenth of a second.
 A model that cannot be traced (its forward pass looks at values, or at tensors that are not its parameters) runs through
 autograd instead. Either way the arithmetic is that of SGD: the same sums, added up in another order at most.
 
-Stratify single is 2.5 times as fast as with autograd on an MLP, and 2.1 times with convolutions
+Stratify single is 2.4 times as fast as with autograd on an MLP, and 1.9 times with convolutions
 (``benchmarks/fast_paths.py``).
 """
 
