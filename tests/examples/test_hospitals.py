@@ -15,6 +15,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 import fedstrata as fs
+from fedstrata.cli import main
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "hospitals"
@@ -58,6 +59,21 @@ def test_the_spec_takes_every_row_and_zero_cholesterol_for_none(at_root):
     assert len(swiss[:, names.index("chol")].unique()) == 1
     assert swiss[0, names.index("chol")] > 200
     assert (data.x_train[:, names.index("thal=unknown")]).sum() > 300
+
+
+@pytest.mark.slow
+def test_its_command_prints_a_table(at_root, tmp_path, capsys):
+    """Data with a schema could not be compared with each other."""
+    command = [
+        "compare",
+        "examples/hospitals/hospitals.toml",
+        "--methods",
+        "fedavg,fedstas",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main([*command, "--set", "training.rounds=1", "--jobs", "1", "--quiet"]) == 0
+    assert "minus fedavg" in capsys.readouterr().out
 
 
 def test_folds_part_the_patients_and_every_group_evenly():

@@ -105,7 +105,7 @@ def _compare(options: argparse.Namespace) -> int:
             lambda: compare(experiments, seeds=seeds, out=out, references=references, jobs=jobs, watch=watch),
         )
     rich.print(to_rich(compare_table(runs)))
-    if len({spec.data for spec in experiments.values()}) == 1:  # accuracies on different data do not compare
+    if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
         rich.print(contrasts.to_rich(contrasts.contrast(runs)))
     print(f"written to {out}: table.md, accuracy.png, report.html")
     return 0
