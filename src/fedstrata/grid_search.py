@@ -114,7 +114,7 @@ def cells(table: Mapping[str, Any], grid: Mapping[str, Sequence[Any]]) -> dict[s
         if label in found:
             raise SpecError("--set", "a value to try is there twice, or cannot be told from another one", label)
         found[label] = Cell(settings, Experiment.from_table(tables))
-    if any(getattr(cell.spec.evaluation, "validation", None) is None for cell in found.values()):
+    if any(cell.spec.evaluation.validation is None for cell in found.values()):
         problem = "needed: a sweep picks the best by samples held out for it, never by the test set; such as 0.1"
         raise SpecError("evaluation.validation", problem)
     return found

@@ -137,6 +137,7 @@ def test_every_rule_of_allocation_acts(start, rule):
     found = [started.step()["strata_allocation"] for _ in range(4)]
     assert all(sum(each) == 6 for each in found)
     one_each = [min(each) > 0 for each in found if len(each) == 6]
+    assert one_each, "k-means found fewer strata in every round"
     assert all(one_each) == (rule in ("neyman-at-least-one", "proportional"))
 
 

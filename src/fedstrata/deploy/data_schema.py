@@ -26,7 +26,7 @@ from fedstrata.spec import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
 _PREPARING = Lock()
-"""PyTorch's generator is the process's own: two sites in one process are prepared one after the other."""
+"""Initial parameters are drawn from PyTorch's generator, which all threads share: sites of one process take turns."""
 
 _NO_LABELS = torch.empty(0, dtype=torch.int64)
 

@@ -289,7 +289,7 @@ def _sentences(found: Contrasts) -> Iterator[str]:
     if 2 in pairs:
         yield "Two seeds are too few: their bootstrap interval holds the true difference in half of all cases."
     if any(3 <= n < FEWEST["wilcoxon"] for n in pairs) and differences:
-        yield "Bootstrap intervals of fewer than six seeds are too narrow: of three they hold in about 73 % of cases."
+        yield "Bootstrap intervals of fewer than six seeds are too narrow: of three they hold in about 75 % of cases."
     if found.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
         yield "Wilcoxon's test needs six pairs that differ: below them its p cannot reach 0.05, and none is given."
     if any(each.p is None and each.n >= FEWEST[found.test] for each in differences):
