@@ -110,8 +110,9 @@ def test_a_run_goes_on_with_the_states_that_its_sites_kept(session: Session) -> 
     assert session.before == [1, 2]
     whole = [record["round"] for history in session.histories.values() for record in history]
     assert whole[-len(session.after) :] == session.after
-    # Between the interrupt and the end of the server the run's other two rounds may have passed.
-    assert 2 <= len(whole) - len(session.after) <= 4
+    # A round is heard of when it is written down, just before its checkpoint: the second one may come again. And until
+    # the server ends after the interrupt, the run's other two rounds may pass.
+    assert 1 <= len(whole) - len(session.after) <= 4
 
 
 @needs_nvflare
