@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +24,12 @@ class Browser:
     """One page of a browser.
 
     Args:
-        process: The browser.
         write: The file that it reads from.
         read: The file that it writes to.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], write: int, read: int) -> None:
-        self.process, self.write, self.read = process, write, read
+    def __init__(self, write: int, read: int) -> None:
+        self.write, self.read = write, read
         self.problems: list[str] = []
         """Exceptions, errors on the console, and what the page's security policy forbade."""
         self._last, self._rest, self._events, self._session = 0, b"", list[dict[str, Any]](), ""
@@ -114,7 +114,7 @@ class Browser:
 
     def pdf(self, path: Path) -> Path:
         """Print the page."""
-        path.write_bytes(base64.b64decode(self.send("Page.printToPDF", printBackground=False)["data"]))
+        path.write_bytes(base64.b64decode(self.send("Page.printToPDF", preferCSSPageSize=True)["data"]))
         return path
 
 
@@ -128,27 +128,25 @@ def browser(profile: Path) -> Iterator[Browser]:
     assert PROGRAM is not None
     ours_read, theirs_write = os.pipe()
     theirs_read, ours_write = os.pipe()
-    # It reads from file 3 and writes to file 4; a shell puts the pipes there.
     options = [
         "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
         "--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update",
         f"--user-data-dir={profile}",
     ]  # fmt: skip
-    shell = ["sh", "-c", f'exec "$@" 3<&{theirs_read} 4>&{theirs_write}', "sh", PROGRAM, *options]
-    process = subprocess.Popen(
-        shell, pass_fds=(theirs_read, theirs_write), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    os.close(theirs_read)
-    os.close(theirs_write)
+    # It reads from file 3 and writes to file 4, over which neither end may be written before it is copied.
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs_read, theirs_write)]
+    actions = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
+    actions += [(os.POSIX_SPAWN_DUP2, end, place) for end, place in zip(ends, (3, 4), strict=True)]
+    process = os.posix_spawn(PROGRAM, [PROGRAM, *options], os.environ, file_actions=actions)
+    for end in (theirs_read, theirs_write, *ends):
+        os.close(end)
     try:
-        yield Browser(process, ours_write, ours_read)
+        yield Browser(ours_write, ours_read)
     finally:
-        os.close(ours_write)
+        os.close(ours_write)  # it ends when nobody listens any more
         os.close(ours_read)
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        until = time.monotonic() + 10
+        while os.waitpid(process, os.WNOHANG) == (0, 0):
+            if time.monotonic() > until:
+                os.kill(process, signal.SIGKILL)
+            time.sleep(0.02)

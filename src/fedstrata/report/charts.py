@@ -13,7 +13,7 @@ import numpy as np
 from fedstrata.errors import SpecError
 from fedstrata.history import MODEL, STANDARD, History
 from fedstrata.report.contrasts import BUDGETS
-from fedstrata.report.draw import FATES, Floats, Quantity, look, over_seeds, quantity, spent
+from fedstrata.report.draw import FATES, Dash, Floats, Quantity, look, over_seeds, quantity, spent
 from fedstrata.report.runs import Run, histories
 from fedstrata.statistics import Estimate
 
@@ -31,6 +31,9 @@ CLIENTS = 200
 """Clients that are shown of more, evenly chosen."""
 CELLS = 150_000
 """Of all heat maps of clients together, at most."""
+
+DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
+"""Pixels that are drawn and left out by turns."""
 
 FATE_NAMES = (*(name for name, _ in FATES.values()), "refused")
 """What becomes of the invited clients, in the order in which it is stacked."""
@@ -63,7 +66,8 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             {
                 "name": label,
                 "seeds": len(each),
-                "look": look(number),
+                "colour": look(number)[0],
+                "dash": DASHES[look(number)[1]],
                 "final": _estimate(Estimate.over(history.final_accuracy for history in each), 100),
                 "ends": {key: _short(fmean(_total(h, key) for h in each)) for key in axes},
                 **_curves(each, names, axes, points),
@@ -97,18 +101,14 @@ def _total(history: History, key: str) -> float:
 
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
     """The columns that can be drawn over the rounds: those of the evaluation first, then methods' own that change."""
-    every = dict.fromkeys(name for members in runs.values() for history in members for name in history.columns)
-    own = [
-        name
-        for name in every
-        if is_own(name) and any(_changes(history, name) for members in runs.values() for history in members)
-    ]
+    every: dict[str, bool] = {}  # and whether it changes in some run
+    for history in (history for members in runs.values() for history in members):
+        for name in history.columns:
+            changes = is_own(name) and not every.get(name) and len(set(history.column(name)[1].tolist())) > 1
+            every[name] = every.get(name, False) or changes
     measured = [name for name in every if _is_measured(name)]
+    own = [name for name, changes in every.items() if changes]
     return [*(name for name in ("accuracy", "loss", "train_loss") if name in every), *measured, *own[:OWN]]
-
-
-def _changes(history: History, name: str) -> bool:
-    return name in history.columns and len(set(history.column(name)[1].tolist())) > 1
 
 
 def _is_measured(name: str) -> bool:

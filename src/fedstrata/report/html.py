@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedstrata.history import STANDARD, History
 from fedstrata.jsonl import replace_file, write_json
 from fedstrata.report import contrasts, plots, tables
-from fedstrata.report.charts import FATE_NAMES, chart_data, is_own
+from fedstrata.report.charts import DASHES, FATE_NAMES, chart_data, is_own
 from fedstrata.report.draw import look
 from fedstrata.report.runs import Run, by_data, histories, load_runs
 from fedstrata.report.summary import summary_lines
@@ -148,7 +148,7 @@ def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     more = equal + [column for key in other for column in _columns(rows, key, found)]
     return {
         "data": data,
-        "labels": [(label, look(i)) for i, label in enumerate(runs)],
+        "labels": [(label, look(i)[0], " ".join(map(str, DASHES[look(i)[1]]))) for i, label in enumerate(runs)],
         "tables": [(title, columns) for title, columns in (("Summary", summary), ("More measures", more)) if columns],
         "caption": contrasts.caption(found),
         "seeds": list(dict.fromkeys(run.name for each in runs.values() for run in each)),
@@ -263,12 +263,11 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 def constants(members: Sequence[History]) -> dict[str, str]:
     """A method's own columns whose number is the same in every round, with it."""
-    found = {}
-    for name in dict.fromkeys(name for history in members for name in history.columns):
-        values = {value for h in members if name in h.columns for value in h.column(name)[1].tolist()}
-        if is_own(name) and len(values) == 1:
-            found[name] = f"{values.pop():g}"
-    return found
+    values: dict[str, set[float]] = {}
+    for history in members:
+        for name in filter(is_own, history.columns):
+            values.setdefault(name, set()).update(history.column(name)[1].tolist())
+    return {name: f"{each.pop():g}" for name, each in values.items() if len(each) == 1}
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:

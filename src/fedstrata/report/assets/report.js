@@ -4,7 +4,6 @@
 (() => {
 const blocks = JSON.parse(document.getElementById("data").textContent);
 const root = document.documentElement;
-const DASHES = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]};
 const HEIGHT = 270;
 const repaints = []; // what is on a canvas is painted anew when the colours or the width change
 
@@ -114,12 +113,11 @@ class Block {
 
   legend() {
     const box = this.find(".legend");
+    const swatches = [...this.section.querySelector("table").querySelectorAll(".swatch")]; // before it is sorted
     this.entries = this.data.methods.map((method, index) => {
-      const swatch = make("span", {class: "swatch", "data-dash": method.look[1]});
-      swatch.style.color = method.look[0];
       const value = make("output");
       const entry = make("button", {type: "button", class: "entry", "aria-pressed": "true", title: method.name},
-        swatch, make("b", {}, method.name), value);
+        swatches[index].cloneNode(true), make("b", {}, method.name), value);
       entry.addEventListener("click", () => this.show(index, !this.shown(index)));
       entry.addEventListener("dblclick", () => this.only(new Set([index])));
       for (const [event, focus] of [["mouseenter", true], ["mouseleave", false], ["focus", true], ["blur", false]])
@@ -289,8 +287,8 @@ class Chart {
     this.plot.setAttribute("aria-label",
       `${metrics.find(each => each.key === this.metric).name} over ${axis.name}, of ${methods.length} methods`);
     const series = methods.map((method, index) => ({
-      show: block.shown(index), stroke: method.look[0], dash: DASHES[method.look[1]], width: 1.75, spanGaps: true,
-      points: {show: this.of[index].x.length <= 25, size: 5, fill: method.look[0]},
+      show: block.shown(index), stroke: method.colour, dash: method.dash, width: 1.75, spanGaps: true,
+      points: {show: this.of[index].x.length <= 25, size: 5, fill: method.colour},
     }));
     this.u = new uPlot({
       width: widthOf(this.plot), height: HEIGHT, legend: {show: false}, focus: {alpha: 0.2},
@@ -341,7 +339,7 @@ class Chart {
       ctx.beginPath();
       for (let i = 0; i < x.length; i++) ctx.lineTo(...at(i, 1));
       for (let i = x.length - 1; i >= 0; i--) ctx.lineTo(...at(i, -1));
-      ctx.fillStyle = this.block.data.methods[index].look[0];
+      ctx.fillStyle = this.block.data.methods[index].colour;
       ctx.fill();
     });
     ctx.restore();
@@ -396,8 +394,8 @@ class Pareto {
       },
       axes: axes(`${name} (logarithmic)`, true, false),
       series: [{}, ...points.map(point => ({
-        stroke: methods[point.index].look[0], width: 2, points: {show: true, size: front.includes(point) ? 11 : 8, width: 2,
-          fill: front.includes(point) ? methods[point.index].look[0] : colour("paper")},
+        stroke: methods[point.index].colour, width: 2, points: {show: true, size: front.includes(point) ? 11 : 8, width: 2,
+          fill: front.includes(point) ? methods[point.index].colour : colour("paper")},
       })), {stroke: colour("soft"), dash: [3, 3], width: 1, spanGaps: true, points: {show: false}, paths: uPlot.paths.stepped({align: 1})}],
       hooks: {drawAxes: [u => this.errors(u)], draw: [u => this.names(u, front)]},
     }, data, this.plot);
@@ -408,7 +406,7 @@ class Pareto {
     u.ctx.lineWidth = devicePixelRatio;
     for (const {index, x, y, sd} of this.points) {
       if (!sd) continue;
-      u.ctx.strokeStyle = this.block.data.methods[index].look[0];
+      u.ctx.strokeStyle = this.block.data.methods[index].colour;
       u.ctx.beginPath();
       for (const side of [-1, 1]) u.ctx.lineTo(u.valToPos(x, "x", true), u.valToPos(y + side * sd, "y", true));
       u.ctx.stroke();
@@ -440,7 +438,7 @@ class Pareto {
 }
 
 let printing = false;
-const widthOf = plot => printing ? 640 : Math.max(plot.clientWidth, 200);
+const widthOf = plot => printing ? 470 : Math.max(plot.clientWidth, 200); // two abreast on paper
 
 function watchWidth(chart) {
   let width = 0;
@@ -490,7 +488,8 @@ class Heat {
     const svg = make("svg", {width: size.w, height: size.h, role: "img", "shape-rendering": "crispEdges",
       "aria-label": `${rows.length} rows and ${map.columns.length} columns, from ${text(map.low)} to ${text(map.high)}`});
     const shades = new Map(), numbers = [];
-    svg.append(make("rect", {class: "frame", x: left, y: top, width: wide * map.columns.length, height: high * rows.length}));
+    const edge = column => Math.round(left + wide * column); // whole pixels, or seams would show between cells
+    svg.append(make("rect", {class: "frame", x: edge(0), y: Math.round(top), width: edge(map.columns.length) - edge(0), height: high * rows.length}));
     rows.forEach((row, down) => {
       const label = make("text", {x: left - 6, y: top + high * (down + 0.5) + 4, "text-anchor": "end"}, short(map.rows[row], 16));
       label.append(make("title", {}, map.rows[row]));
@@ -498,8 +497,8 @@ class Heat {
       map.values[row].forEach((value, column) => {
         if (value == null) return;
         const shade = Math.round(24 * Math.min(Math.max((value - map.low) / (map.high - map.low || 1), 0), 1)) / 24;
-        const x = left + wide * column, y = top + high * down;
-        shades.set(shade, (shades.get(shade) ?? "") + `M${x.toFixed(1)} ${y}h${wide.toFixed(1)}v${high}h-${wide.toFixed(1)}z`);
+        const x = edge(column), y = Math.round(top) + high * down;
+        shades.set(shade, (shades.get(shade) ?? "") + `M${x} ${y}H${edge(column + 1)}v${high}H${x}z`);
         if (annotated && high > 14 && value !== map.silent) numbers.push(make("text",
           {x: x + wide / 2, y: y + high / 2 + 4, class: shade > 0.55 ? "in on" : "in"}, value < 10 ? String(Number(value.toFixed(1))) : Math.round(value)));
       });
