@@ -97,12 +97,12 @@ class Block {
     this.legend();
     const box = this.find(".charts");
     const first = ["accuracy", "loss"].filter(key => metrics.some(metric => metric.key === key));
-    const others = metrics.map(metric => metric.key).filter(key => !first.includes(key));
-    const last = others.find(key => key !== "train_loss") ?? others[0];
-    this.charts = [...first, ...(last ? [last] : [])].map(key => new Chart(this, box, key));
-    if (methods.length > 1 && across.length > 1 && methods.some(method => method.final[0] != null))
-      this.charts.splice(2, 0, new Pareto(this, box));
-    if (this.charts[2] instanceof Pareto && this.charts[3]) box.append(this.charts[3].figure);
+    const others = metrics.map(metric => metric.key).filter(key => !first.includes(key) && key !== "train_loss");
+    const front = methods.length > 1 && across.length > 1 && methods.some(method => method.final[0] != null);
+    const last = [...others, ...metrics.map(metric => metric.key).filter(key => key === "train_loss")];
+    this.charts = first.map(key => new Chart(this, box, key));
+    if (front) this.charts.push(new Pareto(this, box));
+    this.charts.push(...last.slice(0, front ? 1 : 2).map(key => new Chart(this, box, key)));
     this.draw();
     repaints.push(() => this.draw());
   }
@@ -186,10 +186,10 @@ class Block {
         const map = clients[chosen], scale = map.percent ? 100 : 1;
         const values = map.rows.map(row => row?.map(value => value == null ? null : value * scale));
         const every = values.flat().filter(value => value != null); // a method without a table has none
-        const first = clients[0].column === "heard" ? "" : ` mean ${clients[0].column}`;
+        const first = `${names.length > 1 ? "mean " : ""}${clients[0].column}${names.length > 1 ? " over the methods" : ""}`;
         return {rows: names, rowName: "", columns: map.clients.map(String), columnName: "client ", values, methods: true,
           ...(map.percent ? percent(values) : {low: 0, high: Math.max(...every, 0)}),
-          note: `Clients from the lowest to the highest${first} over the methods` +
+          note: `Clients from the lowest to the highest ${first}` +
             (map.of > map.clients.length ? `; ${map.clients.length} of ${map.of}, evenly chosen.` : ".")};
       }, "full");
     }
@@ -265,7 +265,7 @@ class Chart {
     this.figure = make("figure", {class: "chart"}, make("div", {class: "chart-head"}, select), this.plot);
     box.append(this.figure);
     watchWidth(this);
-    block.listeners.push(() => this.update());
+    block.listeners.push(() => this.draw()); // axes span what is shown
   }
 
   points(index) { // x, y and deviation of a method where it has them
@@ -278,7 +278,8 @@ class Chart {
     const {block} = this, {methods, axes: names, metrics} = block.data;
     this.of = methods.map((_, index) => this.points(index));
     // Two rounds of a method may have cost the same: a table needs its places in order, each once.
-    const tables = this.of.map(({x, y}) => {
+    const tables = this.of.map(({x, y}, index) => {
+      if (!block.shown(index)) return [[], []];
       const places = new Map(x.map((place, i) => [place, y[i]]));
       return [[...places.keys()], [...places.values()]];
     });
@@ -343,11 +344,6 @@ class Chart {
       ctx.fill();
     });
     ctx.restore();
-  }
-
-  update() {
-    this.u.batch(() => this.block.data.methods.forEach((_, index) =>
-      this.u.setSeries(index + 1, {show: this.block.shown(index)})));
   }
 
   focus(index) { this.u.setSeries(index == null ? null : index + 1, {focus: index != null}); }
