@@ -210,6 +210,17 @@ def test_a_single_young_run_opens(window: Browser, tmp_path: Path) -> None:
     assert window.problems == []
 
 
+def test_what_cost_nothing_is_named_beside_the_front(window: Browser, write_measured: Maker, tmp_path: Path) -> None:
+    folders = [write_measured(tmp_path / name, rounds=3) for name in ("alone", "fedavg")]
+    metrics = folders[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("70000", "0").replace("90000", "0"))
+    window.open(write_report(folders, tmp_path / "page.html"), 1400)
+    told = "Pareto front (nothing else shown is both cheaper and better): fedavg. "
+    told += "Not drawn, since nothing of the kind was spent: alone."
+    assert window.value("document.querySelector('.front').textContent") == told
+    assert window.problems == []
+
+
 @pytest.mark.long
 def test_sixty_runs_are_small_and_quick(window: Browser, write_measured: Maker, tmp_path: Path) -> None:
     names = [f"class {i}" for i in range(10)]

@@ -374,9 +374,11 @@ class Pareto {
       .filter(({index, x, y}) => block.shown(index) && y != null && x > 0).sort((a, b) => a.x - b.x || b.y - a.y);
     let best = -Infinity;
     const front = points.filter(point => point.y > best && ((best = point.y), true));
-    this.note.textContent = points.length
-      ? `Pareto front (nothing else shown is both cheaper and better): ${front.map(({index}) => methods[index].name).join(", ")}.`
-      : "No method is shown.";
+    const list = indices => indices.map(index => methods[index].name).join(", ");
+    const free = [...methods.keys()].filter(index => block.shown(index) && !methods[index].ends[this.cost]);
+    this.note.textContent = (points.length
+      ? `Pareto front (nothing else shown is both cheaper and better): ${list(front.map(({index}) => index))}.`
+      : "No method is shown.") + (free.length ? ` Not drawn, since nothing of the kind was spent: ${list(free)}.` : "");
     const data = [points.map(point => point.x), ...points.map((_, i) => points.map((each, j) => i === j ? each.y : null)),
       points.map(point => front.includes(point) ? point.y : null)];
     this.points = points;
