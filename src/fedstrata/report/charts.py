@@ -17,7 +17,7 @@ from fedstrata.report.draw import FATES, Dash, Floats, Quantity, look, over_seed
 from fedstrata.report.runs import Run, histories
 from fedstrata.statistics import Estimate
 
-NUMBERS = 400_000
+NUMBERS = 300_000
 """Of all curves of a data set together, about; a page stays small enough to be sent by mail."""
 POINTS = 400
 """A curve has so many at most."""
@@ -29,7 +29,7 @@ CLASSES = 40
 """Of up to so many classes the confusion is shown."""
 CLIENTS = 200
 """Clients that are shown of more, evenly chosen."""
-CELLS = 150_000
+CELLS = 80_000
 """Of all heat maps of clients together, at most."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}

@@ -26,7 +26,7 @@ EVENTS = 10
 """Events of a method that are shown in full."""
 NAMED = 12
 """Clients of an event, or entries of a list, that are shown."""
-PICTURES = 1_500_000
+PICTURES = 1_000_000
 """Bytes of all pictures of partitions together, at most."""
 PNG = b"\x89PNG\r\n\x1a\n"
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "report.js"), ("uPlot.min.css", "report.css")
