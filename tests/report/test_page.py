@@ -50,7 +50,7 @@ FIRST_COLUMN = (
 def page(tmp_path_factory: pytest.TempPathFactory, write_measured: Maker) -> Path:
     """Four methods with two seeds each; one of them and the classes have names that would like to be markup."""
     root = tmp_path_factory.mktemp("page")
-    names = [f"{EVIL}{i}" for i in range(4)]
+    names = [f"</script>{EVIL}{i}" for i in range(4)]
     for label, best in LABELS.items():
         for seed in range(2):
             folder = write_measured(
@@ -108,7 +108,7 @@ def test_names_are_text(opened: Browser) -> None:
     assert opened.value(f"{legend(opened, EVIL)}.querySelector('b').textContent") == EVIL
     assert EVIL in opened.value(FIRST_COLUMN)
     assert opened.value("document.querySelectorAll('main script, main img:not([src^=data])').length") == 0
-    assert f"{EVIL}0" in opened.value("[...document.querySelectorAll('.heats title')].map(each => each.textContent)")
+    assert f"</script>{EVIL}0" in opened.value("[...document.querySelectorAll('.heats title')].map(each => each.textContent)")
 
 
 def test_a_table_sorts_by_click_and_by_key(opened: Browser) -> None:
