@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -58,21 +58,48 @@ def png(width: int = 4, height: int = 3) -> bytes:
 Maker = Callable[..., Path]
 
 
+def write_run(folder: Path, *, method: str = "fedavg", seed: int = 0, rounds: int = 20, **how: float) -> Path:
+    folder.mkdir(parents=True)
+    lines = records(rounds, seed, method=method, **how)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "spec.toml").write_text(SPEC.format(seed=seed, method=method))
+    events = [{"round": r["round"], "kind": "dropped", "clients": [3, 8]} for r in lines if r["clients_dropped"]]
+    events.append({"round": rounds, "kind": "failed", "clients": [5], "reason": "out of <memory>"})
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (folder / "partition.png").write_bytes(png())
+    return folder
+
+
+def write_evaluation(
+    folder: Path, *, seed: int = 0, names: Sequence[str] = ("cat", "dog", "owl"), clients: int = 12
+) -> Path:
+    """Names of the classes, the confusion and the table of clients, as a run with ``client_test`` leaves them."""
+    generator = np.random.default_rng(seed)
+    counts = generator.integers(0, 5, (len(names), len(names))) + 20 * np.eye(len(names), dtype=int)
+    table = {"last": {"round": 1, "confusion": counts.tolist()}}
+    (folder / "evaluation.json").write_text(json.dumps(table))
+    (folder / "model.json").write_text(json.dumps({"class_names": list(names)}))
+    rows = [f"{client},20,{client % 5},5,{generator.uniform(0.3, 1):.3f}\n" for client in range(clients)]
+    (folder / "clients.csv").write_text("client,train_samples,heard,samples,accuracy\n" + "".join(rows))
+    return folder
+
+
 @pytest.fixture
 def make_run(tmp_path: Path) -> Maker:
-    def make(place: str, *, method: str = "fedavg", seed: int = 0, rounds: int = 20, **how: float) -> Path:
-        folder = tmp_path / place
-        folder.mkdir(parents=True)
-        lines = records(rounds, seed, method=method, **how)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (folder / "spec.toml").write_text(SPEC.format(seed=seed, method=method))
-        events = [{"round": r["round"], "kind": "dropped", "clients": [3, 8]} for r in lines if r["clients_dropped"]]
-        events.append({"round": rounds, "kind": "failed", "clients": [5], "reason": "out of <memory>"})
-        (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-        (folder / "partition.png").write_bytes(png())
-        return folder
+    def make(place: str, **how: float) -> Path:
+        return write_run(tmp_path / place, **how)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def write_measured() -> Maker:
+    """A run that was evaluated in every way."""
+
+    def write(folder: Path, *, names: Sequence[str] = ("cat", "dog", "owl"), clients: int = 12, **how: float) -> Path:
+        return write_evaluation(write_run(folder, **how), seed=how.get("seed", 0), names=names, clients=clients)
+
+    return write
 
 
 @pytest.fixture

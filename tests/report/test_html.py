@@ -1,22 +1,24 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from markupsafe import Markup
 
 from fedstrata.errors import DataError
 from fedstrata.history import History
-from fedstrata.report import html, plots
-from fedstrata.report.html import own_columns, write_comparison, write_report
+from fedstrata.report import html
+from fedstrata.report.html import constants, write_comparison, write_report
+from fedstrata.report.runs import keep_order
 
-VOID = {"meta", "img", "br", "link"}
+Maker = Callable[..., Path]
+
+VOID = {"meta", "img", "br", "link", "input"}
 
 
 class Page(HTMLParser):
@@ -29,6 +31,7 @@ class Page(HTMLParser):
         self.tags: list[str] = []
         self.sources: list[str] = []
         self.words: list[str] = []
+        self.scripts: list[tuple[str, str]] = []
         self.feed(text)
         self.close()
         assert self.open == []
@@ -37,6 +40,8 @@ class Page(HTMLParser):
         self.tags.append(tag)
         if tag not in VOID:
             self.open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs).get("type") or "", ""))
         for name, value in attrs:
             if name == "id":
                 self.ids.append(str(value))
@@ -52,23 +57,23 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        if self.open[-1:] == ["script"]:
+            kind, text = self.scripts.pop()
+            self.scripts.append((kind, text + data))
+        elif self.open[-1:] != ["style"]:
+            self.words.append(data)
+
+    @property
+    def data(self) -> list[dict]:
+        return json.loads(next(text for kind, text in self.scripts if kind == "application/json"))
 
     @property
     def text(self) -> str:
         return " ".join(" ".join(self.words).split())
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages without pictures, which take most of the time."""
-    for name in ("overview", "panels", "grid"):
-        monkeypatch.setattr(plots, name, lambda *_: None)
-    monkeypatch.setattr(html, "inline_svg", lambda figure, key: Markup("<svg></svg>"))
-
-
 @pytest.mark.slow
-def test_compare_folder_gets_table_picture_and_page(compare: Path) -> None:
+def test_compare_folder_gets_table_pictures_and_page(compare: Path) -> None:
     rows = write_comparison(compare)
     assert [row.label for row in rows] == ["fedavg", "fedstas"]
     assert json.loads((compare / "table.json").read_text())[1]["final_accuracy"]["n"] == 3
@@ -76,27 +81,48 @@ def test_compare_folder_gets_table_picture_and_page(compare: Path) -> None:
     assert (compare / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     text = (compare / "report.html").read_text()
     page = Page(text)
-    assert "Mean ± sample standard deviation over 3 seeds." in page.text
-    assert page.tags.count("section") == 2
+    assert "Mean ± sample standard deviation over 3 seeds" in page.text
+    assert "minus fedavg" in page.text
+    assert [method["name"] for method in page.data[0]["methods"]] == ["fedavg", "fedstas"]
     assert len(page.ids) == len(set(page.ids))
-    # one for all, one for each method, one for what fedstas records
-    assert page.tags.count("svg") == 4
-    for svg in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL):
-        ET.fromstring(svg)
     write_comparison(compare)
     assert (compare / "report.html").read_text() == text, "the same runs give the same page"
 
 
-def test_page_needs_nothing_from_outside(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_cells_of_the_table_say_interval_difference_and_what_they_are_sorted_by(compare: Path, tmp_path: Path) -> None:
+    text = write_report([compare], tmp_path / "report.html").read_text()
+    cells = re.findall(r'<td data-value="([^"]*)">([^<]*)<', text.partition("<tbody>")[2].partition("</tbody>")[0])
+    values = [History.load(compare / f"fedstas/seed-{seed}").final_accuracy for seed in range(3)]
+    others = [History.load(compare / f"fedavg/seed-{seed}").final_accuracy for seed in range(3)]
+    mean, difference = sum(values) / 3, (sum(values) - sum(others)) / 3
+    row = cells[len(cells) // 2 :]
+    assert float(row[0][0]) == pytest.approx(mean)
+    assert row[0][1].startswith(f"{100 * mean:.2f} ± ")
+    assert float(row[1][0]) == pytest.approx(difference)
+    assert row[1][1] == f"{100 * difference:+.2f}"
+    assert cells[1] == ("0", "baseline")
+    assert re.search(r"<small>\[[-+.\d]+, [-+.\d]+\]</small><small>p [<.\d]+</small>", text)
+
+
+def test_page_needs_nothing_from_outside_and_runs_nothing_but_its_own(make_run: Maker, tmp_path: Path) -> None:
     folder = make_run("mine", method="fedstas", rounds=5)
     out = write_report([folder], folder)
     assert out == folder / "report.html"
     text = out.read_text()
     page = Page(text)
-    assert set(re.findall(r"https?://[^\"' <]+", text)) == {
+    # A name space, and where the library is from; nothing is fetched.
+    assert set(re.findall(r"https?://[^\"'` <)]+", text)) == {
         "http://www.w3.org/2000/svg",
-        "http://www.w3.org/1999/xlink",
+        "https://github.com/leeoniya/uPlot",
     }
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)[1].replace("&#39;", "'")
+    ours = [script for kind, script in page.scripts if not kind]
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in ours]
+    assert policy == (
+        "default-src 'none'; script-src " + " ".join(f"'sha256-{each}'" for each in hashes)
+        + "; style-src 'unsafe-inline'; img-src data:"
+    )  # fmt: skip
+    assert "Permission is hereby granted" in ours[0]
     targets = [source[1:] for source in page.sources if source.startswith("#")]
     assert targets
     assert set(targets) <= set(page.ids)
@@ -106,41 +132,42 @@ def test_page_needs_nothing_from_outside(make_run: Callable[..., Path], tmp_path
         base64.b64decode(pictures[0].removeprefix("data:image/png;base64,")) == (folder / "partition.png").read_bytes()
     )
     assert str(tmp_path) not in text
-    assert "prefers-color-scheme: dark" in text
-    assert "currentColor" in text
 
 
-@pytest.mark.slow
-def test_page_tells_about_events_spec_and_own_columns(make_run: Callable[..., Path]) -> None:
+def test_page_tells_about_events_spec_and_own_columns(make_run: Maker) -> None:
     folder = make_run("mine", method="fedstas", rounds=20)
     page = Page(write_report([folder], folder).read_text())
     dropped = (folder / "events.jsonl").read_text().count("dropped")
-    assert f"dropped {dropped} {2 * dropped}" in page.text
+    assert f"{dropped} {2 * dropped} clients" in page.text
     assert "seed 0 20 failed 5 out of <memory>" in page.text
     assert 'name = "fedstas"' in page.text
-    assert "keep_probability = 0.1" in page.text
-    assert "strata_sizes 4, 3, 3" in page.text
-    assert "neyman sd" in page.text
-    assert "estimate.samples" in page.text
+    assert "keep_probability 0.1 in every round" in page.text
+    assert "strata_sizes 4, 3, 3 in the last round" in page.text
+    assert {"key": "neyman_sd", "name": "neyman sd", "own": True} in page.data[0]["metrics"]
+    assert "estimate.samples" in [metric["key"] for metric in page.data[0]["metrics"]]
 
 
-@pytest.mark.slow
-def test_everything_is_escaped(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_everything_is_escaped(make_run: Maker, tmp_path: Path) -> None:
     evil = "<script>x()<&>--><"
     for name in ("a", "b"):
         folder = make_run(f"cmp/{name}{evil.replace('/', '')}/seed-0", rounds=3)
-        (folder / "spec.toml").write_text(f'seed = 0\nmethod = "</pre>{evil}"\n')
+        (folder / "spec.toml").write_text(f'seed = 0\nmethod = "</pre>{evil}"\n[data]\nname = "</script>{evil}"\n')
         event = {"round": 1, "kind": evil, "clients": [1], "reason": evil}
         (folder / "events.jsonl").write_text(json.dumps(event) + "\n")
+        (folder / "model.json").write_text(json.dumps({"class_names": [f"</script>{evil}", "<!--"]}))
         lines = (folder / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) | {f"own_{evil}": 0.5, "text": evil} for line in lines]
-        records[0][f"own_{evil}"] = 0.7
+        records = [
+            json.loads(line) | {f"own_</script>{evil}": 0.5, "text": evil, "per_class": [0, 1]} for line in lines
+        ]
+        records[0][f"own_</script>{evil}"] = 0.7
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     text = write_report([tmp_path / "cmp"], tmp_path / "out.html").read_text()
     page = Page(text)
-    assert "script" not in page.tags
+    assert [kind for kind, _ in page.scripts] == ["application/json", "", ""]
     assert page.tags.count("pre") == 2
     assert evil in page.text
+    assert page.data[0]["classes"]["names"] == [f"</script>{evil}", "<!--"]
+    assert f"own_</script>{evil}" in page.data[0]["methods"][0]["y"]
 
 
 def test_a_run_without_rounds_or_extras(tmp_path: Path) -> None:
@@ -149,40 +176,53 @@ def test_a_run_without_rounds_or_extras(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("")
     (folder / "partition.png").write_text("no picture")
     page = Page(write_report([folder], tmp_path / "new" / "page.html").read_text())
-    assert "not recorded" in page.text
+    assert page.data[0]["metrics"] == []
     assert "None was recorded." in page.text
     assert "img" not in page.tags
 
 
-def test_a_folder_that_is_no_run_writes_nothing(make_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_writes_nothing(make_run: Maker, tmp_path: Path) -> None:
     folder = make_run("mine")
     with pytest.raises(DataError, match="nothing is no folder"):
         write_report([folder, tmp_path / "nothing"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
 
 
-def test_own_columns_are_drawn_where_they_change() -> None:
-    records = [{"round": i, "loss": i, "rises": i, "flat": 2, "rare": i} for i in (1, 2)]
-    assert own_columns([History(records[:1]), History(records)]) == (["rises", "rare"], {"flat": "2"}, [])
-    many = History([{"round": i} | {f"m{j}": i * j for j in range(1, 15)} for i in (1, 2)])
-    assert own_columns([many])[2] == ["m13", "m14"]
+def test_numbers_that_never_change_are_words() -> None:
+    records = [{"round": i, "loss": i, "rises": i, "flat": 2, "clients": {"flat": 1}} for i in (1, 2)]
+    assert constants([History(records[:1]), History(records)]) == {"flat": "2"}
 
 
-def test_each_data_set_has_a_table_of_its_own(make_run: Callable[..., Path], undrawn: None, tmp_path: Path) -> None:
+def test_each_data_set_has_tables_of_its_own(make_run: Maker, tmp_path: Path) -> None:
     folders = [make_run("a"), make_run("b", best=0.7), make_run("c", best=0.5)]
     other = folders[2] / "spec.toml"
     other.write_text(other.read_text().replace("digits", "mnist"))
-    text = write_report(folders, tmp_path / "report.html").read_text()
-    words = Page(text).text
-    assert text.count('<th scope="col">method</th>') == 2
-    assert text.count("of all methods on digits") == 1
-    # A label that is alone on its data set has nothing to be drawn beside.
-    assert "of all methods on mnist" not in text
-    assert words.index("On digits") < words.index("On mnist")
-
+    page = Page(write_report(folders, tmp_path / "report.html").read_text())
+    assert [[method["name"] for method in each["methods"]] for each in page.data] == [["a", "b"], ["c"]]
+    assert page.text.index("On digits") < page.text.index("On mnist")
     other.unlink()
     assert "On data that no spec names" in write_report(folders, tmp_path / "again.html").read_text()
 
 
-def test_one_data_set_needs_no_heading(compare: Path, undrawn: None, tmp_path: Path) -> None:
+def test_one_data_set_needs_no_heading(compare: Path, tmp_path: Path) -> None:
     assert "On digits" not in Page(write_report([compare], tmp_path / "report.html").read_text()).text
+
+
+def test_a_partition_is_shown_once(compare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for label in ("fedavg", "fedstas"):
+        (compare / label / "seed-2" / "partition.png").write_bytes(html.PNG + b"another" * 20)
+    page = Page(write_report([compare], tmp_path / "report.html").read_text())
+    assert len([source for source in page.sources if source.startswith("data:")]) == 2
+    assert "seed 0, seed 1: all methods" in page.text
+    assert "seed 2: all methods" in page.text
+    monkeypatch.setattr(html, "PICTURES", 100)
+    page = Page(write_report([compare], tmp_path / "report.html").read_text())
+    assert len([source for source in page.sources if source.startswith("data:")]) == 1
+    assert "Not shown, to keep this page small: seed 2 (all methods)" in page.text
+
+
+def test_methods_come_in_the_order_of_their_comparison(compare: Path, tmp_path: Path) -> None:
+    keep_order(compare, ["fedstas", "fedavg"])
+    page = Page(write_report([compare], tmp_path / "report.html").read_text())
+    assert [method["name"] for method in page.data[0]["methods"]] == ["fedstas", "fedavg"]
+    assert "minus fedstas" in page.text

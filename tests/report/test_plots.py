@@ -3,12 +3,22 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 import fedstrata as fs
 from fedstrata.errors import SpecError
 from fedstrata.history import History
-from fedstrata.report.draw import COLOURS, look, over_seeds, sent
-from fedstrata.report.plots import grid, overview, panels, plot_comparison, plot_curves, plot_run
+from fedstrata.report.draw import (
+    COLOURS,
+    draw_communication,
+    draw_curves,
+    draw_losses,
+    draw_participation,
+    look,
+    over_seeds,
+    sent,
+)
+from fedstrata.report.plots import plot_comparison, plot_curves, plot_run
 
 
 def run(values: list[float | None], column: str = "accuracy", **more: float) -> History:
@@ -71,12 +81,11 @@ def test_bytes_since_the_start() -> None:
 def test_participation_stacks_to_the_invited() -> None:
     fates = {"clients_returned": 6, "clients_dropped": 3, "clients_late": 1, "clients_failed": 0}
     history = run([0.5, 0.6], clients_invited=10, **fates)
-    axes = panels([history]).axes[2]
+    axes = Figure().subplots()
+    draw_participation(axes, [history])
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["returned", "dropped out", "late", "invited"]
     tops = [area.get_datalim(axes.transData).y1 for area in axes.collections]
     assert tops == [6, 9, 10]
-    bars = overview({"a": [history], "b": [history]}).axes[3].patches
-    assert sum(bar.get_width() for bar in bars) == pytest.approx(200)
 
 
 def test_pictures_of_a_run_and_of_one_without_rounds(make_run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -85,19 +94,20 @@ def test_pictures_of_a_run_and_of_one_without_rounds(make_run, tmp_path: Path) -
     assert [file.name for file in files] == ["accuracy.png", "loss.png", "participation.png", "communication.png"]
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
     for empty in (History(), History([{"round": 1}])):
-        figure = panels([empty], tmp_path / "empty.png")
-        assert [axes.texts[0].get_text() for axes in figure.axes] == ["not recorded"] * 4
-
-
-def test_grid_leaves_unused_places_empty() -> None:
-    history = run([1.0, 2.0], "a", b=2.0, c=3.0, d=4.0)
-    axes = grid([history], ["a", "b", "c", "d"]).axes
-    assert [place.axison for place in axes] == [True] * 4 + [False] * 2
+        drawn = Figure().subplots(4)
+        draw_curves(drawn[0], {"": [empty]}, "accuracy")
+        for draw, axes in zip((draw_losses, draw_participation, draw_communication), drawn[1:], strict=True):
+            draw(axes, [empty])
+        assert [axes.texts[0].get_text() for axes in drawn] == ["not recorded"] * 4
 
 
 def test_a_single_round_can_be_seen() -> None:
     history = History([{"round": 1, "accuracy": 0.5, "loss": 1.0, "train_loss": 2.0, "bytes_up": 9, "bytes_down": 9}])
-    lines = [line for axes in panels([history]).axes for line in axes.lines]
+    drawn = Figure().subplots(3)
+    draw_curves(drawn[0], {"": [history]}, "accuracy")
+    draw_losses(drawn[1], [history])
+    draw_communication(drawn[2], [history])
+    lines = [line for axes in drawn for line in axes.lines]
     assert [line.get_marker() for line in lines] == ["o"] * 5
 
 

@@ -224,11 +224,13 @@ def _amount(amount: float, budget: Budget) -> str:
     return f"{value:,.0f} {budget.unit}" if value >= 100 else f"{value:.3g} {budget.unit}"
 
 
-def _range(ends: Range | None, how: Measure, sign: str = "") -> str:
+def range_text(ends: Range | None, how: Measure, sign: str = "") -> str:
+    """An interval in the unit of its heading."""
     return MISSING if ends is None else f"[{number(ends[0], how, sign)}, {number(ends[1], how, sign)}]"
 
 
-def _p(p: float | None) -> str:
+def p_text(p: float | None) -> str:
+    """A p to three digits."""
     return MISSING if p is None else "<0.001" if p < 0.0005 else f"{p:.3f}"
 
 
@@ -242,10 +244,10 @@ def _lines(found: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
             [
                 row.label,
                 shown(row.value, how, row.seeds),
-                _range(row.value.interval, how),
+                range_text(row.value.interval, how),
                 MISSING if (d := row.difference) is None or d.mean is None else number(d.mean, how, "+"),
-                MISSING if d is None else _range(d.interval, how, "+"),
-                MISSING if d is None else _p(d.corrected),
+                MISSING if d is None else range_text(d.interval, how, "+"),
+                MISSING if d is None else p_text(d.corrected),
             ]
             for row in rows
         ]

@@ -24,7 +24,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 Dash = Literal["-", "--", ":", "-."]
 DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 INK, GRID = "#22272e", "#d5d9de"
-"""Text and lines, and the grid; a page that has a dark mode replaces both."""
+"""Text and lines, and the grid."""
 MARKED = 25
 """Curves of so many points at most have markers."""
 
@@ -187,24 +187,6 @@ def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
     _style(axes, "round", "clients")
     axes.set_ylim(bottom=0)
     _whole_rounds(axes)
-    _key(axes)
-
-
-def draw_fates(axes: Axes, curves: Curves) -> None:
-    """What became of all invitations of a run, in percent of them: one stacked bar a label."""
-    base = np.zeros(len(curves))
-    invited = np.array([sum(h.total("clients_invited") for h in members) for members in curves.values()])
-    places = np.arange(len(curves))
-    for column, (name, colour) in FATES.items():
-        amount = np.array([sum(h.total(column) for h in members) for members in curves.values()])
-        if amount.any():
-            share = 100 * amount / np.maximum(invited, 1)
-            axes.barh(places, share, left=base, color=colour, alpha=0.85, height=0.7, label=name)
-            base = base + share
-    _style(axes, "of those invited, %", "")
-    axes.set_yticks(places, [literal(label if len(label) <= 20 else label[:19] + "…") for label in curves])
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
     _key(axes)
 
 

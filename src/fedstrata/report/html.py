@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import base64
-import io
-import re
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.history import STANDARD, History
 from fedstrata.jsonl import replace_file, write_json
 from fedstrata.report import contrasts, plots, tables
-from fedstrata.report.draw import GRID, INK
+from fedstrata.report.charts import DASHES, FATE_NAMES, chart_data, is_own
+from fedstrata.report.draw import look
 from fedstrata.report.runs import Run, by_data, histories, load_runs
 from fedstrata.report.summary import summary_lines
 
 if TYPE_CHECKING:
     from markupsafe import Markup
-    from matplotlib.figure import Figure
 
-PANELS = 12
-"""A method's own columns that are drawn; the names of the others are listed."""
 EVENTS = 10
-"""Events that are shown in full."""
+"""Events of a method that are shown in full."""
 NAMED = 12
 """Clients of an event, or entries of a list, that are shown."""
+PICTURES = 1_000_000
+"""Bytes of all pictures of partitions together, at most."""
 PNG = b"\x89PNG\r\n\x1a\n"
+SCRIPTS, STYLES = ("uPlot.iife.min.js", "report.js"), ("uPlot.min.css", "report.css")
 
 
 def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
@@ -82,6 +84,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
 def render(runs: Mapping[str, Sequence[Run]]) -> str:
     """The page about the runs of each label, as text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
+    from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("fedstrata.report"),
@@ -90,63 +93,181 @@ def render(runs: Mapping[str, Sequence[Run]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    several = by_data(runs)
+    scripts = [_asset(name) for name in SCRIPTS]
+    # The licence of a library goes where the library goes.
+    scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     return environment.get_template("report.html.j2").render(
-        title=", ".join(runs) if len(runs) <= 4 else f"{len(runs)} methods",
-        comparisons=[
-            _comparison(data, members, f"overview{i or ''}") for i, (data, members) in enumerate(by_data(runs).items())
-        ],
-        sections=[_section(label, members, f"run{i}") for i, (label, members) in enumerate(runs.items())],
+        title=_title(runs, list(several)),
+        styles=[_asset(name) for name in STYLES],
+        scripts=scripts,
+        # Nothing but these scripts may run, whatever a name in a spec says.
+        trusted=" ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts),
+        data=_embedded([chart_data(members) for members in several.values()]),
+        comparisons=[_comparison(data, members) for data, members in several.items()],
+        fates=FATE_NAMES,
+        partitions=_partitions(runs),
+        events=_event_counts(runs),
+        methods=[_method(label, members) for label, members in runs.items()],
     )
 
 
-def _comparison(data: str, runs: Mapping[str, Sequence[Run]], key: str) -> dict[str, Any]:
-    """The table of one data set's runs, and their curves where there are several methods."""
-    rows = tables.compare_table(histories(runs))
+def _title(runs: Mapping[str, Sequence[Run]], data: Sequence[str]) -> str:
+    names = ", ".join(runs) if len(runs) <= 4 else f"{len(runs)} methods"
+    return f"{names} on {', '.join(data)}" if all(data) and len(data) <= 4 else names
+
+
+def _asset(name: str) -> Markup:
+    """The text of a file that comes with the package, which is no untrusted one."""
+    from markupsafe import Markup
+
+    return Markup((resources.files("fedstrata.report") / "assets" / name).read_text(encoding="utf-8"))
+
+
+def _embedded(data: object) -> Markup:
+    """Data as JSON to stand in a page: no text in it can end the element that it stands in."""
+    from markupsafe import Markup
+
+    return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
+
+
+def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """The tables of one data set's runs."""
+    members = histories(runs)
+    rows, found = tables.compare_table(members), contrasts.contrast(members)
+    keys = tables.keys(rows)
+    other = [key for key in keys if key not in tables.MEASURES and not tables.is_target(key)]
+    main = [
+        key
+        for key in keys
+        if key not in (*other, "best_round", "rounds")
+        and (key != "seconds" or any(row.cells[key].mean for row in rows))
+    ]
+    equal = [column for key in found.measures if key not in tables.MEASURES for column in _contrasted(found, key)]
+    summary = [column for key in main for column in _columns(rows, key, found)]
+    more = equal + [column for key in other for column in _columns(rows, key, found)]
     return {
         "data": data,
-        "headings": [tables.measure(name).heading for name in tables.keys(rows)],
-        "rows": [(row.label, [tables.show(row, name) for name in tables.keys(rows)]) for row in rows],
-        "caption": tables.caption(rows),
-        "overview": inline_svg(plots.overview(histories(runs)), key) if len(runs) > 1 else None,
+        "labels": [(label, look(i)[0], " ".join(map(str, DASHES[look(i)[1]]))) for i, label in enumerate(runs)],
+        "tables": [(title, columns) for title, columns in (("Summary", summary), ("More measures", more)) if columns],
+        "caption": contrasts.caption(found),
+        "seeds": list(dict.fromkeys(run.name for each in runs.values() for run in each)),
     }
 
 
-def _section(label: str, runs: Sequence[Run], key: str) -> dict[str, Any]:
+def _columns(rows: Sequence[tables.Row], key: str, found: contrasts.Contrasts) -> list[dict[str, Any]]:
+    """A measure as columns of the page's table: one, or two where it is compared with the baseline."""
+    if key in found.measures:
+        return _contrasted(found, key)
+    cells = [_cell(tables.show(row, key), row.cells[key].mean) for row in rows]
+    return [{"heading": tables.measure(key).heading, "cells": cells}]
+
+
+def _contrasted(found: contrasts.Contrasts, key: str) -> list[dict[str, Any]]:
+    rows, how = found.groups[key], found.measures[key]
+    cells = [
+        _cell(
+            tables.shown(row.value, how, row.seeds),
+            row.value.mean,
+            contrasts.range_text(row.value.interval, how) if row.value.interval else "",
+        )
+        for row in rows
+    ]
+    columns = [{"heading": how.heading, "cells": cells}]
+    differences = [row.difference for row in rows]
+    if any(each is not None and each.mean is not None for each in differences):
+        cells = [
+            _cell(*(("baseline", 0.0) if row.label == found.baseline else (tables.MISSING, None)))
+            if (each := row.difference) is None or each.mean is None
+            else _cell(
+                tables.number(each.mean, how, "+"),
+                each.mean,
+                contrasts.range_text(each.interval, how, "+") if each.interval else "",
+                f"p {contrasts.p_text(each.corrected)}" if each.corrected is not None else "",
+            )
+            for row in rows
+        ]
+        columns.append({"heading": f"minus {found.baseline}", "cells": cells})
+    return columns
+
+
+def _cell(text: str, value: float | None, *below: str) -> dict[str, Any]:
+    return {"text": text, "value": "" if value is None else f"{value:.10g}", "below": [line for line in below if line]}
+
+
+def _partitions(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
+    """Each picture once, with the runs whose partition it is; those that would make the page large by name only."""
+    owners: dict[bytes, list[tuple[str, str]]] = {}
+    for label, members in runs.items():
+        for run in members:
+            data = run.partition.read_bytes() if run.partition is not None else b""
+            if data.startswith(PNG):
+                owners.setdefault(data, []).append((label, run.name))
+    found, left = [], PICTURES
+    for data, of in owners.items():
+        left -= len(data)
+        who = list(dict.fromkeys(name for _, name in of))
+        labels = list(dict.fromkeys(label for label, _ in of))
+        whose = (
+            "all methods"
+            if len(labels) == len(runs)
+            else ", ".join(labels[:NAMED]) + ("" if len(labels) <= NAMED else ", …")
+        )
+        found.append(
+            {
+                "of": ", ".join(who[:NAMED]) + (", …" if len(who) > NAMED else ""),
+                "whose": whose if len(runs) > 1 else "",
+                "source": f"data:image/png;base64,{base64.b64encode(data).decode()}" if left >= 0 else None,
+            }
+        )
+    return found
+
+
+def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
+    """How many events of each kind there are of each method, and how many clients they name, counted each time."""
+    counts = {label: Counter[str]() for label in runs}
+    clients = {label: Counter[str]() for label in runs}
+    for label, members in runs.items():
+        for event in (event for run in members for event in run.events):
+            kind = str(event.get("kind", ""))
+            counts[label][kind] += 1
+            clients[label][kind] += len(event.get("clients", []))
+    total: Counter[str] = sum(counts.values(), Counter())
+    kinds = [kind for kind, _ in total.most_common()]
+    return {
+        "kinds": kinds,
+        "rows": [(label, [(counts[label][kind], clients[label][kind]) for kind in kinds]) for label in runs],
+    }
+
+
+def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
+    """What is told of one label alone: its runs in words, what it recorded, events and spec."""
     members = [run.history for run in runs]
-    drawn, constant, left = own_columns(members)
-    pictures = [run for run in runs if run.partition is not None]
+    every = [(run, event) for run in runs for event in run.events]
+    # What went wrong comes before what was expected: a client that drops out gives no reason.
+    telling = sorted(every, key=lambda pair: not pair[1].get("reason"))
     return {
         "label": label,
-        "key": key,
-        "seeds": [(_seed(run), summary_lines(_unplaced(run.history))) for run in runs],
-        "panels": inline_svg(plots.panels(members), f"{key}-panels"),
-        "own": inline_svg(plots.grid(members, drawn), f"{key}-own") if drawn else None,
-        "constant": constant,
-        "left": left,
+        "runs": [(run.name, summary_lines(_unplaced(run.history))) for run in runs],
+        "constant": constants(members),
         "lists": last_lists(members),
-        "partition": _data_uri(pictures[0].partition) if pictures else None,
-        "partition_of": _seed(pictures[0]) if pictures else "",
-        "events": _events(runs),
+        "first": [
+            (run.name, event["round"], event.get("kind", ""), _brief(event.get("clients", [])), event.get("reason", ""))
+            for run, event in telling[:EVENTS]
+        ],
+        "events": len(every),
         "spec": runs[0].spec,
-        "spec_of": _seed(runs[0]),
+        "spec_of": runs[0].name,
     }
 
 
-def own_columns(members: Sequence[History]) -> tuple[list[str], dict[str, str], list[str]]:
-    """A method's own columns of numbers.
-
-    Returns:
-        Those to draw, those that are the same in every round with their value, and those left over.
-    """
-    names = dict.fromkeys(name for history in members for name in history.columns if name not in STANDARD)
-    changing, constant = [], {}
-    for name in names:
-        values = {value for h in members if name in h.columns for value in h.column(name)[1].tolist()}
-        if len(values) == 1:
-            constant[name] = f"{values.pop():g}"
-        else:
-            changing.append(name)
-    return changing[:PANELS], constant, changing[PANELS:]
+def constants(members: Sequence[History]) -> dict[str, str]:
+    """A method's own columns whose number is the same in every round, with it."""
+    values: dict[str, set[float]] = {}
+    for history in members:
+        for name in filter(is_own, history.columns):
+            values.setdefault(name, set()).update(history.column(name)[1].tolist())
+    return {name: f"{each.pop():g}" for name, each in values.items() if len(each) == 1}
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
@@ -156,7 +277,7 @@ def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
         (name, _brief(value) if isinstance(value, list) else str(value))
         for record in records
         for name, value in record.items()
-        if name not in STANDARD and isinstance(value, (list, str))
+        if name not in (*STANDARD, "per_class") and isinstance(value, (list, str))
     ]
 
 
@@ -165,66 +286,9 @@ def _brief(values: Sequence[Any]) -> str:
     return shown + (f", … ({len(values)} in all)" if len(values) > NAMED else "")
 
 
-def _events(runs: Sequence[Run]) -> dict[str, Any]:
-    every = [(run, event) for run in runs for event in run.events]
-    kinds = Counter(str(event.get("kind", "")) for _, event in every)
-    clients: Counter[str] = Counter()
-    for _, event in every:
-        clients[str(event.get("kind", ""))] += len(event.get("clients", []))
-    # What went wrong comes before what was expected: a client that drops out gives no reason.
-    telling = sorted(every, key=lambda pair: not pair[1].get("reason"))
-    return {
-        "kinds": [(kind, count, clients[kind]) for kind, count in kinds.most_common()],
-        "first": [
-            (
-                _seed(run),
-                event["round"],
-                event.get("kind", ""),
-                _brief(event.get("clients", [])),
-                event.get("reason", ""),
-            )
-            for run, event in telling[:EVENTS]
-        ],
-        "more": max(len(every) - EVENTS, 0),
-    }
-
-
-def _seed(run: Run) -> str:
-    return run.folder.name if run.history.seed is None else f"seed {run.history.seed}"
-
-
 def _unplaced(history: History) -> History:
     """The history without its folder: a page that is passed on says nothing about where it was made."""
     return History(history, method=history.method, seed=history.seed, targets=history.targets, stopped=history.stopped)
 
 
-def _data_uri(path: Path | None) -> str | None:
-    data = path.read_bytes() if path is not None else b""
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}" if data.startswith(PNG) else None
-
-
-def inline_svg(figure: Figure, key: str) -> Markup:
-    """A figure as SVG to put into a page: its ids are its own, its ink and grid follow the page's colours.
-
-    Args:
-        figure: The figure.
-        key: Put before every id, so that no two figures of a page share one.
-    """
-    import matplotlib
-    from markupsafe import Markup
-
-    buffer = io.StringIO()
-    # Text stays text, and the ids that matplotlib makes up are the same every time.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": key}):
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', text))
-    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{key}-{m[1]}"' if m[1] in used else "", text)
-    text = re.sub(r'(url\(#|href="#)', rf"\g<1>{key}-", text)
-    text = text.replace(INK, "currentColor").replace(GRID, "var(--grid)")
-    return Markup(text)
-
-
-__all__ = ["inline_svg", "last_lists", "own_columns", "render", "write_comparison", "write_report"]
+__all__ = ["constants", "last_lists", "render", "write_comparison", "write_report"]

@@ -12,7 +12,6 @@ from fedstrata.report.draw import (
     Curves,
     draw_communication,
     draw_curves,
-    draw_fates,
     draw_losses,
     draw_participation,
     literal,
@@ -68,42 +67,6 @@ def plot_curves(
     draw_curves(figure.subplots(), curves, column, against=against)
     _legend(figure, curves)
     return _saved(figure, path)
-
-
-def overview(curves: Curves) -> Figure:
-    """Several labels side by side: accuracy, loss, accuracy over the data sent, and who returned."""
-    figure = _figure(10.0, 7.0)
-    panels = figure.subplots(2, 2)
-    draw_curves(panels[0, 0], curves, "accuracy")
-    draw_curves(panels[0, 1], curves, "loss")
-    draw_curves(panels[1, 0], curves, "accuracy", against="bytes")
-    draw_fates(panels[1, 1], curves)
-    _legend(figure, curves)
-    return figure
-
-
-def panels(histories: Sequence[History], path: Path | str | None = None) -> Figure:
-    """One label: accuracy, losses, participation and communication."""
-    figure = _figure(10.0, 6.4)
-    axes = figure.subplots(2, 2)
-    draw_curves(axes[0, 0], {"": histories}, "accuracy")
-    draw_losses(axes[0, 1], histories)
-    draw_participation(axes[1, 0], histories)
-    draw_communication(axes[1, 1], histories)
-    return _saved(figure, path)
-
-
-def grid(histories: Sequence[History], columns: Sequence[str]) -> Figure:
-    """One small picture for each of ``columns``."""
-    across = min(3, len(columns))
-    down = -(-len(columns) // across)
-    figure = _figure(3.4 * across, 2.5 * down)
-    places = figure.subplots(down, across, squeeze=False).ravel()
-    for axes, column in zip(places, columns, strict=False):
-        draw_curves(axes, {"": histories}, column)
-    for axes in places[len(columns) :]:
-        axes.set_axis_off()
-    return figure
 
 
 def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:

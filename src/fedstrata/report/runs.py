@@ -39,6 +39,11 @@ class Run:
     spec: str
 
     @property
+    def name(self) -> str:
+        """What tells it from others of its label: its seed, or its folder where that is not known."""
+        return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
+
+    @property
     def partition(self) -> Path | None:
         """The picture of its partition, where there is one."""
         path = self.folder / "partition.png"

@@ -1,0 +1,591 @@
+// The page's own script: tables that sort, curves whose methods can be switched off, heat maps and strips. Names come
+// from specs and data and are text: they are set as text or as attributes, and never as markup.
+"use strict";
+(() => {
+const blocks = JSON.parse(document.getElementById("data").textContent);
+const root = document.documentElement;
+const HEIGHT = 270;
+const repaints = []; // what is on a canvas is painted anew when the colours or the width change
+
+function make(tag, attributes = {}, ...children) {
+  const svg = ["svg", "path", "text", "rect", "title"].includes(tag);
+  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+const choice = (options, chosen) => make("select", {}, ...options.map(([value, name]) =>
+  make("option", {value, selected: value === chosen}, name)));
+
+// A colour of the style sheet as a canvas takes it.
+const probe = document.body.appendChild(make("i", {hidden: true}));
+function colour(name) {
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
+
+function text(value) {
+  if (value == null || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e6) return (value / 1e6).toLocaleString("en", {maximumFractionDigits: 1}) + " M";
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size && size < 0.001) return value.toExponential(0);
+  return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
+}
+
+// Axes
+
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+    for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
+  const inside = found.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length > 9 ? inside.filter(tick => Math.abs(Math.log10(tick) % 1) < 1e-6) : inside;
+}
+
+function axes(name, log, whole) {
+  const look = {stroke: colour("ink"), font: "12px system-ui, sans-serif", grid: {stroke: colour("line"), width: 1}};
+  look.ticks = {stroke: colour("line"), width: 1, size: 5};
+  const across = {...look, label: name, labelFont: look.font, labelSize: 20, size: 34, space: 55,
+    values: (_, ticks) => ticks.map(text)};
+  if (log) across.splits = (_u, _a, low, high) => logTicks(low, high);
+  if (log) across.filter = (_, ticks) => ticks;
+  if (whole) across.incrs = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
+  return [across, {...look, size: 52, values: (_, ticks) => ticks.map(text)}];
+}
+
+function padded(low, high, log) {
+  if (low == null || !Number.isFinite(low)) return log ? [1, 10] : [0, 1];
+  if (log) return low === high ? [low / 2, high * 2] : [low * (low / high) ** 0.03, high * (high / low) ** 0.03];
+  const space = (high - low) * 0.04 || Math.abs(high) * 0.1 || 1;
+  return [low - space, high + space];
+}
+
+// One data set: its methods, which of them are shown, and everything that follows when that changes
+
+class Block {
+  constructor(section, data) {
+    Object.assign(this, {section, data, hidden: new Set(), listeners: [], across: "round", log: false});
+    this.find = selector => section.querySelector(selector);
+    if (data.metrics.length) this.curves();
+    this.heats();
+    this.strips();
+  }
+
+  shown(index) { return !this.hidden.has(index); }
+
+  changed() {
+    for (const listener of this.listeners) listener();
+  }
+
+  curves() {
+    const {methods, metrics, axes: across} = this.data;
+    const select = this.find(".axis"), log = this.find(".log");
+    select.append(...choice(across.map(axis => [axis.key, axis.name]), "round").children);
+    select.value = "round";
+    select.addEventListener("change", () => {
+      log.checked = this.log = select.value === "bytes"; // methods differ by orders of magnitude
+      this.across = select.value;
+      this.draw();
+    });
+    log.addEventListener("change", () => { this.log = log.checked; this.draw(); });
+    this.find(".controls").hidden = false;
+    this.legend();
+    const box = this.find(".charts");
+    const first = ["accuracy", "loss"].filter(key => metrics.some(metric => metric.key === key));
+    const others = metrics.map(metric => metric.key).filter(key => !first.includes(key) && key !== "train_loss");
+    const front = methods.length > 1 && across.length > 1 && methods.some(method => method.final[0] != null);
+    const last = [...others, ...metrics.map(metric => metric.key).filter(key => key === "train_loss")];
+    this.charts = first.map(key => new Chart(this, box, key));
+    if (front) this.charts.push(new Pareto(this, box));
+    this.charts.push(...last.slice(0, front ? 1 : 2).map(key => new Chart(this, box, key)));
+    this.draw();
+    repaints.push(() => this.draw());
+  }
+
+  draw() {
+    for (const chart of this.charts) chart.draw();
+  }
+
+  legend() {
+    const box = this.find(".legend");
+    const swatches = [...this.section.querySelector("table").querySelectorAll(".swatch")]; // before it is sorted
+    this.entries = this.data.methods.map((method, index) => {
+      const value = make("output");
+      const entry = make("button", {type: "button", class: "entry", "aria-pressed": "true", title: method.name},
+        swatches[index].cloneNode(true), make("b", {}, method.name), value);
+      entry.addEventListener("click", () => this.show(index, !this.shown(index)));
+      entry.addEventListener("dblclick", () => this.only(new Set([index])));
+      for (const [event, focus] of [["mouseenter", true], ["mouseleave", false], ["focus", true], ["blur", false]])
+        entry.addEventListener(event, () => this.charts.forEach(chart => chart.focus(focus ? index : null)));
+      box.append(entry);
+      return {entry, value};
+    });
+    const tool = (name, indices) => {
+      const button = make("button", {type: "button"}, name);
+      button.addEventListener("click", () => this.only(new Set(indices)));
+      return button;
+    };
+    this.about = make("span", {class: "note"});
+    const tools = [tool("all", this.data.methods.keys()), tool("none", [])];
+    box.prepend(make("div", {class: "tools"}, ...(this.data.methods.length > 1 ? tools : []), this.about));
+    box.hidden = false;
+    this.values();
+  }
+
+  show(index, visible) {
+    if (visible) this.hidden.delete(index);
+    else this.hidden.add(index);
+    this.entries[index].entry.setAttribute("aria-pressed", visible);
+    this.changed();
+  }
+
+  only(indices) {
+    this.hidden = new Set([...this.data.methods.keys()].filter(index => !indices.has(index)));
+    this.entries.forEach(({entry}, index) => entry.setAttribute("aria-pressed", this.shown(index)));
+    this.changed();
+  }
+
+  // Values beside the names: where the pointer is, or at the end.
+  values(metric = this.data.metrics[0].key, at = null) {
+    const name = this.data.metrics.find(each => each.key === metric).name;
+    const place = this.across === "round" ? "round " : "";
+    this.about.textContent = at == null ? `${name}, at the end` : `${name}, at ${place}${text(at)}`;
+    this.entries.forEach(({value}, index) => {
+      const method = this.data.methods[index], curve = method.y[metric];
+      let found = null;
+      curve?.[0].forEach((y, i) => { if (y != null && (at == null || method[this.across][i] <= at)) found = y; });
+      value.textContent = text(found);
+    });
+  }
+
+  heats() {
+    const box = this.find(".heats"), {methods, classes, clients} = this.data;
+    const names = methods.map(method => method.name);
+    if (classes) {
+      new Heat(this, box, "Accuracy by class, %", [], () => ({rows: names, rowName: "", columns: classes.names,
+        columnName: "class ", values: classes.rows, ...percent(classes.rows), methods: true}));
+      const with_ = names.map((name, i) => [String(i), name]).filter(([i]) => classes.confusion[i]);
+      if (with_.length) new Heat(this, box, "Confusion, % of the true class", [with_], chosen => {
+        const counts = classes.confusion[chosen];
+        const shares = counts.map(row => {
+          const sum = row.reduce((a, b) => a + b, 0);
+          return row.map(count => sum ? 100 * count / sum : null);
+        });
+        return {rows: classes.names, rowName: "class ", columns: classes.names, columnName: "taken for ",
+          values: shares, low: 0, high: 100, silent: 0, note: "Rows are true classes, columns what they were taken for."};
+      });
+    }
+    if (clients.length) {
+      const options = clients.map((map, i) => [String(i), clientsName(map)]);
+      new Heat(this, box, "By client", [options], chosen => {
+        const map = clients[chosen], scale = map.percent ? 100 : 1;
+        const values = map.rows.map(row => row?.map(value => value == null ? null : value * scale));
+        const every = values.flat().filter(value => value != null); // a method without a table has none
+        const first = `${names.length > 1 ? "mean " : ""}${clients[0].column}${names.length > 1 ? " over the methods" : ""}`;
+        return {rows: names, rowName: "", columns: map.clients.map(String), columnName: "client ", values, methods: true,
+          ...(map.percent ? percent(values) : {low: 0, high: Math.max(...every, 0)}),
+          note: `Clients from the lowest to the highest ${first}` +
+            (map.of > map.clients.length ? `; ${map.clients.length} of ${map.of}, evenly chosen.` : ".")};
+      }, "full");
+    }
+    function percent(values) { // from the ten below the lowest, so that differences are seen
+      const lowest = Math.min(...values.flat().filter(value => value != null), 90);
+      return {low: Math.floor(lowest / 10) * 10, high: 100};
+    }
+    function clientsName(map) {
+      const what = map.column === "heard" ? "how often it was heard" : map.column + (map.percent ? ", %" : "");
+      return clients.some(each => each.seed !== map.seed) ? `${what}, ${map.seed}` : what;
+    }
+  }
+
+  strips() {
+    const box = this.find(".fates"), {methods, fates, fate_names: names} = this.data;
+    const longest = Math.max(...fates.flat().map(run => run.rounds), 1);
+    const readout = make("output", {class: "readout"});
+    fates.forEach((runs, index) => {
+      for (const run of runs) {
+        const total = run.counts.map(row => row.reduce((a, b) => a + b, 0));
+        const all = total.reduce((a, b) => a + b, 0);
+        const words = counts => counts.map((count, i) => [count, names[i]]).filter(([count]) => count);
+        const share = count => count < all / 100 ? "<1" : Math.round(100 * count / all);
+        const shares = words(total).map(([count, name]) => `${share(count)} % ${name}`).join(", ");
+        const whose = methods.length > 1 ? `${methods[index].name}${runs.length > 1 ? `, ${run.run}` : ""}` : run.run;
+        const bars = run.counts[0].length;
+        const strip = make("svg", {viewBox: `0 0 ${Math.max(longest / run.each, 1)} 1`, preserveAspectRatio: "none",
+          role: "img", "aria-label": `${whose}: ${shares || "nothing recorded"}`, "shape-rendering": "crispEdges"});
+        const base = new Array(bars).fill(0);
+        const sums = base.map((_, bar) => run.counts.reduce((sum, row) => sum + row[bar], 0));
+        run.counts.forEach((row, fate) => {
+          let path = "";
+          row.forEach((count, bar) => {
+            if (!count) return;
+            const height = count / sums[bar];
+            path += `M${bar} ${(1 - base[bar]).toFixed(3)}h1v${(-height).toFixed(3)}h-1z`;
+            base[bar] += height;
+          });
+          if (path) strip.append(make("path", {d: path, class: `fate${fate}`}));
+        });
+        strip.addEventListener("mousemove", event => {
+          const place = strip.getBoundingClientRect();
+          const bar = Math.floor((event.clientX - place.left) / place.width * longest / run.each);
+          if (bar >= bars) return;
+          const first = bar * run.each + 1, last = Math.min(first + run.each - 1, run.rounds);
+          readout.textContent = `${whose}, round ${first === last ? first : `${first} to ${last}`}: ` +
+            words(run.counts.map(row => row[bar])).map(([count, name]) => `${count} ${name}`).join(", ");
+        });
+        const line = make("div", {class: "row"}, make("b", {title: whose}, whose), strip, make("output", {}, shares));
+        box.append(line);
+        this.listeners.push(() => { line.hidden = !this.shown(index); });
+      }
+    });
+    box.append(readout);
+  }
+}
+
+// Curves with bands over seeds
+
+class Chart {
+  constructor(block, box, metric) {
+    Object.assign(this, {block, metric});
+    const {metrics} = block.data, select = choice([], "");
+    for (const [title, own] of [["evaluation", false], ["recorded by methods", true]]) {
+      const group = make("optgroup", {label: title});
+      for (const each of metrics.filter(each => each.own === own))
+        group.append(make("option", {value: each.key, selected: each.key === metric}, each.name));
+      if (group.children.length) select.append(group);
+    }
+    select.setAttribute("aria-label", "What is drawn");
+    select.addEventListener("change", () => { this.metric = select.value; this.draw(); });
+    this.plot = make("div", {class: "plot", role: "img"});
+    this.figure = make("figure", {class: "chart"}, make("div", {class: "chart-head"}, select), this.plot);
+    box.append(this.figure);
+    watchWidth(this);
+    block.listeners.push(() => this.draw()); // axes span what is shown
+  }
+
+  points(index) { // x, y and deviation of a method where it has them
+    const {across, log, data} = this.block, method = data.methods[index], [mean, sd] = method.y[this.metric] ?? [[]];
+    const kept = mean.map((y, i) => i).filter(i => mean[i] != null && (!log || method[across][i] > 0));
+    return {x: kept.map(i => method[across][i]), y: kept.map(i => mean[i]), sd: sd && kept.map(i => sd[i])};
+  }
+
+  draw() {
+    const {block} = this, {methods, axes: names, metrics} = block.data;
+    this.of = methods.map((_, index) => this.points(index));
+    // Two rounds of a method may have cost the same: a table needs its places in order, each once.
+    const tables = this.of.map(({x, y}, index) => {
+      if (!block.shown(index)) return [[], []];
+      const places = new Map(x.map((place, i) => [place, y[i]]));
+      return [[...places.keys()], [...places.values()]];
+    });
+    this.u?.destroy();
+    const axis = names.find(each => each.key === block.across);
+    this.plot.setAttribute("aria-label",
+      `${metrics.find(each => each.key === this.metric).name} over ${axis.name}, of ${methods.length} methods`);
+    const series = methods.map((method, index) => ({
+      show: block.shown(index), stroke: method.colour, dash: method.dash, width: 1.75, spanGaps: true,
+      points: {show: this.of[index].x.length <= 25, size: 5, fill: method.colour},
+    }));
+    this.u = new uPlot({
+      width: widthOf(this.plot), height: HEIGHT, legend: {show: false}, focus: {alpha: 0.2},
+      cursor: {y: false, points: {show: false}},
+      scales: {
+        x: {time: false, distr: block.log ? 3 : 1, range: (_, low, high) => padded(low, high, block.log)},
+        y: {range: u => this.span(u)},
+      },
+      axes: axes(axis.name + (block.log ? " (logarithmic)" : ""), block.log, block.across === "round" && !block.log),
+      series: [{}, ...series],
+      hooks: {
+        drawAxes: [u => this.bands(u)],
+        setCursor: [u => this.point(u)],
+      },
+    }, uPlot.join(tables), this.plot);
+  }
+
+  point(u) {
+    const over = u.cursor.left >= 0;
+    if (over || this.pointed) this.block.values(this.metric, over ? u.posToVal(u.cursor.left, "x") : null);
+    this.pointed = over;
+  }
+
+  span(u) { // of what is seen, bands included
+    const [first, last] = u.series[0].idxs.map(i => u.data[0][i]); // the scale of x itself is not set yet
+    let low = Infinity, high = -Infinity;
+    this.of.forEach(({x, y, sd}, index) => {
+      if (!this.block.shown(index)) return;
+      y.forEach((value, i) => {
+        if (x[i] < first || x[i] > last) return;
+        low = Math.min(low, value - (sd?.[i] ?? 0));
+        high = Math.max(high, value + (sd?.[i] ?? 0));
+      });
+    });
+    return padded(low, high, false);
+  }
+
+  bands(u) {
+    const {ctx} = u, {left, top, width, height} = u.bbox;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(left, top, width, height);
+    ctx.clip();
+    ctx.globalAlpha = 0.15;
+    this.of.forEach(({x, y, sd}, index) => {
+      if (!sd || !this.block.shown(index)) return;
+      const at = (i, side) => [u.valToPos(x[i], "x", true), u.valToPos(y[i] + side * sd[i], "y", true)];
+      ctx.beginPath();
+      for (let i = 0; i < x.length; i++) ctx.lineTo(...at(i, 1));
+      for (let i = x.length - 1; i >= 0; i--) ctx.lineTo(...at(i, -1));
+      ctx.fillStyle = this.block.data.methods[index].colour;
+      ctx.fill();
+    });
+    ctx.restore();
+  }
+
+  focus(index) { this.u.setSeries(index == null ? null : index + 1, {focus: index != null}); }
+}
+
+// Final accuracy over what it cost, with those methods marked for which nothing else is both cheaper and better
+
+class Pareto {
+  constructor(block, box) {
+    this.block = block;
+    const costs = block.data.axes.filter(axis => axis.key !== "round");
+    this.cost = costs.some(axis => axis.key === "bytes") ? "bytes" : costs[0].key;
+    const select = choice(costs.map(axis => [axis.key, axis.name]), this.cost);
+    select.setAttribute("aria-label", "What it cost");
+    select.addEventListener("change", () => { this.cost = select.value; this.draw(); });
+    this.plot = make("div", {class: "plot", role: "img", "aria-label": "Final accuracy over what it cost"});
+    this.note = make("figcaption", {class: "front", "aria-live": "polite"});
+    this.figure = make("figure", {class: "chart"},
+      make("div", {class: "chart-head"}, "final accuracy, %, over ", select), this.plot, this.note);
+    box.append(this.figure);
+    watchWidth(this);
+    block.listeners.push(() => this.draw());
+  }
+
+  draw() {
+    const {block} = this, {methods} = block.data;
+    const points = methods.map((method, index) => ({index, x: method.ends[this.cost], y: method.final[0], sd: method.final[1]}))
+      .filter(({index, x, y}) => block.shown(index) && y != null && x > 0).sort((a, b) => a.x - b.x || b.y - a.y);
+    let best = -Infinity;
+    const front = points.filter(point => point.y > best && ((best = point.y), true));
+    const list = indices => indices.map(index => methods[index].name).join(", ");
+    const free = [...methods.keys()].filter(index => block.shown(index) && !methods[index].ends[this.cost]);
+    this.note.textContent = (points.length
+      ? `Pareto front (nothing else shown is both cheaper and better): ${list(front.map(({index}) => index))}.`
+      : "No method is shown.") + (free.length ? ` Not drawn, since nothing of the kind was spent: ${list(free)}.` : "");
+    const data = [points.map(point => point.x), ...points.map((_, i) => points.map((each, j) => i === j ? each.y : null)),
+      points.map(point => front.includes(point) ? point.y : null)];
+    this.points = points;
+    this.u?.destroy();
+    const name = block.data.axes.find(axis => axis.key === this.cost).name;
+    this.u = new uPlot({
+      width: widthOf(this.plot), height: HEIGHT, legend: {show: false}, cursor: {show: false},
+      scales: {
+        x: {time: false, distr: 3, range: (_, low, high) => low == null ? [1, 10] : [low / (high / low) ** 0.06 / 1.1, high * (high / low) ** 0.06 * 1.1]},
+        y: {range: () => padded(Math.min(...points.map(p => p.y - (p.sd ?? 0))), Math.max(...points.map(p => p.y + (p.sd ?? 0))))},
+      },
+      axes: axes(`${name} (logarithmic)`, true, false),
+      series: [{}, ...points.map(point => ({
+        stroke: methods[point.index].colour, width: 2, points: {show: true, size: front.includes(point) ? 11 : 8, width: 2,
+          fill: front.includes(point) ? methods[point.index].colour : colour("paper")},
+      })), {stroke: colour("soft"), dash: [3, 3], width: 1, spanGaps: true, points: {show: false}, paths: uPlot.paths.stepped({align: 1})}],
+      hooks: {drawAxes: [u => this.errors(u)], draw: [u => this.names(u, front)]},
+    }, data, this.plot);
+  }
+
+  errors(u) {
+    u.ctx.save();
+    u.ctx.lineWidth = devicePixelRatio;
+    for (const {index, x, y, sd} of this.points) {
+      if (!sd) continue;
+      u.ctx.strokeStyle = this.block.data.methods[index].colour;
+      u.ctx.beginPath();
+      for (const side of [-1, 1]) u.ctx.lineTo(u.valToPos(x, "x", true), u.valToPos(y + side * sd, "y", true));
+      u.ctx.stroke();
+    }
+    u.ctx.restore();
+  }
+
+  names(u, front) { // all of them where they are few, else those of the front
+    const {ctx} = u, near = 8 * devicePixelRatio;
+    ctx.save();
+    ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.fillStyle = colour("ink");
+    ctx.textAlign = "left";
+    const taken = [];
+    for (const {index, x, y} of [...front, ...(this.points.length <= 10 ? this.points.filter(p => !front.includes(p)) : [])]) {
+      const full = this.block.data.methods[index].name, name = full.length > 22 ? full.slice(0, 21) + "…" : full;
+      const wide = ctx.measureText(name).width, at = u.valToPos(x, "x", true);
+      const right = at + near + wide < u.bbox.left + u.bbox.width;
+      const place = {left: right ? at + near : at - near - wide, top: u.valToPos(y, "y", true) - near * 0.6, wide};
+      if (taken.some(other => Math.abs(other.top - place.top) < 12 * devicePixelRatio &&
+        other.left < place.left + wide && place.left < other.left + other.wide)) continue; // it would hide another
+      taken.push(place);
+      ctx.fillText(name, place.left, place.top);
+    }
+    ctx.restore();
+  }
+
+  focus() {}
+}
+
+let printing = false;
+const widthOf = plot => printing ? 470 : Math.max(plot.clientWidth, 200); // two abreast on paper
+
+function watchWidth(chart) {
+  let width = 0;
+  new ResizeObserver(() => {
+    const now = widthOf(chart.plot);
+    if (now !== width && !printing) chart.u?.setSize({width: now, height: HEIGHT});
+    width = now;
+  }).observe(chart.plot);
+}
+
+// Heat maps: a path for each of some shades
+
+class Heat {
+  constructor(block, box, title, selects, of, width) {
+    Object.assign(this, {block, of});
+    const head = make("div", {class: "chart-head"}, title);
+    this.selects = selects.map(options => {
+      const select = choice(options, options[0][0]);
+      select.setAttribute("aria-label", title);
+      select.addEventListener("change", () => this.draw());
+      if (options.length > 1) head.append(select);
+      return select;
+    });
+    this.box = make("div", {class: "wide", tabindex: 0, role: "region", "aria-label": title});
+    this.readout = make("output", {class: "readout"});
+    this.note = make("figcaption");
+    box.append(make("figure", {class: `heat ${width ?? ""}`}, head, this.box, this.readout, this.note));
+    this.draw();
+    if (this.map.methods) block.listeners.push(() => this.draw());
+    new ResizeObserver(() => { if (this.box.clientWidth !== this.width) this.draw(); }).observe(this.box);
+  }
+
+  draw() {
+    const map = this.map = this.of(...this.selects.map(select => select.value));
+    this.width = this.box.clientWidth;
+    const rows = map.rows.map((_, i) => i).filter(i => map.values[i] && (!map.methods || this.block.shown(i)));
+    const short = (name, length) => name.length > length ? name.slice(0, length - 1) + "…" : name;
+    const left = Math.min(Math.max(...rows.map(i => map.rows[i].length), 3), 16) * 6.6 + 10;
+    const widest = Math.min(Math.max(...map.columns.map(name => name.length)), 12);
+    const annotated = map.columns.length <= 30;
+    const fit = (Math.max(this.width, 280) - left - 2) / map.columns.length;
+    const wide = annotated ? Math.min(Math.max(fit, 30), 64) : Math.max(fit, 3);
+    const high = rows.length > 30 ? 14 : 22;
+    const turned = annotated && widest * 6.6 > wide;
+    const top = annotated ? (turned ? widest * 4.7 + 14 : 18) : 4;
+    const size = {w: left + wide * map.columns.length + (turned ? widest * 4 : 2), h: top + high * rows.length + 2};
+    const svg = make("svg", {width: size.w, height: size.h, role: "img", "shape-rendering": "crispEdges",
+      "aria-label": `${rows.length} rows and ${map.columns.length} columns, from ${text(map.low)} to ${text(map.high)}`});
+    const shades = new Map(), numbers = [];
+    const edge = column => Math.round(left + wide * column); // whole pixels, or seams would show between cells
+    svg.append(make("rect", {class: "frame", x: edge(0), y: Math.round(top), width: edge(map.columns.length) - edge(0), height: high * rows.length}));
+    rows.forEach((row, down) => {
+      const label = make("text", {x: left - 6, y: top + high * (down + 0.5) + 4, "text-anchor": "end"}, short(map.rows[row], 16));
+      label.append(make("title", {}, map.rows[row]));
+      svg.append(label);
+      map.values[row].forEach((value, column) => {
+        if (value == null) return;
+        const shade = Math.round(24 * Math.min(Math.max((value - map.low) / (map.high - map.low || 1), 0), 1)) / 24;
+        const x = edge(column), y = Math.round(top) + high * down;
+        shades.set(shade, (shades.get(shade) ?? "") + `M${x} ${y}H${edge(column + 1)}v${high}H${x}z`);
+        if (annotated && high > 14 && value !== map.silent) numbers.push(make("text",
+          {x: x + wide / 2, y: y + high / 2 + 4, class: shade > 0.55 ? "in on" : "in"}, value < 10 ? String(Number(value.toFixed(1))) : Math.round(value)));
+      });
+    });
+    for (const [shade, d] of shades) svg.append(make("path", {d, class: "cells", "fill-opacity": (0.06 + 0.94 * shade).toFixed(2)}));
+    svg.append(...numbers);
+    if (annotated) map.columns.forEach((name, column) => {
+      const x = left + wide * (column + 0.5), y = top - 5;
+      const place = turned ? {transform: `translate(${x} ${y}) rotate(-45)`} : {x, y, class: "in"};
+      svg.append(make("text", place, short(name, 12)));
+    });
+    svg.addEventListener("mousemove", event => {
+      const place = svg.getBoundingClientRect();
+      const column = Math.floor((event.clientX - place.left - left) / wide);
+      const row = rows[Math.floor((event.clientY - place.top - top) / high)];
+      if (row == null || !(column in map.columns)) return;
+      this.readout.textContent = `${map.rowName}${map.rows[row]}, ${map.columnName}${map.columns[column]}: ${text(map.values[row][column])}`;
+    });
+    this.box.replaceChildren(svg);
+    this.note.replaceChildren(text(map.low), make("span", {class: "scale"}), text(map.high), map.note ? ` · ${map.note}` : "");
+  }
+}
+
+// Tables: a click sorts from the highest, the next from the lowest, the third restores the order of the page
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0], original = [...body.rows], heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, column) => head.querySelector("button").addEventListener("click", () => {
+    const words = column === 0, steps = words ? ["ascending", "descending", null] : ["descending", "ascending", null];
+    const order = steps[(steps.indexOf(head.getAttribute("aria-sort")) + 1) % 3];
+    heads.forEach(each => each.removeAttribute("aria-sort"));
+    if (order) head.setAttribute("aria-sort", order);
+    const sign = order === "descending" ? -1 : 1;
+    const value = row => row.cells[column].dataset.value;
+    const compared = (a, b) => {
+      if (words) return sign * a.cells[0].textContent.localeCompare(b.cells[0].textContent, "en", {numeric: true});
+      if (value(a) === "" || value(b) === "") return (value(a) === "") - (value(b) === ""); // what is missing comes last
+      return sign * (Number(value(a)) - Number(value(b)));
+    };
+    body.append(...(order ? [...original].sort(compared) : original));
+  }));
+}
+
+// Copying a spec
+
+for (const button of document.querySelectorAll(".copy")) {
+  button.hidden = false;
+  button.addEventListener("click", async () => {
+    const pre = button.nextElementSibling;
+    getSelection().selectAllChildren(pre); // where the clipboard is not allowed it is one key away
+    try {
+      await navigator.clipboard.writeText(pre.textContent);
+      button.textContent = "copied";
+    } catch {
+      button.textContent = "selected: copy it by key";
+    }
+  });
+}
+
+// Light and dark
+
+const theme = document.getElementById("theme");
+function repaint() {
+  for (const each of repaints) each();
+}
+function setTheme(name) {
+  if (name === "auto") delete root.dataset.theme;
+  else root.dataset.theme = name;
+  theme.textContent = `theme: ${name}`;
+}
+let chosen = "auto";
+try {
+  chosen = localStorage.getItem("fedstrata-theme") ?? "auto";
+} catch { /* a page may be shown where nothing can be kept */ }
+setTheme(chosen);
+theme.hidden = false;
+theme.addEventListener("click", () => {
+  chosen = {auto: "light", light: "dark", dark: "auto"}[chosen] ?? "auto";
+  setTheme(chosen);
+  try {
+    localStorage.setItem("fedstrata-theme", chosen);
+  } catch { /* see above */ }
+  repaint();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+addEventListener("beforeprint", () => { printing = true; setTheme("light"); repaint(); });
+addEventListener("afterprint", () => { printing = false; setTheme(chosen); repaint(); });
+
+for (const section of document.querySelectorAll("[data-block]")) new Block(section, blocks[section.dataset.block]);
+// uPlot paints in a microtask: by the next task everything is there.
+setTimeout(() => { root.dataset.drawn = Math.round(performance.now()); });
+})();

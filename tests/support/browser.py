@@ -1,0 +1,152 @@
+"""A headless Chromium, driven over its DevTools protocol through a pipe: no driver, no library, no port."""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+PATIENCE = 60.0
+"""Seconds for any answer, on a machine that is busy."""
+
+
+class Browser:
+    """One page of a browser.
+
+    Args:
+        write: The file that it reads from.
+        read: The file that it writes to.
+    """
+
+    def __init__(self, write: int, read: int) -> None:
+        self.write, self.read = write, read
+        self.problems: list[str] = []
+        """Exceptions, errors on the console, and what the page's security policy forbade."""
+        self._last, self._rest, self._events, self._session = 0, b"", list[dict[str, Any]](), ""
+        target = self.send("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.send(f"{domain}.enable")
+        self.send("Emulation.setScrollbarsHidden", hidden=True)
+
+    def send(self, method: str, **params: Any) -> dict[str, Any]:
+        """Ask the browser, and wait for its answer."""
+        self._last += 1
+        message = {"id": self._last, "method": method, "params": params}
+        message |= {"sessionId": self._session} if self._session else {}
+        os.write(self.write, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._last:
+            self._note(answer)
+        if "error" in answer:
+            raise RuntimeError(f"{method}: {answer['error']}")
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def _next(self) -> dict[str, Any]:
+        until = time.monotonic() + PATIENCE
+        while b"\0" not in self._rest:
+            if not select.select([self.read], [], [], max(until - time.monotonic(), 0))[0]:
+                raise TimeoutError("the browser does not answer")
+            if not (more := os.read(self.read, 1 << 20)):
+                raise EOFError("the browser has ended")
+            self._rest += more
+        text, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(text)
+        return message
+
+    def _note(self, event: dict[str, Any]) -> None:
+        self._events.append(event)
+        params = event.get("params", {})
+        if event.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(json.dumps(params["exceptionDetails"])[:500])
+        if event.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
+            self.problems.append(json.dumps(params["args"])[:500])
+        if event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+            self.problems.append(params["entry"]["text"])
+
+    def open(self, page: Path, width: int, scheme: str = "light", height: int = 900) -> None:
+        """Load a file in a window of so many pixels, with a colour scheme."""
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self.send("Page.navigate", url=page.resolve().as_uri())
+        self.wait("document.readyState === 'complete' && document.documentElement.dataset.drawn")
+
+    def value(self, expression: str) -> Any:
+        """The value of an expression in the page; a promise is waited for."""
+        found = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in found:
+            raise RuntimeError(json.dumps(found["exceptionDetails"])[:500])
+        return found["result"].get("value")
+
+    def wait(self, expression: str) -> None:
+        """Wait until an expression is true."""
+        until = time.monotonic() + PATIENCE
+        while not self.value(expression):
+            if time.monotonic() > until:
+                raise TimeoutError(expression)
+            time.sleep(0.02)
+
+    def press(self, key: str, code: int = 0) -> None:
+        """Press a key, such as ``Tab`` (9) or ``Enter`` (13)."""
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text)
+
+    def picture(self, path: Path, *, whole: bool = True) -> Path:
+        """Write what the page looks like, a PNG."""
+        found = self.send("Page.captureScreenshot", captureBeyondViewport=whole, **(self._whole() if whole else {}))
+        path.write_bytes(base64.b64decode(found["data"]))
+        return path
+
+    def _whole(self) -> dict[str, Any]:
+        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
+        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
+
+    def pdf(self, path: Path) -> Path:
+        """Print the page."""
+        path.write_bytes(base64.b64decode(self.send("Page.printToPDF", preferCSSPageSize=True)["data"]))
+        return path
+
+
+@contextmanager
+def browser(profile: Path) -> Iterator[Browser]:
+    """A browser with a profile of its own, which ends with the block.
+
+    Args:
+        profile: An empty folder.
+    """
+    assert PROGRAM is not None
+    ours_read, theirs_write = os.pipe()
+    theirs_read, ours_write = os.pipe()
+    options = [
+        "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        "--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update",
+        f"--user-data-dir={profile}",
+    ]  # fmt: skip
+    # It reads from file 3 and writes to file 4, over which neither end may be written before it is copied.
+    ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (theirs_read, theirs_write)]
+    actions = [(os.POSIX_SPAWN_OPEN, file, os.devnull, os.O_RDWR, 0) for file in range(3)]
+    actions += [(os.POSIX_SPAWN_DUP2, end, place) for end, place in zip(ends, (3, 4), strict=True)]
+    process = os.posix_spawn(PROGRAM, [PROGRAM, *options], os.environ, file_actions=actions)
+    for end in (theirs_read, theirs_write, *ends):
+        os.close(end)
+    try:
+        yield Browser(ours_write, ours_read)
+    finally:
+        os.close(ours_write)  # it ends when nobody listens any more
+        os.close(ours_read)
+        until = time.monotonic() + 10
+        while os.waitpid(process, os.WNOHANG) == (0, 0):
+            if time.monotonic() > until:
+                os.kill(process, signal.SIGKILL)
+            time.sleep(0.02)
