@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,19 @@ from fedstrata.rng import SERVER, rng
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
 
+class Channel(Protocol):
+    """What carries questions about a model, and their answers, in another form; ``fedstrata.communication``."""
+
+    def carries(self, requests: Mapping[ClientId, Request]) -> bool:
+        """Whether these questions go through it."""
+
+    def ask(self, federation: Federation, requests: Mapping[ClientId, Any], **how: Any) -> dict[ClientId, Any]:
+        """See ``Federation.ask``; what travels goes through ``Federation.exchange``."""
+
+    def ask_sum(self, federation: Federation, requests: Mapping[ClientId, Any], **how: Any) -> Summed | None:
+        """See ``Federation.ask_sum``."""
+
+
 class Federation:
     """Clients 0 … N−1 as a method sees them.
 
@@ -36,6 +49,7 @@ class Federation:
         availability: Who is there, and how fast.
         method: The method's name, for messages.
         listener: Called with the round and the replies that count, after every ``ask``.
+        channel: What carries questions about a model; None where they travel as they are.
     """
 
     def __init__(
@@ -46,9 +60,10 @@ class Federation:
         method: str = "",
         *,
         listener: Listener | None = None,
+        channel: Channel | None = None,
     ) -> None:
         self.engine, self.config, self.availability, self.method = engine, config, availability, method
-        self.listener = listener
+        self.listener, self.channel = listener, channel
         self.round = 0
         self.accounting = Accounting()
         self.events: list[dict[str, Any]] = []
@@ -108,9 +123,31 @@ class Federation:
             QuorumError: Fewer than ``quorum`` answered.
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
+        how: dict[str, Any] = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
+        if self.channel is not None and self.channel.carries(requests):
+            replies = self.channel.ask(self, requests, **how)
+        else:
+            replies = self.exchange(requests, **how)
+        self._tell(replies)
+        return replies
+
+    def exchange(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        deadline: float | None = None,
+        quorum: int = 0,
+        together: bool = False,
+        work: Mapping[ClientId, float] | None = None,
+    ) -> dict[ClientId, Any]:
+        """``ask`` with these very messages, whatever channel there is."""
         reached = self._reach(requests, deadline, work)
         outcomes = self.engine.ask(reached, together=together) if reached else {}
         return self._collect(reached, outcomes, quorum, together)
+
+    def _tell(self, replies: Mapping[ClientId, Any]) -> None:
+        if replies and self.listener is not None:
+            self.listener(self.round, replies)
 
     def measure(self, request: Request) -> tuple[dict[ClientId, Any], int]:
         """Put a question to every client that changes nothing and counts for nothing: to measure a model.
@@ -151,6 +188,8 @@ class Federation:
         Returns:
             The sum over those who answered; None when nobody did.
         """
+        if self.channel is not None and self.channel.carries(requests):
+            return self.channel.ask_sum(self, requests, deadline=deadline, together=together, work=work)
         reached = self._reach(requests, deadline, work)
         if not reached:
             return None
@@ -164,6 +203,7 @@ class Federation:
                 return Summed(total, list(reached))
             # Something in the sum cannot be used: ask one by one to learn whose part it is.
         replies = self._collect(reached, self.engine.ask(reached, together=together), together=together)
+        self._tell(replies)
         if not replies:
             return None
         clients = list(replies)
@@ -366,8 +406,6 @@ class Federation:
         self.engine.commit(good)
         if good:
             self._answered |= kinds
-            if self.listener is not None:
-                self.listener(self.round, good)
         self._count_up(good, sum(records.size(reply) for reply in good.values()))
         return good
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedstrata.errors import ReplyRefusedError
-from fedstrata.federation.messages import Params, Reply, Request, Weights
+from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_like, require_shape
 from fedstrata.records import record, same
 
@@ -98,9 +99,17 @@ class GradientReply(Reply):
     loss: float
     buffers: Params = same()
 
+    def taken_apart(self, sent: Weights) -> tuple[Params, GradientReply]:
+        """The gradient."""
+        return self.gradient, replace(self, gradient={})
+
+    def put_together(self, sent: Weights, change: Params) -> GradientReply:
+        """The gradient again."""
+        return replace(self, gradient=change)
+
 
 @record
-class Gradient(Request):
+class Gradient(ModelRequest):
     """The gradient of the summed loss over what was set aside for one batch (Stratify, Algorithm 4).
 
     Args:
@@ -114,6 +123,10 @@ class Gradient(Request):
     round: int
     batch: int
     weights: Weights
+
+    def changes(self) -> Params:
+        """The gradient."""
+        return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
         """A gradient of the parameters' shapes, buffers like those that were sent, over some samples."""

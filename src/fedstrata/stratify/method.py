@@ -106,6 +106,10 @@ class Stratify(Method):
             problem = f"leaves no round for the stream; at most {config.training.rounds - 1} with these training.rounds"
             raise SpecError("method.pretraining", problem, self._pretraining(config))
 
+    def asks_for_changes(self) -> bool:
+        """Gradients, in batches; a travelling model is none."""
+        return self.mode == "batch"
+
     def _pretraining(self, config: FederationConfig) -> int:
         return self.pretraining or max(1, config.training.rounds // 2)
 
