@@ -164,8 +164,8 @@ class QSGD(Codec):
         codes, scales = _unpack(parts["codes"], self.bits, d), parts["scales"].numpy().astype(np.float64)
         if d and codes.max() > 2 * self.levels:
             raise ReplyRefusedError(f"a code of {codes.max()}, where {2 * self.levels} is the largest")
-        if (scales < 0).any():
-            raise ReplyRefusedError("a bucket whose largest absolute value is negative")
+        if not ((scales >= 0) & np.isfinite(scales)).all():
+            raise ReplyRefusedError("a bucket whose largest absolute value can be none")
         values = (codes - self.levels) * (np.repeat(scales, self.bucket)[:d] / self.levels)
         return _shaped(values.astype(np.float32), like)
 
@@ -329,7 +329,7 @@ class PowerSGD(WithMemory):
         for name, tensor in like.items():
             parts = payload[name]
             whole = parts["p"].float() @ parts["q"].float().T if "p" in parts else parts[""].float()
-            found[name] = whole.reshape(tensor.shape)
+            found[name] = whole.reshape(tensor.shape).to(tensor.dtype)
         return found
 
 
@@ -343,7 +343,7 @@ def _sides(tensor: Tensor) -> tuple[int, int]:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(_sides(tensor))
+    return tensor.reshape(_sides(tensor)).float()
 
 
 def _coordinates(like: Params) -> int:

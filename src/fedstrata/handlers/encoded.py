@@ -75,6 +75,7 @@ class Pending:
 @handles(Encoded)
 def answer(client: Client, request: Encoded) -> EncodedReply:
     """Answer the question inside; its change goes back encoded."""
+    client.state.pop(PENDING, None)  # of an exchange that was never finished
     question, before = request.request, dict(client.state)
     if request.delivery is not None:
         question = replace(question, weights=Weights(_received(client, request.delivery), question.weights.buffers))

@@ -116,6 +116,7 @@ class Gradient(ModelRequest):
         round: The epoch, counted from 1.
         batch: Which batch of the epoch.
         weights: The global model.
+        local_steps: Steps that a client takes on its own part; the answer is the sum of the gradients on the way.
     """
 
     reply_type: ClassVar[type[Reply]] = GradientReply
@@ -123,6 +124,7 @@ class Gradient(ModelRequest):
     round: int
     batch: int
     weights: Weights
+    local_steps: int = 1
 
     def changes(self) -> Params:
         """The gradient."""
