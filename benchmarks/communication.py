@@ -4,7 +4,7 @@
     python benchmarks/communication.py table [--page docs/communication.md]
     python benchmarks/communication.py speed
 
-``run`` goes on where it was stopped and repeats nothing; each cell is written to ``benchmarks/results`` when it is done.
+``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
 ``table`` draws what is there, and writes its tables between the marks of the page. ``speed`` times the codecs.
 
 MNIST: 100 clients, Dirichlet(0.01) of each class among the clients, an MLP of 784-200-10; baselines invite 10 clients
@@ -180,9 +180,8 @@ def aims() -> list[str]:
                     a, up, down = there or rows[-1]
                     kept = there is not None and up <= most_up and down <= most_down
                     aim = f"{100 * accuracy:.1f} % at {most_up} up, {most_down} down: {'yes' if kept else 'no'}"
-                    lines.append(
-                        f"| {study} | {label.replace(' | ', ', ')} | {seed} | {100 * a:.2f} | {up:.3f} | {down:.3f} | {aim} |"
-                    )
+                    name = label.replace(" | ", ", ")
+                    lines.append(f"| {study} | {name} | {seed} | {100 * a:.2f} | {up:.3f} | {down:.3f} | {aim} |")
     return lines
 
 
