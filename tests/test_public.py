@@ -11,7 +11,7 @@ import fedstrata as fs
 
 NAMES = """
     Aggregator Always Assignment Availability BSMFedAvg Bernoulli Callback Classes ClientSampler ClusteredSampling
-    Data DataError DataSampler Dataset Dirichlet Domains EarlyStopping Evaluation Experiment FedAvg FedAvgFT FedBABU
+    Codec Communication Data DataError DataSampler Dataset Dirichlet Domains EarlyStopping Evaluation Experiment FedAvg FedAvgFT FedBABU
     FedDyn FedLC FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit Given Grouped Groups History
     IID KeepBest MOON MeanBySize Method Metric Model Natural Objective Partition Persistent Population PowerLaw
     PowerOfChoice Predictions Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Schema Selection Shards Simulation

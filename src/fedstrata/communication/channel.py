@@ -119,7 +119,7 @@ class Channel:
         self.state = ChannelState(0, -1, b"", {}, [], nobody, {})
         self._round, self._source = 0, Params()
 
-    def carries(self, requests: Mapping[ClientId, Request]) -> bool:
+    def takes(self, requests: Mapping[ClientId, Request]) -> bool:
         """Whether these questions go through it: one about a model, the same for all."""
         first = next(iter(requests.values()), None)
         return isinstance(first, ModelRequest) and all(request is first for request in requests.values())

@@ -30,7 +30,7 @@ Listener = Callable[[int, Mapping[ClientId, Any]], None]
 class Channel(Protocol):
     """What carries questions about a model, and their answers, in another form; ``fedstrata.communication``."""
 
-    def carries(self, requests: Mapping[ClientId, Request]) -> bool:
+    def takes(self, requests: Mapping[ClientId, Request]) -> bool:
         """Whether these questions go through it."""
 
     def ask(self, federation: Federation, requests: Mapping[ClientId, Any], **how: Any) -> dict[ClientId, Any]:
@@ -126,7 +126,7 @@ class Federation:
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
         how: dict[str, Any] = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
-        if self.channel is not None and self.channel.carries(requests):
+        if self.channel is not None and self.channel.takes(requests):
             replies = self.channel.ask(self, requests, **how)
         else:
             replies = self.exchange(requests, **how)
@@ -190,7 +190,7 @@ class Federation:
         Returns:
             The sum over those who answered; None when nobody did.
         """
-        if self.channel is not None and self.channel.carries(requests):
+        if self.channel is not None and self.channel.takes(requests):
             return self.channel.ask_sum(self, requests, deadline=deadline, together=together, work=work)
         reached = self._reach(requests, deadline, work)
         if not reached:
