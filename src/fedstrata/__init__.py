@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fedstrata.callbacks import Callback as Callback
     from fedstrata.callbacks import EarlyStopping as EarlyStopping
     from fedstrata.callbacks import KeepBest as KeepBest
+    from fedstrata.communication.codecs import Codec as Codec
+    from fedstrata.communication.codecs import Communication as Communication
     from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
@@ -114,6 +116,8 @@ _HOMES = {
     "Evaluation": "evaluation.settings",
     "Metric": "evaluation.metrics",
     "Predictions": "evaluation.predictions",
+    "Codec": "communication.codecs",
+    "Communication": "communication.codecs",
     "Callback": "callbacks",
     "EarlyStopping": "callbacks",
     "KeepBest": "callbacks",

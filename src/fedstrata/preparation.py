@@ -154,6 +154,9 @@ def assemble(
     population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
     under("availability", lambda: spec.availability.check(population))
     spec.method.check(config)
+    if not spec.communication.plain and not spec.method.asks_for_changes():
+        problem = "encodes changes of a model that clients send back, and this method asks for none: leave it out"
+        raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
 
 

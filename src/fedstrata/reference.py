@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.callbacks import CALLBACKS
+from fedstrata.communication.codecs import CODECS, Communication
 from fedstrata.config import Registry, Setting, plain
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
@@ -38,6 +39,8 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "training": Training,
     "evaluation": Evaluation,
     "evaluation.metrics": METRICS,
+    "communication": Communication,
+    "communication.codec": CODECS,
     "callbacks": CALLBACKS,
     "method": METHODS,
     "method.client_sampler": CLIENT_SAMPLERS,

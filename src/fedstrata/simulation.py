@@ -18,6 +18,7 @@ from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
+from fedstrata.communication.channel import Channel, ChannelState
 from fedstrata.engines import make_engine
 from fedstrata.errors import SpecError
 from fedstrata.evaluation.evaluator import Evaluator, Score
@@ -25,7 +26,7 @@ from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Listener
 from fedstrata.federation.messages import ClientId, Weights
-from fedstrata.handlers import evaluation, fedtan, fit, sampling, sequential
+from fedstrata.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
 from fedstrata.history import Confusion, History
 from fedstrata.preparation import Prepared
 from fedstrata.process import training_process
@@ -41,6 +42,8 @@ Watcher = Callable[[Mapping[str, Any]], None]
 HANDLERS = Handlers(
     [
         fit.fit,
+        encoded.answer,
+        encoded.answer_second,
         evaluation.evaluate,
         sampling.report_size,
         sampling.compress,
@@ -87,6 +90,7 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
         handlers,
         held=prepared.held,
         evaluation=prepared.spec.evaluation,
+        communication=prepared.spec.communication,
         personal=method.personal_objective(),
         keys=keys,
     )
@@ -118,6 +122,7 @@ class LoopState:
         best: The best one; the first of those that are equal.
         memory: What callbacks remember.
         stopped: Why the run ended before its last round; empty where it did not.
+        channel: What the server remembers of what travelled encoded; None where nothing did.
     """
 
     heard: NDArray[np.int64]
@@ -126,6 +131,7 @@ class LoopState:
     best: Measured | None
     memory: dict[str, Tree]
     stopped: str
+    channel: ChannelState | None = None
 
 
 class Simulation:
@@ -167,7 +173,14 @@ class Simulation:
             self.engine = make_engine(engine, self.context, self.store) if isinstance(engine, str) else engine
             closing.callback(self.engine.close)
             method, availability = self.spec.method, self.spec.availability
-            self.federation = Federation(self.engine, prepared.config, availability, method.name, listener=listener)
+            self.channel: Channel | None = None
+            """What encodes what travels; None where it travels as it is."""
+            if not self.spec.communication.plain:
+                objective = method.objective_in_use()
+                self.channel = Channel(self.spec.communication, objective, prepared.config.clients, self.spec.seed)
+            self.federation = Federation(
+                self.engine, prepared.config, availability, method.name, listener=listener, channel=self.channel
+            )
             self.round = found.round if found else 0
             self.folder: Path | None = None
             """The run folder, where there is one."""
@@ -311,13 +324,16 @@ class Simulation:
     @property
     def own(self) -> LoopState:
         """What the loop remembers beside the method's state."""
-        return LoopState(self._heard, self._evaluated, self.last, self.best, self.memory, self.stopped)
+        channel = self.channel.state if self.channel is not None else None
+        return LoopState(self._heard, self._evaluated, self.last, self.best, self.memory, self.stopped, channel)
 
     def _take_up(self, own: LoopState) -> None:
         if len(own.heard) == len(self._heard):
             self._heard = own.heard.copy()
         self._evaluated, self.last, self.best = list(own.evaluated), own.last, own.best
         self.memory, self.stopped = dict(own.memory), own.stopped
+        if self.channel is not None and own.channel is not None:
+            self.channel.state = own.channel
 
     def _recorded(self, score: Score) -> dict[str, Any]:
         """What a record says of an evaluation, which is kept."""

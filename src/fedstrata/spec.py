@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import Field
 
 from fedstrata.callbacks import AnyCallback
+from fedstrata.communication.codecs import Communication
 from fedstrata.config import Setting, build, from_word
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError, nearest
@@ -56,6 +57,7 @@ class Experiment(Setting):
         model: The architecture.
         training: How clients train.
         evaluation: When the result is evaluated and stored.
+        communication: How models and updates travel.
         callbacks: What looks at the run and may end it, such as ``["early-stopping"]``.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
@@ -71,12 +73,14 @@ class Experiment(Setting):
     model: AnyModel = MLP()
     training: Training = Training()
     evaluation: Annotated[Evaluation, from_word(Evaluation)] = Evaluation()
+    communication: Annotated[Communication, from_word(Communication)] = Communication()
     callbacks: list[AnyCallback] = []
 
     def to_spec(self) -> dict[str, Any]:
-        """As nested tables; a spec without callbacks says nothing of them."""
+        """As nested tables; a spec without codecs or callbacks says nothing of them."""
         table = super().to_spec()
-        return table if self.callbacks else {key: value for key, value in table.items() if key != "callbacks"}
+        silent = {"communication": self.communication.plain, "callbacks": not self.callbacks}
+        return {key: value for key, value in table.items() if not silent.get(key)}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:

@@ -43,6 +43,8 @@ availability = { name = "drowsy:Drowsy", label = 3, p = 0.0 }
 partition = { name = "leaning:Leaning", clients = 10 }
 [compare.model]
 model = { name = "gated:Gated", width = 6 }
+[compare.codec]
+communication = { up = "halves:Halves" }
 [compare.nova]
 method = "fednova:FedNova"
 [compare.metric]
@@ -56,6 +58,7 @@ KINDS = {
     "availability": ("drowsy:Drowsy", "label"),
     "partition": ("leaning:Leaning", "share"),
     "model": ("gated:Gated", "width"),
+    "communication.codec": ("halves:Halves", "halves:Halves"),
     "method": ("fednova:FedNova", "aggregator"),
     "evaluation.metrics": ("macro_f1:macro_f1", "F1"),
 }
@@ -91,17 +94,18 @@ def test_all_of_them_in_one_comparison(beside, capsys):
     assert main(["compare", str(beside / "spec.toml"), "--out", str(beside / "out"), "--jobs", "1", "--quiet"]) == 0
     rows = {row["label"]: row for row in json.loads((beside / "out" / "table.json").read_text())}
     assert rows.keys() == {"plain", "sampler", "samples", "objective", "aggregator", "availability", "partition",
-                           "model", "nova", "metric"}  # fmt: skip
+                           "model", "codec", "nova", "metric"}  # fmt: skip
     runs = {label: fs.History.load(beside / "out" / label / "seed-0") for label in rows}
     plain = runs["plain"]
     for label, history in runs.items():
         assert len(history) == 2
         assert history.final_accuracy is not None
         if label not in ("plain", "availability", "metric"):
-            assert history[0]["train_loss"] != plain[0]["train_loss"] or label in ("aggregator", "nova")
+            assert history[0]["train_loss"] != plain[0]["train_loss"] or label in ("aggregator", "codec", "nova")
             assert history[1]["train_loss"] != plain[1]["train_loss"]
     assert 0 < runs["metric"][1]["test"]["macro_f1"] < 1
     assert runs["metric"].final_accuracy == plain.final_accuracy
+    assert sum(runs["codec"].column("bytes_up")[1]) < 0.8 * sum(plain.column("bytes_up")[1])
     assert runs["samples"].column("kept")[1].tolist() == [0.5, 1.0]
     assert runs["samples"][0]["samples"] < plain[0]["samples"]
 

@@ -530,3 +530,81 @@ def test_a_last_batch_of_one_joins_the_batch_before_it(start, balanced):
         assert metrics["clients_failed"] == 0
         exchanges.append(metrics["exchanges"])
     assert exchanges[0] < exchanges[1]
+
+
+def test_gradients_of_several_batches_at_one_model_are_one_larger_batch(start, balanced):
+    """So that a larger ``batch_size`` is what saves exchanges: of the schedule the same samples are trained."""
+    small, large = (start(spec_of("iid", batch_size=size), balanced) for size in (20, 100))
+    weights = small.state.weights
+    summed: dict[str, torch.Tensor] = {}
+    for started, batches in ((small, 5), (large, 1)):
+        federation, holders = started.federation, started.state.holders
+        federation.begin(1)
+        wanted = np.tile(np.arange(5), 20)
+        plan = BatchPlan(federation, holders, wanted, 100 // batches, weighted=False)
+        plan.reserve(np.arange(100))
+        total: dict[str, torch.Tensor] = {}
+        for batch in range(batches):
+            reply = federation.ask_sum(dict.fromkeys(plan.work(batch), Gradient(1, batch, weights))).reply
+            total = {name: total.get(name, 0) + tensor for name, tensor in reply.gradient.items()}
+        if summed:
+            owners = [started.store.get(client)["stratify"].places for client in range(10)]
+            assert sum(map(len, owners)) == 100
+        else:
+            summed = total
+    first, second = (torch.cat([t.flatten() for t in each.values()]) for each in (summed, total))
+    # Other clients may hold the positions, so that the samples are others of the same labels: near, not the same.
+    assert torch.nn.functional.cosine_similarity(first, second, dim=0) > 0.5
+
+
+def test_two_local_steps_by_hand(start, balanced):
+    """The server's step along the sum leads to the mean of what each client's own two steps led to."""
+    spec = spec_of("dirichlet", clients=3, batch_size=60, local_steps=2, cap=12)
+    started = start(spec, balanced)
+    module = start(spec, balanced).config.model.module
+    names = [name for name, _ in module.named_parameters()]
+    before = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    started.step()
+    mean = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    samples = 0
+    for client in range(3):
+        if not isinstance(kept := started.store.get(client).get("stratify"), object) or kept is None:
+            continue
+        own = prepare(spec, data=balanced).assignment[client][kept.places]
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(before[name])
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            F.cross_entropy(module(balanced.inputs(own)), balanced.labels(torch.from_numpy(own))).backward()
+            optimizer.step()
+        samples += len(own)
+        mean = {name: mean[name] + len(own) * dict(module.named_parameters())[name].detach() for name in names}
+    assert samples == 60
+    for name in names:
+        torch.testing.assert_close(started.state.weights.params[name], mean[name] / samples, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_the_learning_rate_follows_the_size_of_a_batch(start, balanced, rule, factor):
+    moved = []
+    for more in ({"lr_rule": rule}, {}):
+        started = start(spec_of("iid", clients=2, batch_size=80, cap=16, **more), balanced)
+        before = started.state.weights.params
+        started.step()
+        moved.append({name: tensor - before[name] for name, tensor in started.state.weights.params.items()})
+    for name, tensor in moved[0].items():
+        torch.testing.assert_close(tensor, factor * moved[1][name], atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_rule": "linear"}, "lr_rule = 'linear': is about a batch_size that is not training's"),
+        ({"mode": "single", "local_steps": 2}, "local_steps = 2: is about batches"),
+    ],
+)
+def test_settings_of_batches_are_refused_where_there_are_none(balanced, settings, message):
+    with pytest.raises(fs.SpecError, match=message):
+        prepare(spec_of("iid", **settings), data=balanced)

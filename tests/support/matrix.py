@@ -38,6 +38,16 @@ _TABLES: dict[str, dict[str, Any]] = {
         "model": _NORMALISED["model"],
         "training": {"batch_size": 20},
     },
+    "ask, memories of codecs": {
+        "method": "scaffold",
+        "availability": {"name": "bernoulli", "p": 0.6},
+        "training": {"rounds": 3},
+        "communication": {"up": {"name": "powersgd", "rank": 2}, "down": "qsgd"},
+    },
+    "sum, memories of codecs": {
+        "method": {"name": "stratify", "cap": 5},
+        "communication": {"up": {"name": "top-k", "fraction": 0.1}, "down": {"name": "powersgd", "rank": 1}},
+    },
     "relay": {"method": "sfl"},
     "relay, pools": {"method": {"name": "stratify", "mode": "single", "cap": 4}},
 }

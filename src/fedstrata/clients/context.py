@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fedstrata.communication.codecs import Communication
 from fedstrata.data.dataset import Dataset
 from fedstrata.evaluation.holdouts import HeldOut
 from fedstrata.evaluation.settings import Evaluation
@@ -32,6 +33,7 @@ class ClientContext:
         prepared: What was made ready once for all clients of the process, by what made it; see ``once``.
         held: What nobody trains on, each client's own test part among it.
         evaluation: By what models are measured.
+        communication: How models and updates travel.
         personal: What a client minimises when it tunes the global model for itself.
         tells_values: Whether clients tell how good a model is on their own samples, beside the sums that add up.
         keys: A slot for keys that all clients share and the server does not have, for handlers that need some.
@@ -44,6 +46,7 @@ class ClientContext:
     handlers: Handlers
     held: HeldOut = field(default_factory=HeldOut)
     evaluation: Evaluation = field(default_factory=Evaluation)
+    communication: Communication = field(default_factory=Communication)
     personal: Objective = field(default_factory=CrossEntropy)
     tells_values: bool = True
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)

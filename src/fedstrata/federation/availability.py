@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import (
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -73,12 +74,36 @@ class Availability(Setting):
         seconds_per_sample: What one sample-gradient takes the median client, in simulated seconds.
         speed_spread: Standard deviation of the logarithm of the clients' speeds; 0 makes all alike. A client keeps
             its speed for the whole run.
+        bandwidth_up: Megabits that a client sends in a simulated second; transfers take no time unless given.
+        bandwidth_down: Megabits that it gets in one.
+        latency: Simulated seconds that a message is on its way besides, in each direction.
     """
 
     announced: bool = False
     deadline: PositiveFloat | None = None
     seconds_per_sample: PositiveFloat = 0.001
     speed_spread: float = Field(default=0.0, ge=0, le=10)
+    bandwidth_up: PositiveFloat | None = None
+    bandwidth_down: PositiveFloat | None = None
+    latency: NonNegativeFloat = 0.0
+
+    @property
+    def network(self) -> bool:
+        """Whether transfers take time."""
+        return self.bandwidth_up is not None or self.bandwidth_down is not None or self.latency > 0
+
+    @property
+    def simulates_time(self) -> bool:
+        """Whether anything depends on how long clients take."""
+        return self.deadline is not None or self.speed_spread > 0 or self.network
+
+    def transfer(self, size: int, bandwidth: float | None) -> float:
+        """Simulated seconds in which a message of so many bytes arrives, over so many megabits a second.
+
+        >>> Always(bandwidth_down=10, latency=0.5).transfer(1_250_000, 10)
+        1.5
+        """
+        return self.latency + (0.0 if bandwidth is None else size * 8e-6 / bandwidth)
 
     def check(self, population: Population) -> None:
         """Raise ``SpecError`` where these settings do not fit the federation.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,19 @@ from fedstrata.rng import SERVER, rng
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
 
+class Channel(Protocol):
+    """What carries questions about a model, and their answers, in another form; ``fedstrata.communication``."""
+
+    def takes(self, requests: Mapping[ClientId, Request]) -> bool:
+        """Whether these questions go through it."""
+
+    def ask(self, federation: Federation, requests: Mapping[ClientId, Any], **how: Any) -> dict[ClientId, Any]:
+        """See ``Federation.ask``; what travels goes through ``Federation.exchange``."""
+
+    def ask_sum(self, federation: Federation, requests: Mapping[ClientId, Any], **how: Any) -> Summed | None:
+        """See ``Federation.ask_sum``."""
+
+
 class Federation:
     """Clients 0 … N−1 as a method sees them.
 
@@ -36,6 +49,7 @@ class Federation:
         availability: Who is there, and how fast.
         method: The method's name, for messages.
         listener: Called with the round and the replies that count, after every ``ask``.
+        channel: What carries questions about a model; None where they travel as they are.
     """
 
     def __init__(
@@ -46,13 +60,16 @@ class Federation:
         method: str = "",
         *,
         listener: Listener | None = None,
+        channel: Channel | None = None,
     ) -> None:
         self.engine, self.config, self.availability, self.method = engine, config, availability, method
-        self.listener = listener
+        self.listener, self.channel = listener, channel
         self.round = 0
         self.accounting = Accounting()
         self.events: list[dict[str, Any]] = []
         self._online: dict[ClientId, bool] = {}
+        self._clock: dict[ClientId, float] = {}
+        self._deadline: float | None = None
         self._answered: set[type[Request]] = set()
         self.resumed = False
         """Whether earlier rounds ran in another process: what clients answered then is not known any more."""
@@ -108,9 +125,31 @@ class Federation:
             QuorumError: Fewer than ``quorum`` answered.
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
+        how: dict[str, Any] = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
+        if self.channel is not None and self.channel.takes(requests):
+            replies = self.channel.ask(self, requests, **how)
+        else:
+            replies = self.exchange(requests, **how)
+        self._tell(replies)
+        return replies
+
+    def exchange(
+        self,
+        requests: Mapping[ClientId, Request],
+        *,
+        deadline: float | None = None,
+        quorum: int = 0,
+        together: bool = False,
+        work: Mapping[ClientId, float] | None = None,
+    ) -> dict[ClientId, Any]:
+        """``ask`` with these very messages, whatever channel there is."""
         reached = self._reach(requests, deadline, work)
         outcomes = self.engine.ask(reached, together=together) if reached else {}
         return self._collect(reached, outcomes, quorum, together)
+
+    def _tell(self, replies: Mapping[ClientId, Any]) -> None:
+        if replies and self.listener is not None:
+            self.listener(self.round, replies)
 
     def measure(self, request: Request) -> tuple[dict[ClientId, Any], int]:
         """Put a question to every client that changes nothing and counts for nothing: to measure a model.
@@ -151,19 +190,24 @@ class Federation:
         Returns:
             The sum over those who answered; None when nobody did.
         """
+        if self.channel is not None and self.channel.takes(requests):
+            return self.channel.ask_sum(self, requests, deadline=deadline, together=together, work=work)
         reached = self._reach(requests, deadline, work)
         if not reached:
             return None
-        if self.config.training.execution == "fused":
+        # Whose part is late shows only where each has its own.
+        if self.config.training.execution == "fused" and not (self.availability.network and self._deadline is not None):
             total = self.engine.ask_sum(reached)
             request = next(iter(reached.values()))
             if total is not None and defect_of(total, request.check_reply) is None:
                 self.engine.commit(reached)
+                self._arrive(dict.fromkeys(reached, records.size(total)))
                 self._count_up(reached, records.size(total) * len(reached))
                 self._answered.add(type(request))
                 return Summed(total, list(reached))
             # Something in the sum cannot be used: ask one by one to learn whose part it is.
         replies = self._collect(reached, self.engine.ask(reached, together=together), together=together)
+        self._tell(replies)
         if not replies:
             return None
         clients = list(replies)
@@ -249,8 +293,11 @@ class Federation:
 
     def _present(self, client: ClientId, task: Request, model: int) -> bool:
         """Whether a hop with a model of so many bytes reaches its client; cheap for one that was reached before."""
-        simulates_time = self.availability.deadline is not None or self.availability.speed_spread > 0
-        if not simulates_time and client in self.accounting.invited and self._online.get(client, False):
+        if (
+            not self.availability.simulates_time
+            and client in self.accounting.invited
+            and self._online.get(client, False)
+        ):
             self.accounting.bytes_down += records.size(task) + model
             return True
         return bool(self._reach({client: task}, None, None, model))
@@ -278,12 +325,13 @@ class Federation:
         for client in clients:
             request = requests[client]
             # Many clients are often sent the very same request: measured once.
-            size = sizes.get(id(request))
-            if size is None:
-                size = sizes[id(request)] = records.size(request) + (model or 0)
-            self.accounting.bytes_down += size
+            if id(request) not in sizes:
+                sizes[id(request)] = records.size(request) + (model or 0)
+            self.accounting.bytes_down += sizes[id(request)]
         self.accounting.exchanges += model is None
-        clients = self._in_time(clients, requests, deadline, work)
+        clients = self._in_time(clients, requests, deadline, work, sizes)
+        if model is not None:
+            self._pass_time()  # the model goes on to the next client, and comes back but once
         return {client: requests[client] for client in clients}
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
@@ -303,23 +351,53 @@ class Federation:
         requests: Mapping[ClientId, Request],
         deadline: float | None,
         work: Mapping[ClientId, float] | None,
+        sizes: Mapping[int, int],
     ) -> list[ClientId]:
-        deadline = self.availability.deadline if deadline is None else deadline
-        simulates_time = deadline is not None or self.availability.speed_spread > 0
-        if self.config.sizes is None or not simulates_time or self.round == 0 or not clients:
+        """Those of some clients who have the request and have done its work before the deadline."""
+        availability = self.availability
+        self._clock = {}
+        if self.config.sizes is None or self.round == 0 or not clients:
+            return clients
+        self._deadline = availability.deadline if deadline is None else deadline
+        if self._deadline is None and not availability.simulates_time:
             return clients
         done = [
             work[client] if work is not None else requests[client].work(int(self.config.sizes[client]))
             for client in clients
         ]
         asked = np.array(clients, dtype=np.int64)
-        seconds = self.availability.seconds(asked, np.array(done, dtype=np.float64), self.config.seed)
-        late = seconds > (math.inf if deadline is None else deadline)
-        self.accounting.simulated_seconds += float(seconds.max()) if not late.any() or deadline is None else deadline
+        seconds = availability.seconds(asked, np.array(done, dtype=np.float64), self.config.seed)
+        if availability.network:
+            sent = [sizes[id(requests[client])] for client in clients]
+            seconds = seconds + [availability.transfer(size, availability.bandwidth_down) for size in sent]
+        late = seconds > (math.inf if self._deadline is None else self._deadline)
         # A client that is too late is not simulated: its work would be thrown away, and its state stays as it was.
         self._miss("late", asked[late].tolist(), self.accounting.late)
+        self._clock = dict(zip(clients, seconds.tolist(), strict=True))
+        if not availability.network or late.all():
+            self._pass_time()
         in_time: list[ClientId] = asked[~late].tolist()
         return in_time
+
+    def _arrive(self, answers: Mapping[ClientId, int]) -> set[ClientId]:
+        """Let answers of so many bytes be on their way; those of them that come too late."""
+        availability = self.availability
+        if not self._clock or not availability.network:
+            return set()
+        for client, size in answers.items():
+            self._clock[client] += availability.transfer(size, availability.bandwidth_up)
+        late = [c for c in answers if self._deadline is not None and self._clock[c] > self._deadline]
+        self._miss("late", late, self.accounting.late)
+        self._pass_time()
+        return set(late)
+
+    def _pass_time(self) -> None:
+        """Wait for the last of an exchange, or up to the deadline."""
+        if not self._clock:
+            return
+        last = max(self._clock.values())
+        self.accounting.simulated_seconds += last if self._deadline is None else min(last, self._deadline)
+        self._clock = {}
 
     def _miss(self, kind: str, clients: list[ClientId], seen: set[ClientId]) -> None:
         fresh = [client for client in clients if client not in seen]
@@ -346,6 +424,10 @@ class Federation:
                 self._fail(client, Failure(defect, refused=True))
             else:
                 good[client] = outcome
+        sizes = {client: records.size(reply) for client, reply in good.items()}
+        for client in self._arrive(sizes):
+            refused = True
+            del good[client], sizes[client]
         kinds = {type(request) for request in asked.values()}
         raised = sum(failure.error is not None for failure in failures.values())
         self._raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
@@ -366,9 +448,7 @@ class Federation:
         self.engine.commit(good)
         if good:
             self._answered |= kinds
-            if self.listener is not None:
-                self.listener(self.round, good)
-        self._count_up(good, sum(records.size(reply) for reply in good.values()))
+        self._count_up(good, sum(sizes[client] for client in good))
         return good
 
     def _raise_if_hopeless(

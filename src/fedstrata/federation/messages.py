@@ -6,7 +6,8 @@ declares a ``Request`` and a ``Reply`` of its own, and how a client answers (``f
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -22,6 +23,22 @@ Extra = dict[str, dict[str, Tensor]]
 
 class Reply(Message):
     """A client's answer."""
+
+    def taken_apart(self, sent: Weights) -> tuple[Params, Self]:
+        """The change that it tells of, by name, which may travel encoded, and the answer without it.
+
+        Args:
+            sent: The model that came with the question.
+        """
+        return {}, self
+
+    def put_together(self, sent: Weights, change: Params) -> Self:
+        """What ``taken_apart`` took apart, or a part of it."""
+        return self
+
+    def of_data(self) -> bool:
+        """Whether it comes of data at all, and not from a client that had none to train on."""
+        return True
 
 
 class Request(Message):
@@ -78,6 +95,20 @@ class Weights(Message):
         require_like(self.buffers, like.buffers, "buffers")
 
 
+class ModelRequest(Request):
+    """A question about a model that comes along.
+
+    The model may travel as what its client missed of it, and the change that an answer tells of may travel encoded:
+    ``fedstrata.communication``.
+    """
+
+    weights: Weights
+
+    def changes(self) -> Params:
+        """Tensors like those of the change that an answer tells of; empty where it tells of none."""
+        return {}
+
+
 def sample_gradients(samples: float, passes: float, steps: int, batch_size: int) -> float:
     """How many sample-gradients a client computes: in passes over its data, or in steps where there are any."""
     return steps * min(batch_size, samples) if steps else samples * passes
@@ -107,9 +138,51 @@ class FitReply(Reply):
     message: Extra
     trained: bool = True
 
+    def taken_apart(self, sent: Weights) -> tuple[Params, FitReply]:
+        """What training made of the parameters, and the objective's message."""
+        after = self.weights.params
+        moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
+        still = {name: tensor for name, tensor in after.items() if name not in moved}
+        said = {f"message/{group}/{name}": t for group, part in self.message.items() for name, t in part.items()}
+        said = {name: tensor for name, tensor in said.items() if tensor.is_floating_point()}
+        left = {
+            group: {name: t for name, t in part.items() if not t.is_floating_point()}
+            for group, part in self.message.items()
+        }
+        change = {f"params/{name}": tensor for name, tensor in moved.items()} | said
+        return change, replace(self, weights=Weights(still, self.weights.buffers), message=left)
+
+    def put_together(self, sent: Weights, change: Params) -> FitReply:
+        """A model that is as far from ``sent`` as the client's was from what it had."""
+        params, message = dict(self.weights.params), {group: dict(part) for group, part in self.message.items()}
+        for name, tensor in change.items():
+            kind, _, rest = name.partition("/")
+            if kind == "params":
+                params[rest] = sent.params[rest] + tensor
+            else:
+                group, _, rest = rest.partition("/")
+                message.setdefault(group, {})[rest] = tensor
+        return replace(self, weights=Weights(params, self.weights.buffers), message=message)
+
+    def of_data(self) -> bool:
+        """Not where no step was taken."""
+        return self.trained
+
+
+def fit_changes(weights: Weights, message: Extra) -> Params:
+    """Tensors like the change of a ``FitReply``.
+
+    Args:
+        weights: The model that was sent.
+        message: Tensors like those of the reply's message.
+    """
+    said = {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}
+    every = {f"params/{name}": tensor for name, tensor in weights.params.items()} | said
+    return {name: tensor for name, tensor in every.items() if tensor.is_floating_point()}
+
 
 @record
-class Fit(Request):
+class Fit(ModelRequest):
     """Train locally, starting at ``weights``.
 
     Args:
@@ -140,6 +213,10 @@ class Fit(Request):
     def work(self, samples: int) -> float:
         """Samples seen: all kept ones, in every pass."""
         return sample_gradients(samples * self.keep, self.passes, self.steps, self.batch_size)
+
+    def changes(self) -> Params:
+        """Of the parameters, and the objective's message."""
+        return fit_changes(self.weights, self.expected or {})
 
     def check(self, reply: FitReply) -> None:
         """A model like the one that was sent, counts that can be, and the objective's message."""

@@ -12,7 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
-from fedstrata.federation.messages import FitReply, Reply, Request, Weights, check_fit, sample_gradients
+from fedstrata.federation.messages import (
+    FitReply,
+    ModelRequest,
+    Params,
+    Reply,
+    Weights,
+    check_fit,
+    fit_changes,
+    sample_gradients,
+)
 from fedstrata.nn.averagednorm import averaged
 from fedstrata.objectives.base import Context
 from fedstrata.records import record
@@ -22,7 +31,7 @@ from fedstrata.training.sgd import SGD
 
 
 @record
-class FitTogether(Request):
+class FitTogether(ModelRequest):
     """Train locally as in ``Fit``, the first step together with the round's other clients (FedTAN); ``FitReply``.
 
     Args:
@@ -44,6 +53,10 @@ class FitTogether(Request):
     def work(self, samples: int) -> float:
         """Samples seen."""
         return sample_gradients(samples, self.passes, self.steps, self.batch_size)
+
+    def changes(self) -> Params:
+        """Of the parameters."""
+        return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
         """A model like the one that was sent."""

@@ -48,6 +48,10 @@ class Method(Setting):
         """What a client minimises when it tunes the global model for itself (``evaluation.fine_tune``)."""
         return CrossEntropy()
 
+    def asks_for_changes(self) -> bool:
+        """Whether clients answer with changes of a model that was sent, which codecs are for; not in a relay."""
+        return False
+
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
 
@@ -221,6 +225,10 @@ class Recipe(Method):
     def objective_in_use(self) -> Objective:
         """What clients minimise."""
         return self.objective
+
+    def asks_for_changes(self) -> bool:
+        """Of the model that each client trains."""
+        return True
 
     def check(self, config: FederationConfig) -> None:
         """Each choice against the federation, and against the others."""

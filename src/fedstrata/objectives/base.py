@@ -87,6 +87,10 @@ class Objective(Setting):
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
 
+    additive: ClassVar[frozenset[str]] = frozenset()
+    """Groups of a client's message that are changes, of which one may say later what another left out: only these
+    travel by a codec with a memory."""
+
     # At the server.
 
     def check(self, config: FederationConfig) -> None:

@@ -21,6 +21,8 @@ class Scaffold(Objective):
     clipping are refused instead of being silently wrong.
     """
 
+    additive = frozenset({"delta_c"})
+
     def check(self, config: FederationConfig) -> None:
         """Only plain SGD steps."""
         training = config.training

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.errors import ReplyRefusedError
-from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.federation.messages import ModelRequest, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_shape
 from fedstrata.records import record
 from fedstrata.sampling.quantization import restore
@@ -76,7 +76,7 @@ class CompressReply(Reply):
 
 
 @record
-class Compress(Request):
+class Compress(ModelRequest):
     """Send the gradient of the local loss at ``weights``, quantized to ``centres`` values (FedSTaS, IS).
 
     Args:
@@ -125,7 +125,7 @@ class SketchReply(Reply):
 
 
 @record
-class Sketch(Request):
+class Sketch(ModelRequest):
     """Train once, starting at ``weights``, and send a sketch of the parameters that this leads to (FedSSAR).
 
     Plain cross-entropy, on all samples: an objective's own state belongs to the rounds that a client takes part in.
@@ -164,7 +164,7 @@ class LossReply(Reply):
 
 
 @record
-class LossReport(Request):
+class LossReport(ModelRequest):
     """How bad is the global model for you?
 
     Args:

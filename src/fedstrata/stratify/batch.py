@@ -25,7 +25,14 @@ Ints = NDArray[np.int64]
 
 
 def batch_epoch(
-    federation: Federation, weights: Weights, state: Tree, plan: BatchPlan, server: ServerOptimizer | None
+    federation: Federation,
+    weights: Weights,
+    state: Tree,
+    plan: BatchPlan,
+    server: ServerOptimizer | None,
+    *,
+    scale: float = 1.0,
+    local_steps: int = 1,
 ) -> tuple[Weights, Tree, dict[str, Any]]:
     """One exchange and one step of the server's optimiser a batch.
 
@@ -35,6 +42,8 @@ def batch_epoch(
         state: The optimiser's.
         plan: Who trains what; its reservation is made here.
         server: The optimiser; see ``Stratify``.
+        scale: What the learning rate is multiplied by.
+        local_steps: Steps that a client takes on its part of a batch.
 
     Returns:
         The new model, the optimiser's new state and the metrics.
@@ -45,12 +54,12 @@ def batch_epoch(
         server or ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay),
         weights.params,
         state,
-        lr=training.lr_at(federation.round) * ((server.lr if server else None) or 1.0),
+        lr=training.lr_at(federation.round) * ((server.lr if server else None) or 1.0) * scale,
     )
     together = has_batchnorm(federation.config.model.module)
     seen, loss, transfers = 0, 0.0, 0
     for batch in range(plan.batches):
-        total = _batch(federation, plan, batch, weights, together)
+        total = _batch(federation, plan, batch, weights, together, local_steps)
         if total is None:
             continue
         reply: GradientReply = total.reply
@@ -71,9 +80,11 @@ def batch_epoch(
     return weights, stepper.state(), metrics
 
 
-def _batch(federation: Federation, plan: BatchPlan, batch: int, weights: Weights, together: bool) -> Summed | None:
+def _batch(
+    federation: Federation, plan: BatchPlan, batch: int, weights: Weights, together: bool, local_steps: int
+) -> Summed | None:
     """The sum over one batch; who fails is left out and its later positions are given to others."""
-    request = Gradient(federation.round, batch, weights)
+    request = Gradient(federation.round, batch, weights, local_steps)
     while work := plan.work(batch):
         if together and sum(work.values()) < 2:
             # Nobody's fault: the others of the batch are not there, and BatchNorm needs two samples.
@@ -82,7 +93,7 @@ def _batch(federation: Federation, plan: BatchPlan, batch: int, weights: Weights
         total = federation.ask_sum(
             dict.fromkeys(work, request),
             together=together,
-            work=work,
+            work={client: samples * local_steps for client, samples in work.items()},
         )
         absent = set(work) - set(total.clients if total else ())
         if not absent:

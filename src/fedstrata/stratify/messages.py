@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedstrata.errors import ReplyRefusedError
-from fedstrata.federation.messages import Params, Reply, Request, Weights
+from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_like, require_shape
 from fedstrata.records import record, same
 
@@ -98,15 +99,24 @@ class GradientReply(Reply):
     loss: float
     buffers: Params = same()
 
+    def taken_apart(self, sent: Weights) -> tuple[Params, GradientReply]:
+        """The gradient."""
+        return self.gradient, replace(self, gradient={})
+
+    def put_together(self, sent: Weights, change: Params) -> GradientReply:
+        """The gradient again."""
+        return replace(self, gradient=change)
+
 
 @record
-class Gradient(Request):
+class Gradient(ModelRequest):
     """The gradient of the summed loss over what was set aside for one batch (Stratify, Algorithm 4).
 
     Args:
         round: The epoch, counted from 1.
         batch: Which batch of the epoch.
         weights: The global model.
+        local_steps: Steps that a client takes on its own part; the answer is the sum of the gradients on the way.
     """
 
     reply_type: ClassVar[type[Reply]] = GradientReply
@@ -114,6 +124,11 @@ class Gradient(Request):
     round: int
     batch: int
     weights: Weights
+    local_steps: int = 1
+
+    def changes(self) -> Params:
+        """The gradient."""
+        return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
         """A gradient of the parameters' shapes, buffers like those that were sent, over some samples."""

@@ -53,7 +53,12 @@ class Stratify(Method):
             for every label) or ``uncapped`` (its own count).
         cap: The cap instead of the median.
         selection: Among a label's holders, ``uniform`` or ``weighted`` by how many samples each has.
-        batch_size: Samples in a batch over all clients; training's unless given.
+        batch_size: Samples in a batch over all clients; training's unless given. Larger batches are fewer exchanges:
+            the gradients of several batches at one model are the gradient of one batch of all their samples.
+        lr_rule: What becomes of the learning rate where ``batch_size`` is not training's: it stays (``none``), or is
+            multiplied by their ratio (``linear``) or its root (``sqrt``).
+        local_steps: Batch mode: steps that a client takes on its own part of a batch before its answer. With 1 a batch
+            is a centralised step; with more, clients drift apart between two exchanges.
         server: The server's optimiser in batch mode; SGD with training's momentum and weight decay unless given. Its
             ``lr``, 1 unless given, multiplies training's.
         chunk_size: Single-sample mode: consecutive positions that are given out together, in the longest runs that one
@@ -73,6 +78,8 @@ class Stratify(Method):
     cap: PositiveInt | None = None
     selection: Literal["uniform", "weighted"] = "uniform"
     batch_size: PositiveInt | None = None
+    lr_rule: Literal["none", "linear", "sqrt"] = "none"
+    local_steps: PositiveInt = 1
     server: AnyServer | None = None
     chunk_size: int = Field(default=5, ge=1, le=100_000)
     retain: float = Field(default=0.5, gt=0, le=1)
@@ -87,6 +94,12 @@ class Stratify(Method):
         if normalises and config.training.batch_norm == "local":
             problem = "Stratify's statistics are those of the federation's batches; use average"
             raise SpecError("training.batch_norm", problem, "local")
+        for name, usual in (("lr_rule", "none"), ("local_steps", 1)):
+            if self.mode == "single" and getattr(self, name) != usual:
+                raise SpecError(f"method.{name}", "is about batches; only for batch and hybrid", getattr(self, name))
+        if self.lr_rule != "none" and self.batch_size is None:
+            problem = "is about a batch_size that is not training's; give method.batch_size"
+            raise SpecError("method.lr_rule", problem, self.lr_rule)
         if self.mode == "batch":
             key = "training.batch_size" if self.batch_size is None else "method.batch_size"
             if normalises and (self.batch_size or config.training.batch_size) == 1:
@@ -105,6 +118,10 @@ class Stratify(Method):
         if self.mode == "hybrid" and self._pretraining(config) >= config.training.rounds:
             problem = f"leaves no round for the stream; at most {config.training.rounds - 1} with these training.rounds"
             raise SpecError("method.pretraining", problem, self._pretraining(config))
+
+    def asks_for_changes(self) -> bool:
+        """Gradients, in batches; a travelling model is none."""
+        return self.mode == "batch"
 
     def _pretraining(self, config: FederationConfig) -> int:
         return self.pretraining or max(1, config.training.rounds // 2)
@@ -138,7 +155,16 @@ class Stratify(Method):
             size = self.batch_size or config.training.batch_size
             pairs = has_batchnorm(config.model.module)
             plan = BatchPlan(federation, holders, wanted, size, weighted=weighted, window=window, pairs=pairs)
-            weights, optimizer, metrics = batch_epoch(federation, state.weights, state.optimizer, plan, self.server)
+            power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule]
+            weights, optimizer, metrics = batch_epoch(
+                federation,
+                state.weights,
+                state.optimizer,
+                plan,
+                self.server,
+                scale=(size / config.training.batch_size) ** power,
+                local_steps=self.local_steps,
+            )
         metrics |= communication(weights, metrics["transfers"], config.clients, federation.round)
         return StratifyState(weights, holders, optimizer), metrics | {"scheduled": len(wanted)}
 

@@ -1,0 +1,273 @@
+"""Accuracy over bytes: methods and codecs under label skew, with everybody there and with half of them away.
+
+    python benchmarks/communication.py run --out DIR [--study mnist mnist-half fashion] [--only LABEL …] [--seeds 0 1 2]
+    python benchmarks/communication.py table [--page docs/communication.md]
+    python benchmarks/communication.py speed
+
+``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
+``table`` draws what is there, and writes its tables between the marks of the page. ``speed`` times the codecs.
+
+MNIST: 100 clients, Dirichlet(0.01) of each class among the clients, an MLP of 784-200-10; baselines invite 10 clients
+a round. Stratify's batches are of 400 samples; ``stratify, dense`` is cut into rounds of 4,000 samples, so that there
+is something to see at few bytes. Fashion-MNIST: 20 clients of two classes each, half of them away in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fedstrata as fs
+
+RESULTS = Path(__file__).parent / "results" / "communication.json"
+RANK1 = {"name": "powersgd", "rank": 1, "factors": "bfloat16"}
+RANK2 = {"name": "powersgd", "rank": 2, "factors": "bfloat16"}
+TOP = {"name": "top-k", "fraction": 0.01}
+CODECS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"up": "bf16", "down": "bf16"},
+    "qsgd": {"up": "qsgd", "down": "qsgd"},
+    "top-k": {"up": TOP, "down": TOP},
+    "powersgd, rank 1": {"up": RANK1, "down": RANK1},
+    "powersgd, rank 2": {"up": RANK2, "down": RANK2},
+    "powersgd, rank 4": {"up": RANK2 | {"rank": 4}, "down": RANK2 | {"rank": 4}},
+}
+BASELINES = {"rounds": 60, "clients_per_round": 10, "local_epochs": 5, "batch_size": 20, "lr": 0.05}
+BATCHES = {"rounds": 12, "lr": 0.4, "schedule": "cosine"}
+METHODS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "fedavg": ("fedavg", BASELINES, ["none", "bf16", "qsgd", "top-k", "powersgd, rank 4"]),
+    "scaffold": ("scaffold", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
+    "fedstas": ("fedstas", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
+    "rebafl": ("rebafl", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
+    "stratify, dense": (
+        {"name": "stratify", "batch_size": 400, "cap": 400},
+        {**BATCHES, "rounds": 40},
+        ["none"],
+    ),
+    "stratify": (
+        {"name": "stratify", "batch_size": 400},
+        BATCHES,
+        ["powersgd, rank 1", "powersgd, rank 2", "top-k", "qsgd"],
+    ),
+}
+MNIST = {"data": "mnist", "partition": {"name": "dirichlet", "alpha": 0.01, "clients": 100}}
+FASHION = {"data": "fashion_mnist", "partition": {"name": "classes", "per_client": 2, "clients": 20}}
+HALF = {"availability": {"name": "bernoulli", "p": 0.5}}
+STUDIES: dict[str, dict[str, Any]] = {"mnist": MNIST, "mnist-half": MNIST | HALF, "fashion": FASHION | HALF}
+AIMS = ((0.975, 0.25, 0.5), (0.98, 0.8, 1.6))
+"""Accuracy, gigabytes up and down: what Stratify should reach on MNIST."""
+
+
+def cells(study: str) -> dict[str, dict[str, Any]]:
+    """The specs of a study by label."""
+    found = {}
+    for method, (settings, training, codecs) in METHODS.items():
+        for codec in codecs:
+            spec = {**STUDIES[study], "method": settings, "training": training, "evaluation": {"checkpoint_every": 2}}
+            label = f"{method} | {codec}"
+            found[label] = spec | ({"communication": CODECS[codec]} if CODECS[codec] else {})
+    return found
+
+
+def run(out: Path, studies: list[str], only: list[str], seeds: list[int]) -> None:
+    """Train what is not there yet."""
+    for seed in seeds:
+        for study in studies:
+            for label, spec in cells(study).items():
+                done = load()
+                key = f"{study} | {label} | {seed}"
+                if key in done or (only and not any(word in label for word in only)):
+                    continue
+                folder, began = out / key.replace(" | ", "/").replace(", ", "-").replace(" ", "-"), time.time()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    history = fs.run({**spec, "seed": seed}, out=folder, resume=folder.exists())
+                cell = {"spec": fs.Experiment.from_table({**spec, "seed": seed}).to_spec(), **curve(history)}
+                done = load() | {key: cell | {"seconds": round(time.time() - began), "torch": torch.__version__}}
+                rows = [f"{json.dumps(name)}: {json.dumps(done[name])}" for name in sorted(done)]
+                RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+                print(key, cell["accuracy"][-1], cell["up"][-1], cell["down"][-1], flush=True)
+
+
+def load() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
+def curve(history: fs.History) -> dict[str, list[float]]:
+    """Accuracy after each round that was evaluated, and the gigabytes up and down by then."""
+    up = down = 0
+    found: dict[str, list[float]] = {"accuracy": [], "up": [], "down": []}
+    for record in history:
+        up, down = up + record["bytes_up"], down + record["bytes_down"]
+        if record["accuracy"] is not None:
+            found["accuracy"].append(round(record["accuracy"], 4))
+            found["up"].append(round(up / 1e9, 5))
+            found["down"].append(round(down / 1e9, 5))
+    return found
+
+
+def front(points: dict[str, tuple[float, float]]) -> list[str]:
+    """The labels that no other one beats in both, by bytes: fewer of them, and a higher accuracy."""
+    best, found = -1.0, []
+    for label, (_, accuracy) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if accuracy > best:
+            best = accuracy
+            found.append(label)
+    return found
+
+
+def by_label(study: str) -> dict[str, list[dict[str, Any]]]:
+    """The cells of a study that are done, a list over seeds."""
+    done = load()
+    found: dict[str, list[dict[str, Any]]] = {}
+    for label in cells(study):
+        of_seeds = [done[key] for key in sorted(done) if key.rpartition(" | ")[0] == f"{study} | {label}"]
+        if of_seeds:
+            found[label] = of_seeds
+    return found
+
+
+def table_of(study: str) -> list[str]:
+    """A Markdown table: the end of every run, and where accuracies were reached."""
+    found = by_label(study)
+    ends = {
+        label: (
+            statistics.mean(c["up"][-1] + c["down"][-1] for c in of),
+            statistics.mean(c["accuracy"][-1] for c in of),
+        )
+        for label, of in found.items()
+    }
+    best = set(front(ends))
+    lines = [
+        "| method | codec | seeds | accuracy, % | GB up | GB down | front | seconds |",
+        "|---|---|---:|---:|---:|---:|:---:|---:|",
+    ]
+    for label, of in found.items():
+        method, codec = label.split(" | ")
+        accuracies = [100 * c["accuracy"][-1] for c in of]
+        spread = f" ± {statistics.stdev(accuracies):.1f}" if len(of) > 1 else ""
+        up, down = (statistics.mean(c[key][-1] for c in of) for key in ("up", "down"))
+        seconds = statistics.mean(c["seconds"] for c in of)
+        lines.append(
+            f"| {method} | {codec} | {len(of)} | {statistics.mean(accuracies):.1f}{spread} | {up:.3f} | {down:.3f} "
+            f"| {'yes' if label in best else ''} | {seconds:.0f} |"
+        )
+    missing = [label for label in cells(study) if label not in found]
+    if missing:
+        lines.append(f"\nNot run: {'; '.join(label.replace(' | ', ', ') for label in missing)}.")
+    return lines
+
+
+def aims() -> list[str]:
+    """Where Stratify with PowerSGD first reaches the aims on MNIST, seed by seed, and dense Stratify beside it."""
+    lines = ["| study | run | seed | accuracy, % | GB up | GB down | aim |", "|---|---|---:|---:|---:|---:|:---:|"]
+    for study in ("mnist", "mnist-half"):
+        for label, of in by_label(study).items():
+            if label not in ("stratify | powersgd, rank 1", "stratify, dense | none"):
+                continue
+            for seed, cell in enumerate(of):
+                rows = list(zip(cell["accuracy"], cell["up"], cell["down"], strict=True))
+                for accuracy, most_up, most_down in AIMS:
+                    there = next((row for row in rows if row[0] >= accuracy), None)
+                    a, up, down = there or rows[-1]
+                    kept = there is not None and up <= most_up and down <= most_down
+                    aim = f"{100 * accuracy:.1f} % at {most_up} up, {most_down} down: {'yes' if kept else 'no'}"
+                    name = label.replace(" | ", ", ")
+                    lines.append(f"| {study} | {name} | {seed} | {100 * a:.2f} | {up:.3f} | {down:.3f} | {aim} |")
+    return lines
+
+
+def draw(path: Path) -> None:
+    """Accuracy over bytes up and down, the codecs of a method in one colour."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [study for study in STUDIES if by_label(study)]
+    figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 4.4), squeeze=False, sharey=True)
+    colours = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
+    styles = dict(zip(CODECS, ("-", (0, (1, 1)), "--", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)), ":"), strict=True))
+    for axis, study in zip(axes[0], shown, strict=True):
+        for label, of in by_label(study).items():
+            method, codec = label.split(" | ")
+            cell = of[0]
+            total = [up + down for up, down in zip(cell["up"], cell["down"], strict=True)]
+            axis.plot(total, [100 * a for a in cell["accuracy"]], color=colours[method], ls=styles[codec], lw=1.3)
+        axis.set(xscale="log", xlabel="GB up and down", title=study)
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("accuracy on the test set, %")
+    handles = [plt.Line2D([], [], color=colour, label=method) for method, colour in colours.items()]
+    handles += [plt.Line2D([], [], color="grey", ls=style, label=codec) for codec, style in styles.items()]
+    figure.legend(handles=handles, loc="lower center", ncols=7, frameon=False, fontsize=8)
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=110)
+
+
+def speed() -> list[str]:
+    """Milliseconds to encode and to decode a million parameters, and what travels of them."""
+    import numpy as np
+
+    from fedstrata.communication.codecs import CODECS as NAMED
+
+    torch.set_num_threads(1)
+    change = {"w": torch.randn(1000, 990), "b": torch.randn(10_000)}
+    lines = ["| codec | encode, ms | decode, ms | bytes a parameter |", "|---|---:|---:|---:|"]
+    for settings in ("none", "bf16", "qsgd", {"name": "qsgd", "levels": 127}, TOP, RANK1, RANK2 | {"rank": 4}):
+        codec = NAMED.parse(settings)
+        times: dict[str, list[float]] = {"encode": [], "decode": []}
+        for _ in range(15):
+            began = time.perf_counter()
+            payload = codec.encode(change, np.random.default_rng(0))
+            middle = time.perf_counter()
+            codec.decode(payload, change)
+            times["encode"].append(middle - began)
+            times["decode"].append(time.perf_counter() - middle)
+        size = sum(t.numel() * t.element_size() for parts in payload.values() for t in parts.values()) / 1e6
+        name = settings if isinstance(settings, str) else ", ".join(str(value) for value in settings.values())
+        encode, decode = (1000 * statistics.median(times[key]) for key in times)
+        lines.append(f"| {name} | {encode:.1f} | {decode:.1f} | {size:.4f} |")
+    return lines
+
+
+def write(page: Path, name: str, lines: list[str]) -> None:
+    """Put lines between the marks of a page."""
+    text = page.read_text(encoding="utf-8")
+    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, rest = text.split(first)
+    page.write_text(before + first + "\n" + "\n".join(lines) + "\n" + last + rest.split(last)[1], encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "table", "speed"])
+    parser.add_argument("--out", type=Path, default=Path("runs/communication"))
+    parser.add_argument("--study", nargs="+", choices=list(STUDIES), default=list(STUDIES))
+    parser.add_argument("--only", nargs="+", default=[], help="cells whose label holds one of these words")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--page", type=Path, default=Path("docs/communication.md"))
+    options = parser.parse_args()
+    if options.what == "run":
+        run(options.out, options.study, options.only, options.seeds)
+    elif options.what == "speed":
+        lines = speed()
+        print("\n".join(lines))
+        if options.page.exists():
+            write(options.page, "speed", lines)
+    else:
+        for study in STUDIES:
+            write(options.page, study, table_of(study))
+        write(options.page, "aims", aims())
+        draw(options.page.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

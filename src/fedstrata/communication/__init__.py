@@ -1,0 +1,1 @@
+"""How models and updates travel: codecs, their memories, and the model as what a client missed of it."""

@@ -1,0 +1,42 @@
+"""What both sides make of changes: which are encoded, and which model they lead to."""
+
+from __future__ import annotations
+
+import hashlib
+
+from fedstrata import records
+from fedstrata.communication.codecs import Codec, Payload, WithMemory
+from fedstrata.federation.messages import Params
+from fedstrata.objectives.base import Objective
+
+
+def parted(change: Params, codec: Codec, objective: Objective) -> tuple[Params, Params]:
+    """What of a change goes through a codec, and what travels as it is.
+
+    What is no change, such as a prototype, has no place in a memory of what changes lost.
+    """
+    kept = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, objective)}
+    encoded = {name: tensor for name, tensor in change.items() if name not in kept}
+    return encoded, {name: change[name] for name in kept}
+
+
+def _adds_up(name: str, objective: Objective) -> bool:
+    kind, _, rest = name.partition("/")
+    return kind != "message" or rest.partition("/")[0] in objective.additive
+
+
+def renewed(params: Params, changes: list[Payload], codec: Codec) -> Params:
+    """A model after some encoded changes."""
+    for payload in changes:
+        codec.check(payload, params)
+        step = codec.decode(payload, params)
+        params = {name: tensor + step[name] if name in step else tensor for name, tensor in params.items()}
+    return params
+
+
+def digest_of(before: bytes, after: Params | Payload) -> bytes:
+    """Names a model: that of a digest, after a change of it; or a whole one after nothing.
+
+    It is of what was sent and not of what was computed from it, which differs in the last bit between processors.
+    """
+    return hashlib.blake2b(before + records.encode(after), digest_size=16).digest()

@@ -1,0 +1,250 @@
+"""The server's side: what clients have of the model, and what their answers stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedstrata import records
+from fedstrata.communication.changes import digest_of, parted, renewed
+from fedstrata.communication.codecs import (
+    Codec,
+    Communication,
+    Forms,
+    Payload,
+    PowerSGD,
+    Uncompressed,
+    WithMemory,
+    require_forms,
+    with_frame,
+)
+from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.accounting import Summed
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
+from fedstrata.objectives.base import Objective
+from fedstrata.records import record
+from fedstrata.rng import rng
+
+
+@record
+class ChannelState:
+    """What the server remembers of what travelled; it is part of a checkpoint.
+
+    Args:
+        exchange: The number of the last exchange.
+        version: Of the model that clients have; −1 before the first.
+        digest: Names it.
+        params: The model that clients have, as their copies of it are.
+        changes: The last changes of it, encoded, oldest first.
+        confirmed: The version of every client, (N,); −1 for who has none that is known of.
+        basis: Q of the next exchange.
+    """
+
+    exchange: int
+    version: int
+    digest: bytes
+    params: Params
+    changes: list[Payload]
+    confirmed: NDArray[np.int64]
+    basis: Params
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the answers to a question.
+
+    Args:
+        request: The question, with the server's own model.
+        codec: What encoded the change.
+        like: Tensors like those of the change.
+        forms: Of the payload.
+        frame: P, where the payload are coefficients along it.
+        first: Whether it is a part of a first sum, which says nothing yet.
+    """
+
+    request: ModelRequest
+    codec: Codec
+    like: Params
+    forms: Forms
+    frame: Params
+    first: bool = False
+
+    def check(self, answer: EncodedReply) -> None:
+        """Refuse a payload of another form, and an answer that is none to the question.
+
+        Raises:
+            ReplyRefusedError: With what is wrong.
+        """
+        require_forms(answer.payload, self.forms)
+        if self.first:
+            if answer.reply is not None:
+                raise ReplyRefusedError("an answer before the second sum")
+            return
+        reply = self.read(answer)
+        if any(not bool(torch.isfinite(tensor).all()) for tensor in self.decoded(answer).values()):
+            raise ReplyRefusedError("a change that is beyond all numbers when it is decoded")
+        self.request.check_reply(reply)
+
+    def decoded(self, answer: EncodedReply) -> Params:
+        """The change."""
+        return self.codec.decode(with_frame(answer.payload, self.frame), self.like)
+
+    def read(self, answer: EncodedReply) -> Reply:
+        """The answer as its client would have given it without a codec."""
+        assert answer.reply is not None
+        return answer.reply.put_together(self.request.weights, self.decoded(answer))
+
+
+class Channel:
+    """Carries a method's questions and answers by the codecs of a run.
+
+    Args:
+        communication: The codecs.
+        objective: What clients minimise, which knows what of its messages is a change.
+        clients: N.
+        seed: The experiment's.
+    """
+
+    def __init__(self, communication: Communication, objective: Objective, clients: int, seed: int) -> None:
+        self.up, self.down, self.objective, self.seed = communication.up, communication.down, objective, seed
+        nobody = np.full(clients, -1, dtype=np.int64)
+        self.state = ChannelState(0, -1, b"", {}, [], nobody, {})
+        self._round, self._source = 0, Params()
+
+    def takes(self, requests: Mapping[ClientId, Request]) -> bool:
+        """Whether these questions go through it: one about a model, the same for all."""
+        first = next(iter(requests.values()), None)
+        return isinstance(first, ModelRequest) and all(request is first for request in requests.values())
+
+    def ask(self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **how: Any) -> dict[ClientId, Any]:
+        """The answers that can be used; see ``Federation.ask``."""
+        answers, reader = self._ask(federation, requests, **how)
+        return {client: reader.read(answer) for client, answer in answers.items()} if reader else {}
+
+    def ask_sum(self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **how: Any) -> Summed | None:
+        """The sum of all answers; see ``Federation.ask_sum``."""
+        answers, reader = self._ask(federation, requests, **how)
+        if not answers or reader is None:
+            return None
+        clients = list(answers)
+        if reader.codec.linear:
+            rests = [replace(answer, payload={}) for answer in answers.values()]
+            return Summed(reader.read(replace(reduce(records.add, rests), payload=_payloads(answers))), clients)
+        return Summed(reduce(records.add, [reader.read(answer) for answer in answers.values()]), clients)
+
+    def _ask(
+        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **how: Any
+    ) -> tuple[dict[ClientId, EncodedReply], Reader | None]:
+        """Put one question to clients; their answers, and what reads them."""
+        question = next(iter(requests.values()))
+        exchange = self.state.exchange + 1
+        self.state = replace(self.state, exchange=exchange)
+        if not isinstance(self.down, Uncompressed):
+            self._renew(federation.round, question.weights.params)
+        plain = isinstance(self.up, WithMemory) and federation.round < self.up.start
+        codec = Uncompressed() if plain else self.up
+        like, _ = parted(question.changes(), codec, self.objective)
+        basis = self._basis(codec, like)
+        reader = Reader(question, codec, like, codec.forms(like), {})
+        if not basis or not isinstance(codec, PowerSGD):
+            request = Encoded(question, federation.round, exchange, None, plain, {}, reader)
+            return self._first_sum(federation, requests, request, **how), reader
+        first, second = codec.forms_of_sums(like)
+        reader = replace(reader, forms=first, first=True)
+        request = Encoded(question, federation.round, exchange, None, plain, basis, reader)
+        answers = self._first_sum(federation, requests, request, **how)
+        if not answers:
+            return {}, None
+        frame = codec.orthonormal(_payloads(answers))
+        reader = replace(reader, forms=second, frame=frame, first=False)
+        answers = federation.exchange(
+            dict.fromkeys(answers, Coefficients(exchange, frame, reader)), quorum=how.get("quorum", 0)
+        )
+        if answers:
+            self.state = replace(self.state, basis=codec.next_basis(_payloads(answers), basis))
+        return answers, reader
+
+    def _basis(self, codec: Codec, like: Params) -> Params:
+        """Q: that of the last exchange, or random numbers at first."""
+        if not isinstance(codec, PowerSGD):
+            return {}
+        fresh = codec.first_basis(like, rng(self.seed, "codec/basis"))
+        before = self.state.basis
+        alike = before.keys() == fresh.keys() and all(before[name].shape == q.shape for name, q in fresh.items())
+        return before if alike else fresh
+
+    def _first_sum(
+        self, federation: Federation, clients: Iterable[ClientId], request: Encoded, **how: Any
+    ) -> dict[ClientId, EncodedReply]:
+        """Ask; each client gets the model in the way that is shortest for it."""
+        if isinstance(self.down, Uncompressed):
+            return federation.exchange(dict.fromkeys(clients, request), **how)
+        question, confirmed = request.request, self.state.confirmed.copy()
+        bare = replace(question, weights=Weights({}, question.weights.buffers))
+        ways: dict[int, Encoded] = {}
+        requests = {}
+        for client in clients:
+            base = int(confirmed[client])
+            if base not in ways:
+                ways[base] = replace(request, request=bare, delivery=self._delivery(base), reader=request.reader)
+            requests[client] = ways[base]
+        answers: dict[ClientId, EncodedReply] = federation.exchange(requests, **how)
+        confirmed[list(answers)] = self.state.version
+        # Nobody knows what a client has whose answer failed; one that was never reached has what it had.
+        confirmed[[client for client in clients if client in federation.accounting.failed]] = -1
+        self.state = replace(self.state, confirmed=confirmed)
+        return answers
+
+    def _renew(self, round: int, params: Params) -> None:
+        """Let the model that clients get follow the server's.
+
+        Once for each model of a round, whether the run was resumed before it or not.
+        """
+        if self._round == round and self._source is params:
+            return
+        self._round, self._source = round, params
+        state, version = self.state, self.state.version + 1
+        if version == 0 or (isinstance(self.down, WithMemory) and round < self.down.start):
+            params = {name: tensor.clone() for name, tensor in params.items()}
+            self.state = replace(state, version=version, digest=digest_of(b"", params), params=params, changes=[])
+            return
+        # What a codec loses stays in this difference: the server needs no memory of its own.
+        missed = {name: tensor - state.params[name] for name, tensor in params.items()}
+        payload = self.down.encode(missed, rng(self.seed, f"codec/down/{version}", round))
+        changes = [*state.changes, payload]
+        while sum(map(records.size, changes)) >= records.size(params):
+            changes.pop(0)
+        self.state = replace(
+            state,
+            version=version,
+            digest=digest_of(state.digest, payload),
+            params=renewed(state.params, [payload], self.down),
+            changes=changes,
+        )
+
+    def _delivery(self, base: int) -> ModelDelivery:
+        """The model for a client that has version ``base``: what it missed, where that is smaller than all of it."""
+        state = self.state
+        missed = state.version - base
+        if base >= 0 and missed <= len(state.changes):
+            changes = state.changes[len(state.changes) - missed :]
+            return ModelDelivery(state.version, state.digest, base, changes, {})
+        return ModelDelivery(state.version, state.digest, -1, [], state.params)
+
+
+def _payloads(answers: Mapping[ClientId, EncodedReply]) -> Payload:
+    """The sum of all payloads, in client order and in full precision."""
+    wide = [_wide(answer.payload) for answer in answers.values()]
+    return reduce(records.add, wide)
+
+
+def _wide(payload: Payload) -> Payload:
+    return {name: {part: tensor.float() for part, tensor in parts.items()} for name, parts in payload.items()}

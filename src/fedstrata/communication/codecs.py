@@ -1,0 +1,434 @@
+"""Codecs: how a change of a model becomes fewer bytes, and back.
+
+A *change* is a table of named floating-point tensors: what local training made of a model, a gradient, a difference of
+two models. A *payload* is what travels of it, tensors by name and part. Their shapes and dtypes depend on those of the
+change alone, so that the size of a message tells nothing of what is in it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from typing import Annotated, ClassVar, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
+
+from fedstrata.config import FromRegistry, Registry, Setting
+from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.federation.messages import Params
+
+Payload = dict[str, dict[str, Tensor]]
+"""What travels of a change: by tensor, or under a name of the codec's own for all of them, and by part."""
+
+Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
+"""Shape and dtype of every part of a payload."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Codec(Setting):
+    """How a change travels.
+
+    A codec is stateless: what has to be remembered between two changes (``feedback``) is kept by who encodes.
+    """
+
+    feedback: ClassVar[bool] = False
+    """Whether what a change loses is remembered by its sender and added to its next change (error feedback)."""
+
+    linear: ClassVar[bool] = False
+    """Whether ``decode`` of a sum of payloads is the sum of what they decode to."""
+
+    @abstractmethod
+    def forms(self, like: Params) -> Forms:
+        """What the payload of a change like ``like`` consists of."""
+
+    @abstractmethod
+    def encode(self, change: Params, generator: np.random.Generator) -> Payload:
+        """What travels.
+
+        Args:
+            change: Finite tensors of float32.
+            generator: For codecs that round at random.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Payload, like: Params) -> Params:
+        """What a payload stands for, in the shapes and dtypes of ``like``.
+
+        Raises:
+            ReplyRefusedError: A number in it can be no codec's.
+        """
+
+    def check(self, payload: Payload, like: Params) -> None:
+        """Refuse a payload that is no change's like ``like``.
+
+        Raises:
+            ReplyRefusedError: With the first difference.
+        """
+        require_forms(payload, self.forms(like))
+
+
+def require_forms(payload: Payload, forms: Forms) -> None:
+    """Refuse a payload of another form.
+
+    Raises:
+        ReplyRefusedError: With the first difference.
+    """
+    found = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
+    if found.keys() != forms.keys():
+        raise ReplyRefusedError(f"the payload has {sorted(found)[:5]}, expected {sorted(forms)[:5]}")
+    for name, parts in forms.items():
+        if found[name] != parts:
+            raise ReplyRefusedError(f"the payload's {name!r} is {found[name]}, expected {parts}")
+
+
+class Uncompressed(Codec):
+    """As it is."""
+
+    linear = True
+
+    def forms(self, like: Params) -> Forms:
+        """Every tensor."""
+        return {name: {"": (tuple(t.shape), t.dtype)} for name, t in like.items()}
+
+    def encode(self, change: Params, generator: np.random.Generator) -> Payload:
+        """The tensors themselves."""
+        return {name: {"": tensor} for name, tensor in change.items()}
+
+    def decode(self, payload: Payload, like: Params) -> Params:
+        """The tensors themselves."""
+        return {name: payload[name][""] for name in like}
+
+
+class BFloat16(Codec):
+    """Half the bytes: float32 rounded to the nearest bfloat16, whose relative error is at most 2⁻⁸."""
+
+    def forms(self, like: Params) -> Forms:
+        """Every tensor."""
+        return {name: {"": (tuple(t.shape), torch.bfloat16)} for name, t in like.items()}
+
+    def encode(self, change: Params, generator: np.random.Generator) -> Payload:
+        """Rounded."""
+        return {name: {"": tensor.to(torch.bfloat16)} for name, tensor in change.items()}
+
+    def decode(self, payload: Payload, like: Params) -> Params:
+        """Exact."""
+        return {name: payload[name][""].to(t.dtype) for name, t in like.items()}
+
+
+class QSGD(Codec):
+    """Stochastic rounding to ``levels`` steps between 0 and the largest value of a bucket (Alistarh et al. 2017).
+
+    Unbiased: E[decode(encode(x))] = x, with a variance of at most (M / s)² / 4 a coordinate for a bucket's largest
+    value M and s levels. Of the two scales in the paper this is the largest value, as in its experiments. A code takes
+    ⌈log₂(2 s + 1)⌉ bits.
+
+    Args:
+        levels: s, the steps on each side of 0.
+        bucket: Coordinates that share a scale.
+    """
+
+    levels: int = Field(default=7, ge=1, le=2**15 - 1)
+    bucket: PositiveInt = 512
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return (2 * self.levels).bit_length()
+
+    def forms(self, like: Params) -> Forms:
+        """All coordinates' codes, packed, and the buckets' scales."""
+        d = _coordinates(like)
+        parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        parts = {"scales": ((-(-d // self.bucket),), torch.float32), "codes": ((_packed(d, self.bits),), torch.uint8)}
+        return {"all": parts}
+
+    def encode(self, change: Params, generator: np.random.Generator) -> Payload:
+        """Codes from 0 for −M to 2 s for M."""
+        flat = _flat(change)
+        rows = np.pad(flat, (0, -len(flat) % self.bucket)).reshape(-(-len(flat) // self.bucket), self.bucket)
+        scales = np.abs(rows).max(axis=1, initial=0.0)
+        # float64: the product of a scale near the end of float32 must not overflow before it is divided.
+        steps = rows * (self.levels / np.where(scales > 0, scales, 1).astype(np.float64))[:, None]
+        codes = np.floor(steps + generator.random(steps.shape)).astype(np.int64) + self.levels
+        codes = np.clip(codes, 0, 2 * self.levels).ravel()[: len(flat)]
+        return {"all": {"scales": torch.from_numpy(scales), "codes": _pack(codes, self.bits)}}
+
+    def decode(self, payload: Payload, like: Params) -> Params:
+        """Code and scale to value."""
+        d, parts = _coordinates(like), payload["all"]
+        codes, scales = _unpack(parts["codes"], self.bits, d), parts["scales"].numpy().astype(np.float64)
+        if d and codes.max() > 2 * self.levels:
+            raise ReplyRefusedError(f"a code of {codes.max()}, where {2 * self.levels} is the largest")
+        if not ((scales >= 0) & np.isfinite(scales)).all():
+            raise ReplyRefusedError("a bucket whose largest absolute value can be none")
+        values = (codes - self.levels) * (np.repeat(scales, self.bucket)[:d] / self.levels)
+        return _shaped(values.astype(np.float32), like)
+
+
+class WithMemory(Codec):
+    """A codec that loses much of a change, and makes up for it later: the sender remembers what was lost.
+
+    What is remembered goes into the sender's next change, so that what was decoded so far and the memory are together
+    the sum of all changes (Seide et al. 2014; Karimireddy et al. 2019). Where clients take part rarely their memories
+    grow old, and pull towards a model of long ago.
+
+    Args:
+        damping: What is left of a memory with every round of its age.
+        forget_after: Rounds after which a memory is dropped; never unless given.
+        start: The first round that is compressed; before it changes travel as they are.
+    """
+
+    feedback = True
+
+    damping: float = Field(default=1.0, gt=0, le=1)
+    forget_after: PositiveInt | None = None
+    start: PositiveInt = 1
+
+    def kept(self, age: int) -> float:
+        """The factor of a memory that is ``age`` rounds old."""
+        if self.forget_after is not None and age > self.forget_after:
+            return 0.0
+        return float(self.damping**age)
+
+
+class TopK(WithMemory):
+    """The coordinates of the largest absolute values over all tensors, with error feedback.
+
+    It tells who decodes which coordinates a client has changed most.
+
+    Args:
+        fraction: Of all coordinates; at least one is sent.
+    """
+
+    fraction: float = Field(default=0.01, gt=0, le=1)
+
+    def _sent(self, d: int) -> int:
+        return min(max(1, round(self.fraction * d)), d)
+
+    def forms(self, like: Params) -> Forms:
+        """Their places, packed, and their values."""
+        d = _coordinates(like)
+        k = self._sent(d)
+        places = ((_packed(k, _bits(d)),), torch.uint8)
+        return {"all": {"places": places, "values": ((k,), torch.float32)}}
+
+    def encode(self, change: Params, generator: np.random.Generator) -> Payload:
+        """Ties go to the coordinate that comes first."""
+        flat = _flat(change)
+        k = self._sent(len(flat))
+        places = np.sort(np.argsort(-np.abs(flat), kind="stable")[:k])
+        return {"all": {"places": _pack(places, _bits(len(flat))), "values": torch.from_numpy(flat[places])}}
+
+    def decode(self, payload: Payload, like: Params) -> Params:
+        """Zero elsewhere."""
+        d, parts = _coordinates(like), payload["all"]
+        places = _unpack(parts["places"], _bits(d), self._sent(d))
+        if len(places) and (places[-1] >= d or (np.diff(places) <= 0).any()):
+            raise ReplyRefusedError(f"places that do not ascend, or lie beyond {d} coordinates")
+        flat = np.zeros(d, dtype=np.float32)
+        flat[places] = parts["values"].numpy()
+        return _shaped(flat, like)
+
+
+class PowerSGD(WithMemory):
+    """The best that ``rank`` outer products say of every matrix, with error feedback (Vogels et al. 2019).
+
+    Tensors are taken as matrices of their first dimension by all others. Of the sum of all matrices M = Σ M_k two sums
+    travel: P = Σ M_k Q, which is made orthonormal and sent back, then Q = Σ M_kᵀ P. What is decoded is P Qᵀ, and the
+    next exchange begins with this Q (one power iteration an exchange). A client's memory is M_k − P (M_kᵀ P)ᵀ: its own
+    part minus its own projection. Tensors of one dimension, and those that would not get smaller, travel as they are.
+
+    Both sums are sums: the server needs nobody's own part, unless a method wants each client's change.
+
+    Args:
+        rank: Outer products for a matrix.
+        factors: The type of what travels.
+    """
+
+    linear = True
+
+    rank: int = Field(default=1, ge=1, le=1024)
+    factors: Literal["float32", "bfloat16"] = "float32"
+
+    def split(self, like: Params) -> tuple[list[str], list[str]]:
+        """The names of what is compressed, and of what travels as it is."""
+        matrices = []
+        for name, tensor in like.items():
+            rows, columns = _sides(tensor)
+            if tensor.ndim > 1 and self.rank * (rows + columns) < rows * columns:
+                matrices.append(name)
+        return matrices, [name for name in like if name not in matrices]
+
+    def first_basis(self, like: Params, generator: np.random.Generator) -> Params:
+        """Q of the first exchange: normal numbers, (columns, rank) for every matrix."""
+        matrices, _ = self.split(like)
+        sides = {name: (_sides(like[name])[1], self.rank) for name in matrices}
+        drawn = {name: generator.standard_normal(side, np.float32) for name, side in sides.items()}
+        return {name: self.rounded(torch.from_numpy(basis)) for name, basis in drawn.items()}
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        """As it travels."""
+        return tensor.to(DTYPES[self.factors])
+
+    def project(self, change: Params, basis: Params) -> Payload:
+        """The first sum's part: P_k = M_k Q."""
+        return {name: {"p": self.rounded(_matrix(change[name]) @ q.float())} for name, q in basis.items()}
+
+    def orthonormal(self, summed: Payload) -> Params:
+        """P of the first sum, its columns orthonormal."""
+        return {name: self.rounded(torch.linalg.qr(parts["p"].float()).Q) for name, parts in summed.items()}
+
+    def coefficients(self, change: Params, frame: Params) -> Payload:
+        """The second sum's part, Q_k = M_kᵀ P, and what travels as it is."""
+        _, rest = self.split(change)
+        payload = {name: {"q": self.rounded(_matrix(change[name]).T @ p.float())} for name, p in frame.items()}
+        return payload | {name: {"": self.rounded(change[name])} for name in rest}
+
+    def forms_of_sums(self, like: Params) -> tuple[Forms, Forms]:
+        """What ``project`` and ``coefficients`` give."""
+        whole = self.forms(like)
+        first = {name: {"p": parts["p"]} for name, parts in whole.items() if "p" in parts}
+        second = {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
+        return first, second
+
+    def next_basis(self, payload: Payload, before: Params) -> Params:
+        """Q of the next exchange: that of this one's sum, of length 1; that before where nothing came."""
+        found = {}
+        for name, q in before.items():
+            new = payload[name]["q"].float()
+            norm = new.norm()
+            found[name] = self.rounded(new / norm) if norm > 0 else q
+        return found
+
+    def forms(self, like: Params) -> Forms:
+        """Both factors of every matrix, and what travels as it is."""
+        matrices, rest = self.split(like)
+        dtype, forms = DTYPES[self.factors], Forms()
+        for name in matrices:
+            rows, columns = _sides(like[name])
+            forms[name] = {"p": ((rows, self.rank), dtype), "q": ((columns, self.rank), dtype)}
+        return forms | {name: {"": (tuple(like[name].shape), dtype)} for name in rest}
+
+    def encode(self, change: Params, generator: np.random.Generator) -> Payload:
+        """A change of one party alone, by two power iterations from a basis of its own; both factors travel."""
+        basis = self.first_basis(change, generator)
+        for _ in range(2):
+            frame = self.orthonormal(self.project(change, basis))
+            payload = self.coefficients(change, frame)
+            basis = self.next_basis(payload, basis)
+        return with_frame(payload, frame)
+
+    def decode(self, payload: Payload, like: Params) -> Params:
+        """P Qᵀ, in the shapes of ``like``."""
+        found = {}
+        for name, tensor in like.items():
+            parts = payload[name]
+            whole = parts["p"].float() @ parts["q"].float().T if "p" in parts else parts[""].float()
+            found[name] = whole.reshape(tensor.shape).to(tensor.dtype)
+        return found
+
+
+def with_frame(payload: Payload, frame: Params) -> Payload:
+    """The coefficients of a second sum with the P that all of them belong to."""
+    return payload | {name: {"p": p, **payload[name]} for name, p in frame.items()}
+
+
+def _sides(tensor: Tensor) -> tuple[int, int]:
+    return (tensor.shape[0], math.prod(tensor.shape[1:])) if tensor.ndim else (1, 1)
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    return tensor.reshape(_sides(tensor)).float()
+
+
+def _coordinates(like: Params) -> int:
+    return sum(tensor.numel() for tensor in like.values())
+
+
+def _flat(change: Params) -> NDArray[np.float32]:
+    flat = [tensor.detach().reshape(-1).float() for tensor in change.values()]
+    found: NDArray[np.float32] = torch.cat(flat).numpy() if flat else np.zeros(0, dtype=np.float32)
+    return found
+
+
+def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
+    parts = torch.split(torch.from_numpy(flat), [tensor.numel() for tensor in like.values()])
+    return {name: part.reshape(t.shape).to(t.dtype) for (name, t), part in zip(like.items(), parts, strict=True)}
+
+
+def _bits(d: int) -> int:
+    """Of the largest place among ``d`` coordinates."""
+    return max(1, (d - 1).bit_length())
+
+
+def _packed(count: int, bits: int) -> int:
+    return -(-count * bits // 8)
+
+
+def _pack(codes: NDArray[np.int64], bits: int) -> Tensor:
+    """Whole numbers of so many bits, one after another.
+
+    >>> _pack(np.array([1, 2, 3]), 4).tolist()
+    [18, 48]
+    """
+    spread = (codes[:, None] >> np.arange(bits - 1, -1, -1)) & 1
+    return torch.from_numpy(np.packbits(spread.astype(np.uint8)))
+
+
+def _unpack(packed: Tensor, bits: int, count: int) -> NDArray[np.int64]:
+    """What ``_pack`` packed.
+
+    >>> _unpack(torch.tensor([18, 48], dtype=torch.uint8), 4, 3).tolist()
+    [1, 2, 3]
+    """
+    spread = np.unpackbits(packed.numpy(), count=count * bits).reshape(count, bits)
+    found: NDArray[np.int64] = spread @ (1 << np.arange(bits - 1, -1, -1, dtype=np.int64))
+    return found
+
+
+CODECS: Registry[Codec] = Registry(
+    "codec",
+    Codec,  # type: ignore[type-abstract]
+    {
+        "none": "fedstrata.communication.codecs:Uncompressed",
+        "bf16": "fedstrata.communication.codecs:BFloat16",
+        "qsgd": "fedstrata.communication.codecs:QSGD",
+        "top-k": "fedstrata.communication.codecs:TopK",
+        "powersgd": "fedstrata.communication.codecs:PowerSGD",
+    },
+)
+
+AnyCodec = Annotated[Codec, FromRegistry(CODECS)]
+
+
+class Communication(Setting):
+    """How models and updates travel.
+
+    Args:
+        up: What clients send: their changes, encoded.
+        down: What clients get: the model whole (``none``), or, where that is smaller, the encoded changes of it that a
+            client missed.
+    """
+
+    up: AnyCodec = Uncompressed()
+    down: AnyCodec = Uncompressed()
+
+    @model_validator(mode="after")
+    def _remembers_nothing(self) -> Self:
+        """The server sees what clients have: what a codec loses going down is never forgotten."""
+        if isinstance(self.down, WithMemory):
+            for key, usual in (("damping", 1.0), ("forget_after", None)):
+                if getattr(self.down, key) != usual:
+                    problem = "is about what clients remember of their changes; going down nothing grows old"
+                    raise SpecError(f"down.{key}", problem, getattr(self.down, key))
+        return self
+
+    @property
+    def plain(self) -> bool:
+        """Whether everything travels as it is."""
+        return isinstance(self.up, Uncompressed) and isinstance(self.down, Uncompressed)

@@ -1,0 +1,98 @@
+"""What travels where models or updates are encoded: a question inside another, and its answer in parts."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from fedstrata.communication.codecs import Payload
+from fedstrata.errors import ReplyRefusedError
+from fedstrata.federation.messages import ModelRequest, Params, Reply, Request
+from fedstrata.records import Message, record, unsent
+
+
+@record
+class ModelDelivery(Message):
+    """A model, whole or as what a client missed of it.
+
+    Args:
+        version: How often the model that clients have was renewed.
+        digest: Names this version: of the whole model at first, then of the last digest and what came after it.
+        base: The version that the changes build on; −1 for a whole model.
+        changes: From one version to the next, encoded.
+        params: The whole model; empty where there are changes.
+    """
+
+    version: int
+    digest: bytes
+    base: int
+    changes: list[Payload]
+    params: Params
+
+
+@record
+class EncodedReply(Reply):
+    """An answer in parts.
+
+    Args:
+        reply: The answer without its change; None where that comes with a second sum.
+        payload: The change, encoded, or its part of a first sum.
+    """
+
+    reply: Reply | None
+    payload: Payload
+
+
+@record
+class Encoded(Request):
+    """A question whose model, or the change that its answer tells of, travels encoded.
+
+    Args:
+        request: The question; its parameters are empty where there is a ``delivery``.
+        round: The round, counted from 1.
+        exchange: Numbers the exchanges of a run.
+        delivery: How the model comes; None where the question has it.
+        plain: Whether the change comes as it is, whatever the codec.
+        basis: Q of PowerSGD, by matrix; empty where the change comes in one exchange.
+        reader: Reads answers; stays at the server.
+    """
+
+    reply_type: ClassVar[type[Reply]] = EncodedReply
+
+    request: ModelRequest
+    round: int
+    exchange: int
+    delivery: ModelDelivery | None
+    plain: bool
+    basis: Params
+    reader: Any = unsent()
+
+    def work(self, samples: int) -> float:
+        """That of the question."""
+        return self.request.work(samples)
+
+    def check(self, reply: EncodedReply) -> None:
+        """An answer to the question inside, or a part of a first sum."""
+        self.reader.check(reply)
+
+
+@record
+class Coefficients(Request):
+    """The second sum of an exchange: what is my part of your change along these directions?
+
+    Args:
+        exchange: That of the first sum.
+        frame: P of PowerSGD, by matrix, with orthonormal columns.
+        reader: Reads answers; stays at the server.
+    """
+
+    reply_type: ClassVar[type[Reply]] = EncodedReply
+
+    exchange: int
+    frame: Params
+    reader: Any = unsent()
+
+    def check(self, reply: EncodedReply) -> None:
+        """An answer to the question of the first sum."""
+        if reply.reply is None:
+            raise ReplyRefusedError("the second sum lacks the answer")
+        self.reader.check(reply)

@@ -1,0 +1,159 @@
+"""How a client answers where models and updates are encoded.
+
+It makes the model of what it missed, encodes the change, and remembers what that lost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from fedstrata.clients.client import Client
+from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handling import handles
+from fedstrata.communication.changes import digest_of, parted, renewed
+from fedstrata.communication.codecs import PowerSGD, Uncompressed, WithMemory, with_frame
+from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
+from fedstrata.errors import FedstrataError
+from fedstrata.federation.messages import Params, Reply, Weights
+from fedstrata.records import Tree, record
+
+MODEL, MEMORY, PENDING = "model", "codec", "pending"
+"""Names under which a client keeps the model that it has, what its changes lost, and an exchange that is not over."""
+
+_MODELS = 8
+"""Versions of the model that the clients of a process share."""
+
+
+@record
+class HeldModel:
+    """The last model that came.
+
+    Args:
+        version: Its number.
+        digest: Its name.
+        params: Its parameters.
+    """
+
+    version: int
+    digest: bytes
+    params: Params
+
+
+@record
+class Residual:
+    """What a client's changes lost so far.
+
+    Args:
+        round: Of the last change.
+        lost: By name.
+    """
+
+    round: int
+    lost: Params
+
+
+@record
+class Pending:
+    """What a client did for the first sum of an exchange; it counts with the second.
+
+    Args:
+        exchange: Which.
+        round: Its round.
+        state: The client's state after it.
+        reply: The answer without its change.
+        change: What is encoded of the change, and of what earlier ones lost.
+    """
+
+    exchange: int
+    round: int
+    state: dict[str, Tree]
+    reply: Reply
+    change: Params
+
+
+@handles(Encoded)
+def answer(client: Client, request: Encoded) -> EncodedReply:
+    """Answer the question inside; its change goes back encoded."""
+    client.state.pop(PENDING, None)  # of an exchange that was never finished
+    question, before = request.request, dict(client.state)
+    if request.delivery is not None:
+        question = replace(question, weights=Weights(_received(client, request.delivery), question.weights.buffers))
+        before[MODEL] = client.state[MODEL]
+    codec = Uncompressed() if request.plain else client.context.communication.up
+    whole: Reply = client.context.handlers.alone(type(question))(client, question)
+    change, reply = whole.taken_apart(question.weights)
+    change, as_it_is = parted(change, codec, client.context.objective)
+    reply = reply.put_together(question.weights, as_it_is)
+    # Who had nothing to train on changes nothing, and keeps what earlier changes lost for one that counts.
+    if isinstance(codec, WithMemory) and whole.of_data():
+        change = _with_residual(client, codec, request.round, change)
+    if isinstance(codec, PowerSGD) and request.basis:
+        pending = Pending(request.exchange, request.round, dict(client.state), reply, change)
+        client.state = {**before, PENDING: pending}
+        return EncodedReply(None, codec.project(change, request.basis))
+    payload = codec.encode(change, client.rng(f"codec/{request.exchange}", request.round))
+    if isinstance(codec, WithMemory) and whole.of_data():
+        _remember(client, request.round, change, codec.decode(payload, change))
+    return EncodedReply(reply, payload)
+
+
+@handles(Coefficients)
+def answer_second(client: Client, request: Coefficients) -> EncodedReply:
+    """Finish what the first sum of the exchange began."""
+    pending, codec = client.state.get(PENDING), client.context.communication.up
+    if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
+        raise FedstrataError(f"no first sum of exchange {request.exchange} was answered here")
+    payload = codec.coefficients(pending.change, request.frame)
+    client.state = dict(pending.state)
+    if pending.reply.of_data():
+        _remember(
+            client, pending.round, pending.change, codec.decode(with_frame(payload, request.frame), pending.change)
+        )
+    return EncodedReply(pending.reply, payload)
+
+
+def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
+    """A change, and what earlier ones lost."""
+    before = client.state.get(MEMORY)
+    if not isinstance(before, Residual):
+        return change
+    factor = codec.kept(round - before.round)
+    return {name: tensor + factor * before.lost[name] for name, tensor in change.items()}
+
+
+def _remember(client: Client, round: int, change: Params, decoded: Params) -> None:
+    client.state[MEMORY] = Residual(round, {name: tensor - decoded[name] for name, tensor in change.items()})
+
+
+def _received(client: Client, delivery: ModelDelivery) -> Params:
+    """The model that was delivered.
+
+    Raises:
+        FedstrataError: The changes build on another model than the one that is here.
+    """
+    if delivery.base < 0:
+        found = delivery.params
+    else:
+        held = client.state.get(MODEL)
+        if not isinstance(held, HeldModel) or held.version != delivery.base:
+            there = f"version {held.version}" if isinstance(held, HeldModel) else "no model"
+            raise FedstrataError(f"the changes build on version {delivery.base} of the model; here is {there}")
+        digest = held.digest
+        for payload in delivery.changes:
+            digest = digest_of(digest, payload)
+        if digest != delivery.digest:
+            raise FedstrataError(f"the changes lead to another model than version {delivery.version}")
+        shared = client.context.once(_models)
+        if digest not in shared:
+            shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
+            while len(shared) > _MODELS:
+                shared.popitem(last=False)
+        found = shared[digest]
+    client.state[MODEL] = HeldModel(delivery.version, delivery.digest, found)
+    return found
+
+
+def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
+    """The last versions of the model by their digests: many clients of a process have the same."""
+    return OrderedDict()

@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import fedstrata as fs
+from fedstrata import records
+from fedstrata.clients.client import Client
+from fedstrata.clients.handling import handles
+from fedstrata.clients.store import StateStore
+from fedstrata.communication.channel import Channel
+from fedstrata.communication.codecs import Communication
+from fedstrata.communication.messages import Coefficients, Encoded
+from fedstrata.engines.local import LocalEngine
+from fedstrata.errors import SpecError
+from fedstrata.federation.engine import Failure
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
+from fedstrata.handlers.encoded import MEMORY, MODEL, PENDING
+from fedstrata.objectives.base import CrossEntropy
+from fedstrata.records import record
+from fedstrata.simulation import Simulation, make_context
+
+N = 4
+
+
+@record
+class Told(Reply):
+    """A change that the test knows."""
+
+    change: Params
+
+    def taken_apart(self, sent: Weights) -> tuple[Params, Told]:
+        return self.change, replace(self, change={})
+
+    def put_together(self, sent: Weights, change: Params) -> Told:
+        return replace(self, change=change)
+
+
+@record
+class Tell(ModelRequest):
+    reply_type: ClassVar[type[Reply]] = Told
+
+    round: int
+    weights: Weights
+
+    def changes(self) -> Params:
+        return self.weights.params
+
+
+@handles(Tell)
+def tell(client: Client, request: Tell) -> Told:
+    """A change that depends on the client and the round; the model that came is kept for the test to see."""
+    client.state["seen"] = dict(request.weights.params)
+    client.state["answers"] = client.state.get("answers", 0) + 1
+    return Told(truth(client.number, request.round, request.weights.params))
+
+
+def truth(client: ClientId, round: int, like: Params) -> Params:
+    draw = np.random.default_rng([client, round])
+    return {name: torch.from_numpy(draw.standard_normal(tuple(t.shape), np.float32)) for name, t in like.items()}
+
+
+class Flaky(LocalEngine):
+    """The local engine, in which some clients are lost at some kind of question."""
+
+    lost: Mapping[type[Request], set[ClientId]] = {}
+
+    def ask(self, requests: Mapping[ClientId, Request], *, together: bool, group: Any = None) -> Any:
+        outcomes = dict(super().ask(requests, together=together))
+        for client, request in requests.items():
+            if client in self.lost.get(type(request), ()):
+                outcomes[client] = Failure("lost on the way")
+        return outcomes
+
+
+class World:
+    """A federation of N clients that tell known changes."""
+
+    def __init__(self, up: Any = "none", down: Any = "none") -> None:
+        spec = fs.Experiment.from_table(
+            {
+                "partition": {"name": "iid", "clients": N},
+                "data": {"name": "digits", "limit": 80},
+                "model": {"name": "mlp", "hidden": [12]},
+                "communication": {"up": up, "down": down},
+            }
+        )
+        prepared = fs.prepare(spec)
+        context = make_context(prepared)
+        context = replace(context, handlers=context.handlers + [tell])  # noqa: RUF005
+        self.store = StateStore()
+        self.engine = Flaky(context, self.store)
+        self.channel = Channel(spec.communication, CrossEntropy(), N, 0)
+        self.federation = Federation(self.engine, prepared.config, spec.availability, channel=self.channel)
+        self.params = prepared.config.model.params()
+        self.round = 0
+
+    def ask(self, clients: set[int] | None = None, *, summed: bool = False) -> Any:
+        self.round += 1
+        self.federation.begin(self.round)
+        request = Tell(self.round, Weights(self.params, {}))
+        put = self.federation.ask_sum if summed else self.federation.ask
+        return put(dict.fromkeys(sorted(clients or range(N)), request))
+
+
+CODECS: dict[str, Any] = {
+    "bf16": "bf16",
+    "qsgd": "qsgd",
+    "top-k": {"name": "top-k", "fraction": 0.1},
+    "powersgd": {"name": "powersgd", "rank": 2},
+    "powersgd, bf16": {"name": "powersgd", "rank": 1, "factors": "bfloat16"},
+}
+WITH_MEMORY = ["top-k", "powersgd", "powersgd, bf16"]
+
+
+@pytest.mark.parametrize("label", WITH_MEMORY)
+def test_what_was_decoded_and_what_is_remembered_are_all_changes(label: str) -> None:
+    world = World(up=CODECS[label])
+    sent = {client: {name: torch.zeros_like(t) for name, t in world.params.items()} for client in range(N)}
+    decoded = {client: {name: torch.zeros_like(t) for name, t in world.params.items()} for client in range(N)}
+    for number in range(6):
+        clients = {0, 1, 2, 3} if number % 2 else {0, 2}
+        for client, reply in world.ask(clients).items():
+            sent[client] = records.add(sent[client], truth(client, world.round, world.params))
+            decoded[client] = records.add(decoded[client], reply.change)
+    for client in range(N):
+        memory = world.store.get(client)[MEMORY].lost
+        torch.testing.assert_close(records.add(decoded[client], memory), sent[client], atol=1e-4, rtol=1e-5)
+        assert any(lost.abs().max() > 0.1 for lost in memory.values())
+
+
+@pytest.mark.parametrize("label", CODECS)
+def test_a_sum_is_the_sum_of_the_answers(label: str) -> None:
+    one, other = World(up=CODECS[label]), World(up=CODECS[label])
+    for _ in range(2):
+        summed, replies = one.ask(summed=True), other.ask()
+        total: dict[str, torch.Tensor] = {}
+        for reply in replies.values():
+            total = {name: total.get(name, 0) + t for name, t in reply.change.items()}
+        torch.testing.assert_close(summed.reply.change, total, atol=1e-4, rtol=1e-5)
+        assert summed.clients == list(range(N))
+
+
+def test_power_sgd_projects_the_sum_on_the_directions_of_the_sum() -> None:
+    world = World(up={"name": "powersgd", "rank": 3})
+    name = "1.weight" if "1.weight" in world.params else next(n for n, t in world.params.items() if t.ndim > 1)
+    total = sum(truth(client, 1, world.params)[name] for client in range(N))
+    found = world.ask(summed=True).reply.change[name]
+    assert torch.linalg.matrix_rank(found) == 3
+    left = torch.linalg.qr(found).Q[:, :3]
+    torch.testing.assert_close(found, left @ (left.T @ total), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Encoded, Coefficients])
+def test_an_answer_that_is_lost_leaves_the_memory_as_it_was(kind: type[Request]) -> None:
+    """Also between the two sums: then nothing of the exchange counts for the client."""
+    world = World(up=CODECS["powersgd"])
+    world.ask()
+    before = dict(world.store.get(2))
+    world.engine.lost = {kind: {2}}
+    assert set(world.ask()) == {0, 1, 3}
+    after = world.store.get(2)
+    assert after[MEMORY] is before[MEMORY]
+    assert after["answers"] == before["answers"] == 1
+    assert [event["clients"] for event in world.federation.events] == [[2]]
+    world.engine.lost = {}
+    assert set(world.ask()) == {0, 1, 2, 3}
+    after = world.store.get(2)
+    assert after["answers"] == 2
+    assert PENDING not in after
+
+
+def test_memories_grow_old() -> None:
+    world = World(up={"name": "top-k", "fraction": 0.1, "forget_after": 2, "damping": 0.5})
+    world.ask()
+    lost = world.store.get(0)[MEMORY].lost
+    world.ask({1})
+    codec = world.channel.up
+    change = truth(0, 3, world.params)
+    half = {name: tensor + 0.25 * lost[name] for name, tensor in change.items()}  # two rounds: 0.5 · 0.5
+    reply = world.ask({0})[0]
+    expected = codec.decode(codec.encode(half, np.random.default_rng(0)), half)
+    torch.testing.assert_close(reply.change, expected)
+    for _ in range(2):
+        world.ask({1})
+    reply = world.ask({0})[0]  # three rounds: forgotten
+    change = truth(0, 6, world.params)
+    torch.testing.assert_close(reply.change, codec.decode(codec.encode(change, np.random.default_rng(0)), change))
+
+
+def test_an_uncompressed_beginning() -> None:
+    world = World(up={"name": "top-k", "fraction": 0.01, "start": 2})
+    first, second = world.ask()[1], world.ask()[1]
+    torch.testing.assert_close(first.change, truth(1, 1, world.params))
+    assert sum(int((t != 0).sum()) for t in second.change.values()) == round(
+        0.01 * sum(t.numel() for t in second.change.values())
+    )
+
+
+@pytest.mark.parametrize("label", CODECS)
+def test_everybody_has_the_model_that_the_server_thinks_they_have(label: str) -> None:
+    """Whoever was away gets what was missed, or the whole model where that is smaller."""
+    world = World(down=CODECS[label])
+    sizes = []
+    for number in range(8):
+        clients = {0, 1} if number % 3 else {0, 1, 2, 3}
+        clients = {*clients, 3} if number == 7 else clients
+        world.params = {n: t + 0.01 * truth(9, world.round, world.params)[n] for n, t in world.params.items()}
+        assert set(world.ask(clients)) == clients
+        sizes.append(world.federation.accounting.bytes_down / len(clients))
+        for client in clients:
+            seen = world.store.get(client)["seen"]
+            assert all(torch.equal(seen[n], t) for n, t in world.channel.state.params.items())
+    # And that is near the server's own, however long this goes on: what was lost once is in the next difference.
+    far = max(float((world.channel.state.params[n] - t).abs().max()) for n, t in world.params.items())
+    assert far < 0.08
+    assert sizes[1] < sizes[0]
+
+
+def test_a_client_that_has_another_model_than_was_thought_is_sent_the_whole_one() -> None:
+    world = World(down="qsgd")
+    world.ask()
+    forgotten = {key: value for key, value in world.store.get(1).items() if key != MODEL}
+    world.store.put(1, forgotten)  # as after a site's disk was lost
+    world.params = {name: tensor + 0.1 for name, tensor in world.params.items()}
+    assert set(world.ask()) == {0, 2, 3}
+    assert "build on version 0 of the model; here is no model" in world.federation.events[0]["reason"]
+    assert set(world.ask()) == {0, 1, 2, 3}
+
+
+def test_changes_of_another_line_of_models_are_refused() -> None:
+    world, other = World(down="bf16"), World(down="bf16")
+    other.params = {name: tensor + 1 for name, tensor in other.params.items()}
+    for each in (world, other):
+        each.ask()
+        each.params = {name: tensor + 0.1 for name, tensor in each.params.items()}
+    world.store.put(0, other.store.get(0))  # the right number, and another model
+    assert set(world.ask()) == {1, 2, 3}
+    assert "lead to another model than version 1" in world.federation.events[0]["reason"]
+
+
+BASE: dict[str, Any] = {
+    "data": {"name": "digits", "limit": 300},
+    "partition": {"name": "dirichlet", "alpha": 0.5, "clients": 6},
+    "availability": {"name": "bernoulli", "p": 0.7},
+    "model": {"name": "mlp", "hidden": [16]},
+    "training": {"rounds": 4, "clients_per_round": 4, "local_epochs": 1, "batch_size": 20, "lr": 0.05, "workers": 1},
+    "evaluation": {"every": 0},
+}
+BOTH = {"up": CODECS["powersgd"], "down": CODECS["top-k"]}
+METHODS: list[Any] = ["fedavg", "scaffold", "feddyn", "rebafl", {"name": "stratify", "cap": 10}]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_run_that_goes_on_ends_in_the_same_bytes(method: Any) -> None:
+    spec = fs.Experiment.from_table({**BASE, "method": method, "communication": BOTH})
+    whole = fs.run(spec)
+    prepared = fs.prepare(spec)
+    with Simulation(prepared) as first:
+        for _ in range(2):
+            first.step()
+        saved = records.encode(
+            (first.state, first.own, {client: dict(first.store.get(client)) for client in first.store})
+        )
+    state, own, states = records.decode(saved)
+    with Simulation(fs.prepare(spec)) as second:
+        second.state, second.round = state, 2
+        second._take_up(own)
+        for client, kept in states.items():
+            second.store.put(client, kept)
+        figures = [second.step()["bytes_down"] for _ in range(2)]
+        assert all(torch.equal(second.state.weights.params[n], t) for n, t in whole.params.items())
+    assert figures == [record["bytes_down"] for record in whole][2:]
+
+
+class Counting(LocalEngine):
+    """Counts the bytes of everything that goes over it."""
+
+    up = down = 0
+
+    def ask(self, requests: Mapping[ClientId, Request], *, together: bool, group: Any = None) -> Any:
+        outcomes = super().ask(requests, together=together)
+        self.down += sum(len(records.encode(request)) for request in requests.values())
+        self.up += sum(len(records.encode(outcome)) for outcome in outcomes.values())
+        return outcomes
+
+
+@pytest.mark.parametrize("communication", [BOTH, {"up": "qsgd", "down": "bf16"}], ids=["powersgd", "qsgd"])
+def test_the_books_are_the_bytes_of_the_wire(communication: dict[str, Any]) -> None:
+    spec = fs.Experiment.from_table({**BASE, "availability": "always", "communication": communication})
+    prepared = fs.prepare(spec)
+    engine = Counting(make_context(prepared), StateStore())
+    history = fs.run(spec, engine=engine)
+    assert engine.up == sum(record["bytes_up"] for record in history)
+    assert engine.down == sum(record["bytes_down"] for record in history)
+    plain = fs.run({**BASE, "availability": "always"})
+    assert engine.up < 0.5 * sum(record["bytes_up"] for record in plain)
+
+
+def test_prototypes_have_no_place_in_a_memory() -> None:
+    """They are no changes: each is what a client's features are now."""
+    spec = fs.Experiment.from_table({**BASE, "method": "rebafl", "communication": {"up": CODECS["top-k"]}})
+    with Simulation(fs.prepare(spec)) as simulation:
+        simulation.step()
+        memories = [simulation.store.get(client).get(MEMORY) for client in simulation.store]
+        assert all(name.startswith("params/") for memory in memories if memory for name in memory.lost)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"method": "sfl"}, "communication = 'sfl': encodes changes of a model"),
+        ({"method": {"name": "stratify", "mode": "single"}}, "communication = 'stratify'"),
+        ({"communication": {"down": {"name": "top-k", "damping": 0.5}}}, r"communication.down.damping = 0.5: is about"),
+        ({"communication": {"up": "zip"}}, "communication.up.name = 'zip': no such codec"),
+        ({"communication": {"sideways": "qsgd"}}, "communication.sideways"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        fs.run({**BASE, "communication": {"up": "qsgd"}, **change})
+
+
+def test_nothing_is_said_of_codecs_where_there_are_none() -> None:
+    assert "communication" not in fs.Experiment().to_spec()
+    spec = fs.Experiment(communication={"up": "qsgd"})
+    assert fs.Experiment.from_table(spec.to_spec()) == spec
+    assert Communication().plain
+
+
+def test_codecs_learn_as_much_on_digits_with_a_fraction_of_the_bytes() -> None:
+    spec = {
+        "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 8},
+        "method": "stratify",
+        "training": {"rounds": 5, "lr": 0.1, "batch_size": 40},
+        "evaluation": {"every": 0},
+    }
+    codec = {"name": "powersgd", "rank": 1, "factors": "bfloat16"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dense, cheap = fs.run(spec), fs.run({**spec, "communication": {"up": codec, "down": codec}})
+    assert cheap[-1]["accuracy"] > dense[-1]["accuracy"] - 0.02
+    assert sum(r["bytes_up"] for r in cheap) < 0.03 * sum(r["bytes_up"] for r in dense)
+    assert sum(r["bytes_down"] for r in cheap) < 0.08 * sum(r["bytes_down"] for r in dense)

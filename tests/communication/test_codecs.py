@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedstrata import records
+from fedstrata.communication.codecs import CODECS, QSGD, BFloat16, Codec, PowerSGD, TopK, Uncompressed, with_frame
+from fedstrata.errors import ReplyRefusedError, SpecError
+
+EVERY: list[Codec] = [
+    Uncompressed(),
+    BFloat16(),
+    QSGD(),
+    QSGD(levels=300, bucket=7),
+    TopK(fraction=0.2),
+    PowerSGD(rank=2),
+    PowerSGD(rank=1, factors="bfloat16"),
+]
+
+
+def chance(number: int = 0) -> np.random.Generator:
+    return np.random.default_rng(number)
+
+
+def normal(*shape: int, number: int = 0) -> Tensor:
+    return torch.from_numpy(chance(number).standard_normal(shape, np.float32))
+
+
+SHAPES: dict[str, dict[str, Tensor]] = {
+    "nothing": {},
+    "a scalar": {"a": torch.tensor(2.5)},
+    "empty": {"a": torch.zeros(0, 3), "b": torch.zeros(0)},
+    "vectors": {"a": normal(5), "b": normal(1)},
+    "matrices": {"a": normal(20, 30), "b": normal(30, 20).T, "c": normal(20)},
+    "a convolution": {"a": normal(8, 4, 3, 3), "b": normal(8)},
+    "not contiguous": {"a": normal(30, 40)[::2, 1::3], "b": normal(2, 3, 4).permute(2, 0, 1)},
+    "other dtypes": {"a": normal(6, 6).double(), "b": normal(6).half(), "c": normal(20, 20).bfloat16()},
+    "zeros": {"a": torch.zeros(20, 30), "b": torch.zeros(7)},
+}
+
+
+@pytest.mark.parametrize("codec", EVERY, ids=repr)
+@pytest.mark.parametrize("label", SHAPES)
+def test_every_shape_and_dtype_comes_back_in_the_form_that_is_known_beforehand(codec: Codec, label: str) -> None:
+    change = SHAPES[label]
+    payload = codec.encode(change, chance())
+    codec.check(payload, change)
+    there = records.decode(records.encode(payload))
+    found = codec.decode(there, change)
+    assert found.keys() == change.keys()
+    assert all(found[name].shape == tensor.shape for name, tensor in change.items())
+    if label == "zeros":
+        assert all(not tensor.any() for tensor in found.values())
+
+
+def test_bfloat16_is_off_by_at_most_a_256th() -> None:
+    change = {"a": normal(1000)}
+    found = BFloat16().decode(BFloat16().encode(change, chance()), change)["a"]
+    assert ((found - change["a"]).abs() <= change["a"].abs() / 256).all()
+    assert (found != change["a"]).any()
+
+
+def test_qsgd_by_hand() -> None:
+    # Two buckets: of 4 with the steps -4, -2, 0, 2, 4, and of 1 with -1, -0.5, 0, 0.5, 1. All of these lie on a step.
+    codec, change = QSGD(levels=2, bucket=3), {"a": torch.tensor([4.0, -2.0, 0.0, 1.0, -0.5])}
+    payload = codec.encode(change, chance())["all"]
+    assert payload["scales"].tolist() == [4.0, 1.0]
+    # Codes of 3 bits: 4 1 2 4 1 is 100 001 010 100 001.
+    assert payload["codes"].tolist() == [0b10000101, 0b01000010]
+    assert torch.equal(codec.decode({"all": payload}, change)["a"], change["a"])
+
+
+@pytest.mark.parametrize("codec", [QSGD(levels=1, bucket=16), QSGD(levels=7)], ids=repr)
+def test_qsgd_is_unbiased_and_its_variance_is_bounded(codec: QSGD) -> None:
+    change, trials = {"a": normal(64)}, 4000
+    found = torch.stack([codec.decode(codec.encode(change, chance(n)), change)["a"] for n in range(trials)])
+    error = (found.mean(0) - change["a"]).abs()
+    assert (error <= 4 * found.std(0) / trials**0.5 + 1e-6).all()
+    largest = (
+        change["a"].abs().reshape(-1, min(codec.bucket, 64)).max(1).values.repeat_interleave(min(codec.bucket, 64))
+    )
+    assert (found.var(0) <= (largest / codec.levels) ** 2 / 4 * 1.1).all()
+
+
+def test_top_k_by_hand() -> None:
+    codec = TopK(fraction=0.4)
+    change = {"a": torch.tensor([[0.5, -3.0], [1.0, 0.0]]), "b": torch.tensor([2.0])}
+    payload = codec.encode(change, chance())["all"]
+    assert payload["values"].tolist() == [-3.0, 2.0]
+    assert payload["places"].tolist() == [0b00110000]  # places 1 and 4 of 5, of 3 bits each: 001 100
+    found = codec.decode({"all": payload}, change)
+    assert found["a"].tolist() == [[0.0, -3.0], [0.0, 0.0]]
+    assert found["b"].tolist() == [2.0]
+
+
+def test_power_sgd_by_hand_for_two_clients() -> None:
+    codec = PowerSGD(rank=1)
+    ones = torch.ones(3, 1)
+    first = {"w": torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])}
+    second = {"w": torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 0.0, 0.0]])}
+    # M_k Q is the sum of the columns: (1, 0, 0) and (2, 0, 3), together (3, 0, 3).
+    parts = [codec.project(change, {"w": ones}) for change in (first, second)]
+    assert [part["w"]["p"].flatten().tolist() for part in parts] == [[1.0, 0.0, 0.0], [2.0, 0.0, 3.0]]
+    frame = codec.orthonormal({"w": {"p": parts[0]["w"]["p"] + parts[1]["w"]["p"]}})
+    root = 0.5**0.5
+    torch.testing.assert_close(frame["w"].abs().flatten(), torch.tensor([root, 0.0, root]))
+    # P Qᵀ projects the columns on (1, 0, 1) / √2: the first has 1 in a corner, of which each end keeps a half.
+    decoded = [codec.decode(with_frame(codec.coefficients(c, frame), frame), c)["w"] for c in (first, second)]
+    torch.testing.assert_close(decoded[0], torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]]))
+    torch.testing.assert_close(decoded[1], torch.tensor([[1.5, 1.0, 0.0], [0.0, 0.0, 0.0], [1.5, 1.0, 0.0]]))
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_power_sgd_alone_is_exact_up_to_its_rank(rank: int) -> None:
+    codec = PowerSGD(rank=rank)
+    exact = {"w": normal(20, rank) @ normal(rank, 30), "b": normal(20)}
+    found = codec.decode(codec.encode(exact, chance()), exact)
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-4)
+    beyond = {"w": normal(20, 30)}
+    error = (codec.decode(codec.encode(beyond, chance()), beyond)["w"] - beyond["w"]).norm() ** 2
+    spectrum = torch.linalg.svdvals(beyond["w"]) ** 2
+    # Never better than the best matrix of that rank, and near it after two iterations.
+    assert spectrum[rank:].sum() * 0.999 <= error <= spectrum[rank:].sum() * 1.25
+
+
+@pytest.mark.parametrize("codec", [Uncompressed(), PowerSGD(rank=2)], ids=repr)
+def test_linear_codecs_commute_with_the_sum(codec: Codec) -> None:
+    changes = [{"w": normal(20, 30, number=n), "b": normal(9, number=n)} for n in range(4)]
+    if isinstance(codec, PowerSGD):
+        basis = codec.first_basis(changes[0], chance())
+        frame = codec.orthonormal(added([codec.project(change, basis) for change in changes]))
+        payloads = [codec.coefficients(change, frame) for change in changes]
+        decode = lambda payload: codec.decode(with_frame(payload, frame), changes[0])  # noqa: E731
+    else:
+        payloads = [codec.encode(change, chance()) for change in changes]
+        decode = lambda payload: codec.decode(payload, changes[0])  # noqa: E731
+    assert codec.linear
+    torch.testing.assert_close(decode(added(payloads)), added([decode(p) for p in payloads]), atol=1e-5, rtol=1e-6)
+
+
+def added(trees: list[Any]) -> Any:
+    total = trees[0]
+    for tree in trees[1:]:
+        total = records.add(total, tree)
+    return total
+
+
+def test_ten_thousand_damaged_payloads_are_refused_or_read() -> None:
+    like = {"w": normal(12, 10), "b": normal(12)}
+    dice = random.Random(0)
+    outcomes = {"read": 0, "refused": 0}
+    good = [(codec, codec.encode({"w": normal(12, 10), "b": normal(12)}, chance())) for codec in EVERY]
+    for _ in range(10_000):
+        codec, payload = dice.choice(good)
+        payload = damaged(payload, dice)
+        try:
+            codec.check(payload, like)
+            found = codec.decode(payload, like)
+        except ReplyRefusedError:
+            outcomes["refused"] += 1
+        else:
+            outcomes["read"] += 1
+            assert all(found[name].shape == tensor.shape for name, tensor in like.items())
+    assert min(outcomes.values()) > 1000, outcomes
+
+
+def damaged(payload: Any, dice: random.Random) -> Any:
+    """The same with a part missing, one more, of another shape or dtype, or with other numbers in it."""
+    payload = {name: dict(parts) for name, parts in payload.items()}
+    name = dice.choice(list(payload))
+    part = dice.choice(list(payload[name]))
+    tensor, kind = payload[name][part], dice.randrange(8)
+    if kind == 0:
+        del payload[name]
+    elif kind == 1:
+        payload[dice.choice(["x", "", name])] = {dice.choice(["x", "p"]): torch.zeros(1)}
+    elif kind == 2:
+        payload[name][part] = tensor.reshape(-1)[: dice.randrange(tensor.numel() + 1)]
+    elif kind == 3:
+        payload[name][part] = tensor.to(dice.choice([torch.int64, torch.float64, torch.bool, torch.uint8]))
+    elif kind == 4:
+        payload[name][part] = tensor.expand(3, *tensor.shape)
+    else:
+        changed = tensor.clone().reshape(-1)
+        at = dice.randrange(len(changed))
+        if tensor.dtype == torch.uint8:
+            changed[at] = dice.randrange(256)
+        else:
+            changed[at] = dice.choice([float("nan"), float("inf"), -1.0, 3e38, 0.0])
+        payload[name][part] = changed.reshape(tensor.shape)
+    return payload
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "gzip"}, "no such codec; there are: none, bf16, qsgd, top-k, powersgd"),
+        ({"name": "qsgd", "levels": 0}, "levels = 0"),
+        ({"name": "top-k", "fraction": 0}, "fraction = 0"),
+        ({"name": "powersgd", "rank": 0}, "rank = 0"),
+        ({"name": "powersgd", "factors": "int8"}, "factors = 'int8'"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        CODECS.parse(settings)
