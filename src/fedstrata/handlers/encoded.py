@@ -85,15 +85,16 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     change, reply = whole.taken_apart(question.weights)
     change, as_it_is = parted(change, codec, client.context.objective)
     reply = reply.put_together(question.weights, as_it_is)
-    # Who had nothing to train on changes nothing, and keeps what earlier changes lost for one that counts.
-    if isinstance(codec, WithMemory) and whole.of_data():
+    # Who changes nothing, having nothing to train on or being asked something else, keeps what earlier changes lost.
+    remembers = isinstance(codec, WithMemory) and bool(change) and whole.of_data()
+    if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)
     if isinstance(codec, PowerSGD) and request.basis:
         pending = Pending(request.exchange, request.round, dict(client.state), reply, change)
         client.state = {**before, PENDING: pending}
         return EncodedReply(None, codec.project(change, request.basis))
     payload = codec.encode(change, client.rng(f"codec/{request.exchange}", request.round))
-    if isinstance(codec, WithMemory) and whole.of_data():
+    if remembers:
         _remember(client, request.round, change, codec.decode(payload, change))
     return EncodedReply(reply, payload)
 
