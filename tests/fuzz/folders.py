@@ -302,7 +302,7 @@ def events_survive(folder: Path, before: list[dict[str, Any]]) -> None:
     """
     after = _events(folder)
     lost = [event for event in before if event not in after]
-    told = any(event["kind"] == "resumed" and "events.jsonl" in event["reason"] for event in after)
+    told = any(event.get("kind") == "resumed" and "events.jsonl" in event["reason"] for event in after)
     if lost and not told:
         raise SilentDifferenceError(f"{lost} are lost, and nothing says so")
 
