@@ -59,6 +59,7 @@ fedsampling = _of("sampling/fedsampling.py", "sampling/test_fedsampling.py", "me
 choice = _of("sampling/power_of_choice.py", "sampling/test_power_of_choice.py")
 uniform = _of("sampling/base.py", "sampling/test_weighted.py", "methods/test_fedavg.py")
 batch = _of("stratify/batch.py", "stratify/test_batch.py")
+enrolled = _of("stratify/messages.py", "stratify/test_messages.py")
 client_batch = _of("stratify/client_batch.py", "stratify/test_batch.py")
 schedule = _of("stratify/schedule.py", "stratify/test_schedule.py")
 single = _of("stratify/single.py", "stratify/test_single.py")
@@ -243,6 +244,9 @@ MUTANTS = [
     ),
     batch("a batch of one goes on", "if pairs and len(wanted) > 1 and", "if False and"),
     batch("a refilled pool that serves nothing", "if (client, p) in self._refilled and not", "if False and not"),
+    enrolled("a label twice", "if len(torch.unique(reply.labels)) != len(reply.labels):", "if False:"),
+    enrolled("counts of any size", "(reply.counts < 1) | (reply.counts > MOST_SAMPLES)", "reply.counts < 1"),
+    enrolled("counts of any type", "(len(reply.labels),), torch.int64", "(len(reply.labels),), reply.counts.dtype"),
     client_batch("the mean's gradient", "torch._foreach_mul_(parts, len(indices))", "torch._foreach_mul_(parts, 1.0)"),
     client_batch(
         "samples are taken twice",
