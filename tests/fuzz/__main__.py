@@ -37,8 +37,8 @@ COLUMNS = (RAN, REFUSED, TRACEBACK, CRASH, HANG, DIFFERENT)
 PARTS = {
     "specs": 18,
     "data": 4,
-    "messages": 4,
-    "choices": 8,
+    "messages": 6,
+    "choices": 6,
     "checkpoints": 5,
     "folders": 5,
     "kills": 4,
