@@ -85,9 +85,7 @@ folder = _of("run_folder.py", "test_run_folder.py", "test_experiment.py")
 recipe = _of("methods/base.py", "methods/test_recipe.py")
 sfl = _of("methods/sfl.py", "methods/test_sfl.py")
 head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/test_fedavg_ft.py")
-evaluation = _of(
-    "handlers/evaluation.py", "handlers/test_evaluation.py", "training/test_local.py", "test_experiment.py"
-)
+predictions = _of("evaluation/predictions.py", "evaluation/test_predictions.py", "training/test_local.py")
 division = _of("partitions/schemes.py", "partitions/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
 loop = _of("simulation.py", "test_simulation.py", "test_experiment.py")
@@ -131,7 +129,8 @@ MUTANTS = [
         "draws do not count", "samples.astype(np.float64) * selection.draws[returned]", "samples.astype(np.float64)"
     ),
     aggregation("size counts twice", "if selection.stratum_samples is not None:", "if False:"),
-    aggregation("all strata, also empty ones", "present = sizes[per_stratum > 0].sum()", "present = sizes.sum()"),
+    aggregation("all strata, also those of the lost", "sizes[~missing].sum()", "sizes.sum()"),
+    aggregation("strata without a draw do not count", "missing &= invited", "pass"),
     aggregation("no importance", "per_stratum[stratum] * p)", "per_stratum[stratum])"),
     aggregation("weights of buffers", "others, a / total)", "others, a)"),
     aggregation("the counters' mean", ".amax(dim=0)", ".amin(dim=0)"),
@@ -400,11 +399,11 @@ MUTANTS = [
     sfl("it learns from a relay", "if sampler.learns(config):", "if False:"),
     head("the whole model is tuned", "for name in config.model.head_names}", "for name in config.model.params()}"),
     head("another sample each round", 'rng(config.seed, "server-samples")', 'rng(config.seed + 1, "server-samples")'),
-    evaluation("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
+    predictions("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
     data("normalised by the training set and not", "varies = deviation > 1e-7", "varies = deviation > 1e7"),
     loop(
         "the last round is not counted",
-        "return self.round >= self.spec.training.rounds",
-        "return self.round > self.spec.training.rounds",
+        "or self.round >= self.spec.training.rounds",
+        "or self.round > self.spec.training.rounds",
     ),
 ]
