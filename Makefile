@@ -36,7 +36,7 @@ test-fast: $(DEV)  ## Tests that start no processes and take no seconds: for the
 	$(PYTEST) -n $(CORES) -m 'not slow and not long'
 
 test-long: $(DEV)  ## Tests that take long: kills, faults, every method on every engine.
-	$(PYTEST) -n 0 -m long
+	$(PYTEST) -n $(CORES) -m long
 
 check: $(DEV)  ## Format, lint, types, import rules.
 	$(BIN)/ruff format --check .

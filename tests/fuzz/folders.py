@@ -21,6 +21,7 @@ import fedstrata as fs
 from fedstrata.errors import FedstrataError
 from fedstrata.history import History
 from fedstrata.jsonl import read_jsonl
+from fedstrata.report.summary import failures, summary_lines
 
 ROUNDS, STOPPED = 4, 2
 
@@ -286,7 +287,13 @@ def try_folder(number: int, chance: random.Random, place: Path) -> str:
     outcome = resumed(folder, method)
     if outcome == RAN:
         events_survive(folder, events)
+        shown(History.load(folder))
     return outcome
+
+
+def shown(history: History) -> None:
+    """What is printed about a run at its end can be printed."""
+    summary_lines(history), failures(history)
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:
@@ -302,7 +309,7 @@ def events_survive(folder: Path, before: list[dict[str, Any]]) -> None:
     """
     after = _events(folder)
     lost = [event for event in before if event not in after]
-    told = any(event["kind"] == "resumed" and "events.jsonl" in event["reason"] for event in after)
+    told = any(event.get("kind") == "resumed" and "events.jsonl" in event["reason"] for event in after)
     if lost and not told:
         raise SilentDifferenceError(f"{lost} are lost, and nothing says so")
 
@@ -325,6 +332,7 @@ def read_again(folder: Path, method: str, chance: random.Random) -> str:
         try:
             again = History.load(folder)
             params = again.params
+            shown(again)
         except FedstrataError:
             outcome = REFUSED
         else:

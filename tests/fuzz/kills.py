@@ -68,7 +68,7 @@ def try_compare(number: int, chance: random.Random, place: Path) -> str:
     specs = {method: fs.Experiment.from_table(spec_of(method)) for method in COMPARED}
 
     def begin_or_go_on(folder: Path) -> None:
-        fs.compare(specs, out=folder, jobs=2)
+        fs.compare(specs, out=folder, jobs=2, report=False)  # pictures take longer than everything else
 
     killed(begin_or_go_on, lasts(begin_or_go_on, "compare"), chance, place)
     for method in COMPARED:

@@ -6,6 +6,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -166,12 +167,12 @@ def start(chance: random.Random) -> dict[str, Any]:
     """A table in which most is valid."""
     if chance.random() < 0.8:
         row = combinations.allowed_by_chance(chance.choices(combinations.SPACES, weights=(4, 1, 1))[0], chance)
-        if "ckks" in row.get("masking", "") and chance.random() < 0.9:
-            row["masking"] = "prf"  # keys take longer than all the rest
-        table = combinations.table_of(row, seed=chance.randrange(4))
+        if row.get("masking", "none") != "none" and chance.random() < (0.98 if "ckks" in row["masking"] else 0.9):
+            row["masking"] = "none"  # keys take longer than all the rest, and the choices' family makes many
+        table = deepcopy(combinations.table_of(row, seed=chance.randrange(4)))  # what is shared must not be changed
         table["partition"] = {"name": "dirichlet", "alpha": 0.5, "clients": 6}
         return {**table, "data": dict(TINY["data"])}
-    table = {key: dict(value) for key, value in TINY.items()}
+    table = deepcopy(TINY)
     for section, registry in SECTIONS.items():
         if chance.random() < 0.5:
             name = chance.choice([*registry] if section != "model" else LIGHT_MODELS)
@@ -200,7 +201,7 @@ def value(key: str, chance: random.Random) -> Any:
     pool = chance.choice([SMALL, SMALL, SMALL, EXTREME, ODD])
     if pool is EXTREME and key in LONG_WORK:
         pool = SMALL
-    chosen = chance.choice(pool)
+    chosen = deepcopy(chance.choice(pool))
     return [chosen] * chance.randint(1, 3) if chance.random() < 0.1 else chosen
 
 
@@ -210,7 +211,7 @@ def change(table: dict[str, Any], chance: random.Random) -> None:
     if kind == 0 and table:
         table.pop(chance.choice(list(table)))
     elif kind == 1:
-        table[chance.choice([*table, "seed", "compare", "Ü", ""])] = chance.choice(SMALL + EXTREME + ODD)
+        table[chance.choice([*table, "seed", "compare", "Ü", ""])] = deepcopy(chance.choice(SMALL + EXTREME + ODD))
     elif kind == 2 and len(table) > 1:
         first, second = chance.sample(list(table), 2)
         table[first], table[second] = table[second], table[first]

@@ -15,6 +15,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -34,58 +35,83 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", default="", help="a regular expression of files and labels")
     parser.add_argument("--first", type=int, default=0, help="go on from here")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if re.search(options.only, f"{mutant.file}: {mutant.label}")][
-        options.first :
-    ]
-    outcomes = []
+    chosen = [mutant for mutant in MUTANTS if re.search(options.only, f"{mutant.file}: {mutant.label}")]
+    waiting = list(enumerate(chosen))[options.first :]
+    count, began = Counter[str](), time.monotonic()
+    running: list[tuple[int, Mutant, Trial]] = []
+
+    def ended(number: int, mutant: Mutant, outcome: str, seconds: float = 0.0) -> None:
+        count[outcome] += 1
+        print(f"{number:3} {outcome:8} {seconds:4.0f} s  {mutant.file}: {mutant.label}", flush=True)
+
     with tempfile.TemporaryDirectory(prefix="mutants-") as place:
         whole = Path(place) / "whole"
         shutil.copytree(ROOT / "src", whole, ignore=shutil.ignore_patterns("__pycache__"))
         compileall.compile_dir(whole, quiet=1)  # once, and not anew for each mutant
-        for number, mutant in enumerate(chosen, start=options.first):
-            outcomes.append(tried(whole, mutant))
-            print(f"{number:3} {outcomes[-1]:8}  {mutant.file}: {mutant.label}", flush=True)
-    count = {kind: outcomes.count(kind) for kind in (NOTICED, SURVIVED, STALE, BROKEN)}
-    print(f"{len(chosen)} mutants: {', '.join(f'{number} {kind}' for kind, number in count.items())}")
-    return int(count[NOTICED] < len(chosen))
+        while waiting or running:
+            while waiting and len(running) < options.jobs:
+                number, mutant = waiting.pop(0)
+                text = (whole / "fedstrata" / mutant.file).read_text(encoding="utf-8")
+                if text.count(mutant.old) != 1:
+                    ended(number, mutant, STALE)
+                    continue
+                running.append((number, mutant, Trial(whole, mutant)))
+            for each in [each for each in running if each[2].outcome() is not None]:
+                running.remove(each)
+                number, mutant, trial = each
+                ended(number, mutant, trial.outcome() or BROKEN, time.monotonic() - trial.began)
+            time.sleep(0.05)
+    kinds = ", ".join(f"{count[kind]} {kind}" for kind in (NOTICED, SURVIVED, STALE, BROKEN))
+    print(f"{count.total()} mutants in {(time.monotonic() - began) / 60:.0f} minutes: {kinds}")
+    return int(count[NOTICED] < count.total())
 
 
-def tried(whole: Path, mutant: Mutant) -> str:
-    """What the tests say of a mutant."""
-    text = (ROOT / "src" / "fedstrata" / mutant.file).read_text(encoding="utf-8")
-    if text.count(mutant.old) != 1:
-        return STALE
-    copy = Path(tempfile.mkdtemp(dir=whole.parent))
-    try:
-        shutil.copytree(whole, copy, dirs_exist_ok=True)
-        (copy / "fedstrata" / mutant.file).write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        return _tested(copy, mutant)
-    finally:
-        shutil.rmtree(copy, ignore_errors=True)
+class Trial:
+    """A mutant's tests, in a process of their own.
+
+    Args:
+        whole: The modules without the mutant.
+        mutant: Which.
+    """
+
+    def __init__(self, whole: Path, mutant: Mutant) -> None:
+        self.began = time.monotonic()
+        self._copy, self._outcome = Path(tempfile.mkdtemp(dir=whole.parent)), ""
+        shutil.copytree(whole, self._copy, dirs_exist_ok=True)
+        path = self._copy / "fedstrata" / mutant.file
+        path.write_text(path.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
+        self._child = os.fork()
+        if not self._child:
+            os._exit(_tested(self._copy, mutant))
+
+    def outcome(self) -> str | None:
+        """What the tests say of the mutant; None while they run."""
+        if self._outcome:
+            return self._outcome
+        child, status = os.waitpid(self._child, os.WNOHANG)
+        if not child:
+            if time.monotonic() - self.began > PATIENCE:
+                os.killpg(self._child, signal.SIGKILL)
+            return None
+        shutil.rmtree(self._copy, ignore_errors=True)
+        # 1: tests have failed; a signal: they hung, or crashed.
+        code = os.waitstatus_to_exitcode(status)
+        self._outcome = {0: SURVIVED, 1: NOTICED}.get(code, NOTICED if code < 0 else BROKEN)
+        return self._outcome
 
 
-def _tested(source: Path, mutant: Mutant) -> str:
+def _tested(source: Path, mutant: Mutant) -> int:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
+    os.chdir(ROOT)
+    os.environ.update(PYTHONPATH=str(source), OMP_NUM_THREADS="1")
+    sys.path.insert(0, str(source))
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     tests = [str(ROOT / "tests" / path) for path in mutant.tests]
-    child = os.fork()
-    if not child:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT))
-        os.chdir(ROOT)
-        os.environ.update(PYTHONPATH=str(source), OMP_NUM_THREADS="1")
-        sys.path.insert(0, str(source))
-        for stream in (1, 2):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        os._exit(pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]))
-    until = time.monotonic() + PATIENCE
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() > until:
-            os.killpg(child, signal.SIGKILL)
-        time.sleep(0.05)
-    # 1: tests have failed; a signal: they hung, or crashed.
-    return {0: SURVIVED, 1: NOTICED}.get(
-        os.waitstatus_to_exitcode(ended[1]), NOTICED if os.WIFSIGNALED(ended[1]) else BROKEN
-    )
+    return int(pytest.main(["-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]))
 
 
 if __name__ == "__main__":

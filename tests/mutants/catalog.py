@@ -59,6 +59,7 @@ fedsampling = _of("sampling/fedsampling.py", "sampling/test_fedsampling.py", "me
 choice = _of("sampling/power_of_choice.py", "sampling/test_power_of_choice.py")
 uniform = _of("sampling/base.py", "sampling/test_weighted.py", "methods/test_fedavg.py")
 batch = _of("stratify/batch.py", "stratify/test_batch.py")
+enrolled = _of("stratify/messages.py", "stratify/test_messages.py")
 client_batch = _of("stratify/client_batch.py", "stratify/test_batch.py")
 schedule = _of("stratify/schedule.py", "stratify/test_schedule.py")
 single = _of("stratify/single.py", "stratify/test_single.py")
@@ -84,9 +85,7 @@ folder = _of("run_folder.py", "test_run_folder.py", "test_experiment.py")
 recipe = _of("methods/base.py", "methods/test_recipe.py")
 sfl = _of("methods/sfl.py", "methods/test_sfl.py")
 head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/test_fedavg_ft.py")
-evaluation = _of(
-    "handlers/evaluation.py", "handlers/test_evaluation.py", "training/test_local.py", "test_experiment.py"
-)
+predictions = _of("evaluation/predictions.py", "evaluation/test_predictions.py", "training/test_local.py")
 division = _of("partitions/schemes.py", "partitions/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
 loop = _of("simulation.py", "test_simulation.py", "test_experiment.py")
@@ -130,7 +129,8 @@ MUTANTS = [
         "draws do not count", "samples.astype(np.float64) * selection.draws[returned]", "samples.astype(np.float64)"
     ),
     aggregation("size counts twice", "if selection.stratum_samples is not None:", "if False:"),
-    aggregation("all strata, also empty ones", "present = sizes[per_stratum > 0].sum()", "present = sizes.sum()"),
+    aggregation("all strata, also those of the lost", "sizes[~missing].sum()", "sizes.sum()"),
+    aggregation("strata without a draw do not count", "missing &= invited", "pass"),
     aggregation("no importance", "per_stratum[stratum] * p)", "per_stratum[stratum])"),
     aggregation("weights of buffers", "others, a / total)", "others, a)"),
     aggregation("the counters' mean", ".amax(dim=0)", ".amin(dim=0)"),
@@ -243,6 +243,9 @@ MUTANTS = [
     ),
     batch("a batch of one goes on", "if pairs and len(wanted) > 1 and", "if False and"),
     batch("a refilled pool that serves nothing", "if (client, p) in self._refilled and not", "if False and not"),
+    enrolled("a label twice", "if len(torch.unique(reply.labels)) != len(reply.labels):", "if False:"),
+    enrolled("counts of any size", "(reply.counts < 1) | (reply.counts > MOST_SAMPLES)", "reply.counts < 1"),
+    enrolled("counts of any type", "(len(reply.labels),), torch.int64", "(len(reply.labels),), reply.counts.dtype"),
     client_batch("the mean's gradient", "torch._foreach_mul_(parts, len(indices))", "torch._foreach_mul_(parts, 1.0)"),
     client_batch(
         "samples are taken twice",
@@ -396,11 +399,11 @@ MUTANTS = [
     sfl("it learns from a relay", "if sampler.learns(config):", "if False:"),
     head("the whole model is tuned", "for name in config.model.head_names}", "for name in config.model.params()}"),
     head("another sample each round", 'rng(config.seed, "server-samples")', 'rng(config.seed + 1, "server-samples")'),
-    evaluation("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
+    predictions("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
     data("normalised by the training set and not", "varies = deviation > 1e-7", "varies = deviation > 1e7"),
     loop(
         "the last round is not counted",
-        "return self.round >= self.spec.training.rounds",
-        "return self.round > self.spec.training.rounds",
+        "or self.round >= self.spec.training.rounds",
+        "or self.round > self.spec.training.rounds",
     ),
 ]

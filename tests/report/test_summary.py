@@ -47,6 +47,7 @@ def test_what_went_wrong_is_counted_by_kind(tmp_path: Path) -> None:
     assert failures(History([RECORD])) is None
     assert failures(history) is None
     events = [
+        {"round": 1, "km": "what a damaged line may look like"},
         {"round": 1, "kind": "dropped"},
         {"round": 1, "kind": "failed", "reason": "client 3: on fire"},
         {"round": 2, "kind": "refused", "reason": "NaN"},

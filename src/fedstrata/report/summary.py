@@ -69,7 +69,8 @@ def failures(history: History) -> str | None:
     """What went wrong in the run of a folder and how often, with the first reason; None where nothing did."""
     events = history.path / "events.jsonl" if history.path is not None else None
     found = read_jsonl(events) if events is not None and events.exists() else []
-    wrong = [event for event in found if event["kind"] in ("failed", "refused", "label skipped", "batch skipped")]
+    # Of a log that was damaged something may be left that is no event any more.
+    wrong = [event for event in found if event.get("kind") in ("failed", "refused", "label skipped", "batch skipped")]
     if not wrong:
         return None
     counts = ", ".join(f"{count} × {kind}" for kind, count in Counter(event["kind"] for event in wrong).items())

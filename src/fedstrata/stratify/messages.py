@@ -13,6 +13,9 @@ from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, 
 from fedstrata.federation.reply_checks import require_like, require_shape
 from fedstrata.records import record, same
 
+MOST_SAMPLES = 2**40
+"""Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""
+
 
 @record
 class LabelReply(Reply):
@@ -35,10 +38,12 @@ class LabelReport(Request):
 
     def check(self, reply: LabelReply) -> None:
         """Every label once, with how many samples of it."""
-        if reply.labels.dtype != torch.int64 or reply.labels.shape != reply.counts.shape or reply.labels.ndim != 1:
-            raise ReplyRefusedError("labels and counts must be whole numbers, one count for each label")
-        if len(torch.unique(reply.labels)) != len(reply.labels) or bool((reply.counts < 1).any()):
-            raise ReplyRefusedError("a label twice, or a count below 1")
+        require_shape(reply.labels, (-1,), torch.int64, "labels")
+        require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
+        if len(torch.unique(reply.labels)) != len(reply.labels):
+            raise ReplyRefusedError("a label twice")
+        if bool(((reply.counts < 1) | (reply.counts > MOST_SAMPLES)).any()):
+            raise ReplyRefusedError(f"a count outside 1 … {MOST_SAMPLES}")
 
 
 @record

@@ -221,6 +221,17 @@ def test_a_share_that_contradicts_the_totals_is_not_believed(site: Sites) -> Non
     check_against(federation, roll, HOLDINGS)
 
 
+def test_a_share_of_less_than_a_sample_is_refused(site: Sites) -> None:
+    """Whose counts are 0 would be all that is left to be drawn from when the others are away."""
+    federation = site(HOLDINGS)
+    federation.engine.tamper[4, ShareReport] = lambda reply: dataclasses.replace(reply, shares=reply.shares * 0 + 1e-9)
+    federation.engine.cut[3] = ShareReport  # what is missing may be another's
+    roll = roll_of(federation, "prf", weighted=True)
+    assert "of less than a sample" in federation.reasons("refused")[0]
+    check_against(federation, roll, HOLDINGS)
+    assert roll.holders().counts.min() >= 1
+
+
 def test_a_client_that_gives_no_share_leaves_the_rest_to_itself(site: Sites) -> None:
     federation = site(HOLDINGS)
     federation.engine.cut[4] = ShareReport

@@ -395,7 +395,7 @@ class ShareReport(Request):
     totals: Tensor
 
     def check(self, reply: ShareReply) -> None:
-        """A share in (0, 1] for each label."""
+        """A share for each label: of a sample at least, and of all at most."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
-        if bool(((reply.shares <= 0) | (reply.shares > 1)).any()):
-            raise ReplyRefusedError("a share outside (0, 1]")
+        if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
+            raise ReplyRefusedError("a share outside (0, 1], or of less than a sample")
