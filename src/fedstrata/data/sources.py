@@ -21,10 +21,11 @@ from fedstrata.config import Setting, from_word
 from fedstrata.data.arrays import Normalize, check_seen, decoded, normalisation
 from fedstrata.data.catalog import KNOWN, folders, names_there
 from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.fitting import fit
 from fedstrata.data.hub import load_hub
-from fedstrata.data.schema import Schema
+from fedstrata.data.schema import Schema, held_out
 from fedstrata.data.subsets import stratified
-from fedstrata.data.tables import SUFFIXES, load_table
+from fedstrata.data.tables import SUFFIXES, dataset_of, read_table
 from fedstrata.errors import DataError, SpecError, nearest
 from fedstrata.process import memory
 from fedstrata.rng import rng
@@ -78,45 +79,58 @@ with warnings.catch_warnings():
                 ExtraMissingError: ``hub:`` without the extra ``hub``.
             """
             try:
-                arrays = self._read(seed)
-                data = from_arrays(
-                    *(arrays[key] for key in NEEDED),
-                    name=self.name,
-                    domain_train=arrays.get("domain_train"),
-                    domain_test=arrays.get("domain_test"),
-                    class_names=_names(arrays, "classes"),
-                    domain_names=_names(arrays, "domains"),
-                    clients=arrays.get("client_train"),
-                    clients_test=arrays.get("client_test"),
-                    normalize="none",
-                )
+                data = self._table(seed) if self.name.endswith(SUFFIXES) else self._arrays(seed)
             except DataError as error:
                 raise DataError(f"data {self.name!r}: {error}") from None
             if self.limit is not None and self.limit < data.train_size:
                 kept = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
                 keys = ("x_train", "y_train", "domain_train", "client_train")
-                cut = {key: None if (whole := getattr(data, key)) is None else whole[kept] for key in keys}
+                cut: dict[str, Any] = {}
+                cut |= {key: None if (whole := getattr(data, key)) is None else whole[kept] for key in keys}
                 check_seen(data.y_train[kept], data.y_test, data.class_names)
-                data = replace(data, **cut)  # type: ignore[arg-type]  # tensors where the data set has them
+                if (unfitted := data.unfitted) is not None:
+                    cut["unfitted"] = replace(unfitted, train=unfitted.train[kept])
+                data = replace(data, **cut)
+            if data.unfitted is not None:
+                return fit(data, data.unfitted.statistics([np.arange(data.train_size)]), again=True)
             shift, scale = normalisation(data.x_train, self.normalize)
             return replace(data, shift=shift, scale=scale)
 
+        def _table(self, seed: int) -> Dataset:
+            """The rows of a file."""
+            if self.client is not None:
+                problem = "names a column of a hub data set; here data.schema.client does"
+                raise SpecError("data.client", problem, self.client)
+            if self.schema is None:
+                problem = "a table needs it: [data.schema] label = 'COLUMN' at least, the column to learn"
+                raise SpecError("data.schema", problem)
+            table = read_table(Path(self.name), self.schema)
+            schema = self.schema.completed(table)
+            return dataset_of(table, schema, held_out(table, schema, seed), name=self.name, normalize=self.normalize)
+
+        def _arrays(self, seed: int) -> Dataset:
+            """The arrays that the name stands for, not normalised yet."""
+            arrays = self._read(seed)
+            return from_arrays(
+                *(arrays[key] for key in NEEDED),
+                name=self.name,
+                domain_train=arrays.get("domain_train"),
+                domain_test=arrays.get("domain_test"),
+                class_names=_names(arrays, "classes"),
+                domain_names=_names(arrays, "domains"),
+                clients=arrays.get("client_train"),
+                clients_test=arrays.get("client_test"),
+                normalize="none",
+            )
+
         def _read(self, seed: int) -> Arrays:
-            """The arrays that the name stands for."""
-            hub, table = self.name.startswith("hub:"), self.name.endswith(SUFFIXES)
+            hub = self.name.startswith("hub:")
             if self.client is not None and not hub:
-                other = "here data.schema.client does" if table else "a .npz file holds client_train and client_test"
-                raise SpecError("data.client", f"names a column of a hub data set; {other}", self.client)
-            if self.schema is not None and not table:
+                problem = "names a column of a hub data set; a .npz file holds client_train and client_test"
+                raise SpecError("data.client", problem, self.client)
+            if self.schema is not None:
                 raise SpecError("data.schema", "says what the columns of a .csv or .parquet file mean", self.name)
-            if hub:
-                return load_hub(self.name.removeprefix("hub:"), seed, self.client)
-            if table:
-                if self.schema is None:
-                    problem = "a table needs it: [data.schema] label = 'COLUMN' at least, the column to learn"
-                    raise SpecError("data.schema", problem)
-                return load_table(Path(self.name), self.schema, seed)
-            return _read(self.name)
+            return load_hub(self.name.removeprefix("hub:"), seed, self.client) if hub else _read(self.name)
 
 
 def read_npz(path: Path) -> Arrays:
