@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
-from fedstrata.data.fitting import fit
+from fedstrata.data.fitting import Statistics, fit
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
@@ -105,7 +105,7 @@ def assemble(
     sizes_known: bool = True,
     validation: NDArray[np.int64] | None = None,
     brought: Assignment | None = None,
-    fitting: Assignment | None = None,
+    fitting: Assignment | Statistics | None = None,
 ) -> Prepared:
     """An experiment on data that were loaded and split already, and checked against them.
 
@@ -118,7 +118,7 @@ def assemble(
         validation: Training samples that were held out before they were divided.
         brought: Test samples that a site brings for its clients.
         fitting: Whose training samples, but for those held out, say what stands in for missing values and what is
-            normal; None where that is known, or found elsewhere.
+            normal; or what they come to; None where that is not known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -148,7 +148,9 @@ def assemble(
         everybody=sizes_known,
     )
     if dataset.unfitted is not None and fitting is not None:
-        dataset = fit(dataset, dataset.unfitted.statistics(trained_on(dataset, fitting, held)))
+        if isinstance(fitting, Assignment):
+            fitting = dataset.unfitted.statistics(trained_on(dataset, fitting, held))
+        dataset = fit(dataset, fitting)
     config = FederationConfig(
         seed=spec.seed,
         training=spec.training,

@@ -119,19 +119,28 @@ class Unfitted:
             arrays as stored.
         test: Test samples.
         schema: Of a table, completed.
+        given: Shift and scale where these are known beforehand.
     """
 
     normalize: Normalize
     train: Tensor
     test: Tensor
     schema: Schema | None = None
+    given: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether statistics change anything."""
+        found = self.given is None and self.normalize != "none"
+        return found or any(column.impute not in (None, "constant") for _, column in self._columns())
 
     def statistics(self, groups: Iterable[Ints]) -> Statistics:
         """Those of the training samples of each client, added up in order: sites give the same to the last bit.
 
         Args:
-            groups: Numbers of each client's training samples.
+            groups: Numbers of each client's training samples; nobody's are looked at where nothing depends on them.
         """
+        groups = groups if self.needed else ()
         return reduce(
             lambda whole, rows: whole + self._of(self.train[torch.tensor(rows)]), groups, self._of(self.train[:0])
         )
@@ -182,9 +191,8 @@ class Unfitted:
         train, test = self.train, self.test
         if self.schema is not None:
             train, test, known = self._features(known)
-        if self.normalize == "none":
-            shift = scale = None
-        else:
+        shift, scale = self.given or (None, None)
+        if self.given is None and self.normalize != "none":
             shift, scale = _normal(known, train, unit=self.normalize == "unit")
         if self.schema is not None and (shift is None or shift.dtype == torch.float32):
             train, test = train.float(), test.float()

@@ -113,7 +113,7 @@ class Column(Setting):
         if not math.isfinite(number):
             raise ValueError(f"no finite number; {self.accepted}; or name it in 'missing' if it stands for no value")
         if self.range is not None and not self.range[0] <= number <= self.range[1]:
-            raise ValueError(f"out of range; {self.accepted}")
+            raise ValueError(f"out of range; {self.accepted}{another_unit(number, self.range)}")
         return number
 
 
@@ -200,6 +200,25 @@ class Schema(Setting):
         found = tuple(sorted({text_of(cell) for cell in cells if cell is not None}))
         return under(key, lambda: build(Column, {**dict(column), "categories": found}))
 
+    def refuse_open(self) -> None:
+        """What a table would complete must be said where nobody sees all rows: sites would complete it differently.
+
+        Raises:
+            SpecError: It is not.
+        """
+        for key in ("classes", "columns"):
+            if getattr(self, key) is None:
+                raise SpecError(f"data.schema.{key}", f"needed where sites keep their rows; list the {key}")
+        for name, column in (self.columns or {}).items():
+            key = f"data.schema.columns.{name}"
+            if column.type == "category" and column.categories is None:
+                raise SpecError(f"{key}.categories", "needed where sites keep their rows; list the categories")
+            if column.type == "number" and column.counted and column.step is None:
+                problem = f"needed for impute = {column.impute!r} where sites keep their rows: they tell how "
+                raise SpecError(
+                    f"{key}.step", problem + "often they have each multiple of it; impute = 'mean' needs none"
+                )
+
     def names(self) -> list[str]:
         """The name of every feature, of a completed schema."""
         found = []
@@ -274,13 +293,14 @@ def parsed(table: Table, schema: Schema) -> Reals:
     return np.stack(columns, axis=1)
 
 
-def held_out(table: Table, schema: Schema, seed: int) -> NDArray[np.bool_]:
+def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> NDArray[np.bool_]:
     """Which rows are test samples, (N,).
 
     Args:
         table: The rows.
         schema: A completed schema.
         seed: Decides the split where it is a share.
+        first: The number of the first client here: a site splits its rows as a simulation splits them.
 
     Raises:
         DataError: A label or a client is missing, or a cell does not say which.
@@ -299,7 +319,7 @@ def held_out(table: Table, schema: Schema, seed: int) -> NDArray[np.bool_]:
     order = np.argsort(owners, kind="stable")
     for owner, rows in enumerate(np.split(order, np.cumsum(np.bincount(owners))[:-1])):
         size = min(max(round(schema.test * len(rows)), 1), len(rows) - 1)
-        held[rows[stratified(labels[rows], size, rng(seed, "table split", owner))]] = True
+        held[rows[stratified(labels[rows], size, rng(seed, "table split", first + owner))]] = True
     return held
 
 
@@ -325,6 +345,14 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
     if (row := next((row for row, cell in enumerate(cells) if cell is None), None)) is not None:
         raise table.wrong(row, column, f"the {schema.roles[column]} is missing; accepted: a value in every row")
     return cells
+
+
+def another_unit(number: float, span: tuple[float, float]) -> str:
+    """A hint where a number that is out of range is a thousand times what could be, or a thousandth."""
+    for factor, what in ((1e-3, "a thousandth of it is in range"), (1e3, "a thousand times it is in range")):
+        if number and span[0] <= number * factor <= span[1]:
+            return f"; {what}: is it in another unit?"
+    return ""
 
 
 def is_missing(cell: object) -> bool:

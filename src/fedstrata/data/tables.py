@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedstrata.config import build
 from fedstrata.data.arrays import Normalize
@@ -90,7 +91,13 @@ def from_dataframe(
 
 
 def dataset_of(
-    table: Table, schema: Schema, held: NDArray[np.bool_], *, name: str, normalize: Normalize = "standard"
+    table: Table,
+    schema: Schema,
+    held: NDArray[np.bool_],
+    *,
+    name: str,
+    normalize: Normalize = "standard",
+    given: tuple[Tensor, Tensor] | None = None,
 ) -> Dataset:
     """Rows as a data set, by statistics of all training rows; preparing a run takes those that are trained on.
 
@@ -100,13 +107,14 @@ def dataset_of(
         held: Which rows are test samples, (N,).
         name: What to call it.
         normalize: See ``from_arrays``.
+        given: Shift and scale where these are known beforehand.
 
     Raises:
         DataError: A cell is not what the schema says, or a value is missing of which no training row has any.
     """
     cells, y = torch.from_numpy(parsed(table, schema)), ids(table, schema.label, schema)
     owners = ids(table, schema.client, schema) if schema.client is not None else None
-    unfitted = Unfitted(normalize, cells[~held], cells[held], schema)
+    unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
     x_train, x_test, _, _ = unfitted.fitted(known := unfitted.statistics([np.arange(int((~held).sum()))]))
     data = from_arrays(
         x_train,
