@@ -146,32 +146,33 @@ class Unfitted:
         )
 
     def _of(self, samples: Tensor) -> Statistics:
-        flat = samples.reshape(-1, samples.shape[-1])
-        width = torch.zeros(flat.shape[1], dtype=torch.float64)
-        known = Statistics(len(samples), width, width, width, *self._extremes(flat[:0].double()), self._counts(flat))
-        for chunk in torch.split(flat, CHUNK) if len(flat) else ():
-            values = chunk.double()
-            there = ~values.isnan()
-            count = there.sum(0).double()
-            mean = values.nan_to_num(0.0).sum(0) / count.clamp(min=1)
-            squares = (values - mean).nan_to_num(0.0).square().sum(0)
-            part = Statistics(0, count, mean, squares, *self._extremes(values), dict.fromkeys(known.counts, _NONE))
-            known = known + part
+        # NumPy's sums are the same whatever the number of threads.
+        flat = samples.reshape(-1, samples.shape[-1]).numpy()
+        nothing = np.zeros(flat.shape[1])
+        known = self._part(len(samples), nothing, nothing, nothing, flat[:0].astype(np.float64), self._counts(flat))
+        for begin in range(0, len(flat), CHUNK):
+            values = flat[begin : begin + CHUNK].astype(np.float64)
+            there = ~np.isnan(values)
+            count = there.sum(axis=0).astype(np.float64)
+            mean = np.where(there, values, 0.0).sum(axis=0) / np.maximum(count, 1)
+            squares = (np.where(there, values - mean, 0.0) ** 2).sum(axis=0)
+            known = known + self._part(0, count, mean, squares, values, dict.fromkeys(known.counts, _NONE))
         return known
 
-    def _extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        if self.normalize != "unit":
-            return _NONE[:, 0], _NONE[:, 0]
-        ends = torch.full((1, values.shape[1]), torch.inf, dtype=torch.float64)
-        low = torch.cat([values.nan_to_num(torch.inf), ends]).amin(0)
-        return low, torch.cat([values.nan_to_num(-torch.inf), -ends]).amax(0)
+    def _part(
+        self, samples: int, count: Reals, mean: Reals, squares: Reals, values: Reals, counts: dict[str, Tensor]
+    ) -> Statistics:
+        ends = np.zeros((2, 0))
+        if self.normalize == "unit":
+            ends = np.stack([np.fmin.reduce(values, initial=np.inf), np.fmax.reduce(values, initial=-np.inf)])
+        n, m, s, low, high = map(torch.from_numpy, (count, mean, squares, *ends))
+        return Statistics(samples, n, m, s, low, high, counts)
 
-    def _counts(self, cells: Tensor) -> dict[str, Tensor]:
+    def _counts(self, cells: Reals) -> dict[str, Tensor]:
         found = {}
         for place, (name, column) in enumerate(self._columns()):
             if column.counted:
-                values = cells[:, place].numpy()
-                values = values[~np.isnan(values)]
+                values = cells[~np.isnan(cells[:, place]), place]
                 values = values if column.step is None else np.round(values / column.step) * column.step
                 found[name] = torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
         return found
