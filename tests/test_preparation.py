@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -70,3 +71,55 @@ def test_what_another_thread_draws_meanwhile_does_not_make_a_model_random():
         for model in (Waiting(64, 10), nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.RReLU()))
     ]
     assert random == [False, True]
+
+
+TABLE = {"label": "y", "client": "who", "test": 0.2, "columns": {"a": {"impute": "mean"}}}
+
+
+@pytest.fixture
+def table(tmp_path):
+    """Three clients' rows, each fourth without a value."""
+    draw = np.random.default_rng(0)
+    lines = [f"{draw.normal(50, 20):.6}" if n % 4 else "" for n in range(120)]
+    rows = "".join(f"{cell},{'abc'[n % 3]},{n % 2}\n" for n, cell in enumerate(lines))
+    (tmp_path / "a.csv").write_text(f"a,who,y\n{rows}", encoding="utf-8")
+    return {"name": str(tmp_path / "a.csv"), "schema": TABLE}
+
+
+@pytest.mark.parametrize(
+    ("partition", "evaluation"),
+    [
+        ("natural", {"validation": 0.25}),
+        ("natural", {"client_test": 0.25}),
+        ("natural", {"client_test": 0.25, "validation": 0.25}),
+        ("natural", {"client_test": 0.25, "test_clients": 0.34}),
+        ("natural", {}),
+        ({"name": "iid", "clients": 4}, {"validation": 0.25, "client_test": 0.25}),
+        ({"name": "single-client", "of": "natural", "only": 1}, {"client_test": 0.25}),
+    ],
+)
+def test_nothing_that_is_held_out_says_what_stands_in_or_what_is_normal(table, partition, evaluation):
+    """By hand from the cells: they were those of all training rows, held out or not."""
+    spec = fs.Experiment.from_table(
+        {"data": table, "partition": partition, "evaluation": evaluation, "model": "tabular"}
+    )
+    prepared = fs.prepare(spec)
+    cells = spec.data.load(spec.seed).unfitted.train[:, 0].numpy()
+    used = np.setdiff1d(np.arange(len(cells)), prepared.held.samples)
+    mean = np.nanmean(cells[used])
+    assert not np.isclose(mean, np.nanmean(cells)) or not evaluation
+    expected = np.where(np.isnan(cells), mean, cells)
+    assert prepared.data.x_train[:, 0].tolist() == pytest.approx(expected.tolist(), rel=1e-6)
+    assert prepared.data.shift.tolist() == pytest.approx([expected[used].mean()], rel=1e-6)
+    assert prepared.data.scale.tolist() == pytest.approx([1 / expected[used].std()], rel=1e-6)
+
+
+def test_a_client_that_trains_alone_is_scaled_as_all_of_them(table):
+    """References differ in who trains together, and in nothing else."""
+    specs = [{"name": "single-client", "of": "natural", "only": 1}, {"name": "single-client", "of": "natural"}]
+    prepared = [
+        fs.prepare(fs.Experiment.from_table({"data": table, "partition": each, "model": "tabular"}))
+        for each in ("natural", *specs)
+    ]
+    assert all(torch.equal(each.data.x_train, prepared[0].data.x_train) for each in prepared)
+    assert all(torch.equal(each.data.scale, prepared[0].data.scale) for each in prepared)

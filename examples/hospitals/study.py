@@ -51,7 +51,7 @@ def predicted(spec: fs.Experiment, data: fs.Dataset) -> Reals:
     """Probability of the disease for the patients held out, after each of ``LOOKS``, (looks, patients)."""
     found = []
     with fs.Simulation(fs.prepare(spec, data=data)) as simulation:
-        model = simulation.prepared.config.model
+        model, data = simulation.prepared.config.model, simulation.prepared.data
         for record in simulation:
             if record["round"] in LOOKS:
                 weights = simulation.evaluated()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedstrata.config import under
 from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.fitting import Statistics, fit
 from fedstrata.data.sources import Data
 from fedstrata.errors import SpecError
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
@@ -27,7 +28,7 @@ from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
 from fedstrata.nn.zoo import CustomModel, make_model
-from fedstrata.partitions import Assignment
+from fedstrata.partitions import Assignment, Partition, SingleClient
 from fedstrata.partitions.server_data import ServerData
 from fedstrata.spec import Experiment
 
@@ -82,11 +83,17 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | 
     if share is not None and spec.partition.name not in NATURAL:
         validation = cut_validation(dataset, share, spec.seed)
         divided, numbers = without(dataset, validation)
-    assignment = under("partition", lambda: spec.partition.split(divided, spec.seed))
-    if numbers is not None:
-        assignment = replace(assignment, indices=numbers[assignment.indices])
+
+    def split(partition: Partition) -> Assignment:
+        found = under("partition", lambda: partition.split(divided, spec.seed))
+        return found if numbers is None else replace(found, indices=numbers[found.indices])
+
+    assignment, whole = split(spec.partition), spec.partition
+    while isinstance(whole, SingleClient):
+        whole = whole.of
+    fitting = None if dataset.unfitted is None else assignment if whole is spec.partition else split(whole)
     brought = natural_tests(dataset, assignment) if spec.evaluation.client_test is None else None
-    return assemble(spec, dataset, assignment, model, validation=validation, brought=brought)
+    return assemble(spec, dataset, assignment, model, validation=validation, brought=brought, fitting=fitting)
 
 
 def assemble(
@@ -98,6 +105,7 @@ def assemble(
     sizes_known: bool = True,
     validation: NDArray[np.int64] | None = None,
     brought: Assignment | None = None,
+    fitting: Assignment | Statistics | None = None,
 ) -> Prepared:
     """An experiment on data that were loaded and split already, and checked against them.
 
@@ -109,6 +117,8 @@ def assemble(
         sizes_known: Whether the assignment is that of all clients; not where sites keep their own data.
         validation: Training samples that were held out before they were divided.
         brought: Test samples that a site brings for its clients.
+        fitting: Whose training samples, but for those held out, say what stands in for missing values and what is
+            normal; or what they come to; None where that is not known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -137,6 +147,10 @@ def assemble(
         brought=brought,
         everybody=sizes_known,
     )
+    if dataset.unfitted is not None and fitting is not None:
+        if isinstance(fitting, Assignment):
+            fitting = dataset.unfitted.statistics(trained_on(dataset, fitting, held))
+        dataset = fit(dataset, fitting)
     config = FederationConfig(
         seed=spec.seed,
         training=spec.training,
@@ -158,6 +172,13 @@ def assemble(
         problem = "encodes changes of a model that clients send back, and this method asks for none: leave it out"
         raise SpecError("communication", problem, spec.method.name)
     return Prepared(spec, dataset, assignment, config, held)
+
+
+def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator[NDArray[np.int64]]:
+    """The numbers of each client's training samples, but for those held out."""
+    left = np.ones(data.train_size, dtype=bool)
+    left[held.samples] = False
+    return (rows[left[rows]] for rows in map(assignment.__getitem__, range(len(assignment))))
 
 
 def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:

@@ -1,16 +1,15 @@
-"""Cells by their meaning: numbers, categories, what is missing; and statistics that add up over sites."""
+"""Cells by their meaning: numbers, categories, and what is missing."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.data.schema import Schema, Statistics, Table, features, held_out, ids, parsed, statistics
+from fedstrata.data.fitting import Unfitted
+from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 from fedstrata.errors import DataError, SpecError
 
 ROWS = {
@@ -36,8 +35,9 @@ def schema(**columns):
 
 
 def encoded(rows, meaning, train):
-    columns = parsed(rows, meaning)
-    return features(columns, meaning, statistics(columns, meaning, np.array(train)))
+    cells = torch.from_numpy(parsed(rows, meaning))
+    whole = Unfitted("none", cells, cells[:0], meaning)
+    return whole.fitted(whole.statistics([np.array(train)]))[0]
 
 
 def test_by_hand():
@@ -69,36 +69,6 @@ def test_rules(rule, expected):
     rows = Table("t", {"a": [90, 41, None, 50, 41], "y": [0, 1, 0, 1, 0]})
     meaning = Schema(label="y", columns={"a": rule})
     assert encoded(rows, meaning, range(5))[2, 0] == expected
-
-
-values = st.lists(st.sampled_from([0.0, 1.0, 2.5, math.nan]), min_size=1, max_size=8)
-
-
-@given(values, values)
-def test_statistics_of_sites_add_up(first, second):
-    meaning = Schema(
-        label="y", columns={"a": {"impute": "mean"}, "b": {"impute": "median"}, "c": {"impute": "most-frequent"}}
-    )
-
-    def of(cells):
-        columns = dict.fromkeys("abc", np.array(cells))
-        return statistics(columns, meaning, np.arange(len(cells)))
-
-    both, apart = of(first + second), of(first) + of(second)
-    assert both == apart
-    assert Statistics() + both == both
-    if any(not math.isnan(value) for value in first + second):
-        for name, column in meaning.columns.items():
-            assert both.value(name, column) == apart.value(name, column)
-        known = [value for value in first + second if not math.isnan(value)]
-        assert both.value("b", meaning.columns["b"]) == np.percentile(known, 50, method="inverted_cdf")
-
-
-def test_statistics_are_sums_alone():
-    columns = {"a": np.array([1.0, 2.0, np.nan]), "b": np.array([3.0, 3.0, 5.0])}
-    meaning = Schema(label="y", columns={"a": {"impute": "mean"}, "b": {"impute": "median"}})
-    found = statistics(columns, meaning, np.arange(3))
-    assert found == Statistics({"a": (2, 3.0)}, {"b": Counter({3.0: 2, 5.0: 1})})
 
 
 @pytest.mark.parametrize(
@@ -158,6 +128,7 @@ def test_a_schema_that_does_not_fit_the_table(settings, message):
             "columns.a.value = 'y': no such category; accepted: x",
         ),
         ({"columns": {"a": {"range": [0, 1], "impute": "constant", "value": 5}}}, "columns.a.value = 5.0: out of rang"),
+        ({"columns": {"a": {"step": 5}}}, "columns.a.step = 5.0: belongs to a number with impute = 'median' or"),
         ({"test": 0.0}, "test = 0.0: a share between 0 and 1, or the name of a column"),
         ({"test": 1.5}, "test = 1.5: a share"),
         ({"delimiter": ";;"}, "delimiter = ';;'"),

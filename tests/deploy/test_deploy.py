@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tomli_w
 
@@ -24,12 +23,12 @@ from fedstrata.deploy.host import Host
 from fedstrata.deploy.provision import provision
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.deploy.simulator import _sites_before
-from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import DataError, ExtraMissingError, FedstrataError, SpecError
-from fedstrata.preparation import prepare
+from fedstrata.jsonl import MetricsLog
 
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hospitals.toml"
+HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"
+EXAMPLE = HOSPITALS / "sites.toml"
 SPEC = """
 method = "scaffold"
 model = { name = "mlp", hidden = [16] }
@@ -48,10 +47,17 @@ def _sites(path: Path, text: str) -> Sites:
     return Sites.read(path / "sites.toml")
 
 
-def test_the_example_is_a_trial_of_three_hospitals() -> None:
+def test_the_example_are_four_hospitals_with_their_own_data() -> None:
     sites = Sites.read(EXAMPLE)
-    assert list(sites.site) == ["hospital-a", "hospital-b", "hospital-c"]
-    assert sites.agreed is None
+    assert list(sites.site) == ["cleveland", "hungary", "switzerland", "va-long-beach"]
+    assert sites.own_data
+    files = [HOSPITALS / str(site.data) for site in sites.site.values()]
+    header, *rows = (HOSPITALS / "heart.csv").read_text().splitlines()
+    parts = [file.read_text().splitlines() for file in files]
+    assert {part[0] for part in parts} == {header.partition(",")[2]}
+    names = ("Cleveland", "Hungary", "Switzerland", "VA Long Beach")
+    for name, (_, *part) in zip(names, parts, strict=True):
+        assert part == [row.partition(",")[2] for row in rows if row.startswith(f"{name},")]
 
 
 @pytest.mark.parametrize(
@@ -63,8 +69,7 @@ def test_the_example_is_a_trial_of_three_hospitals() -> None:
         ("[site.a]\n[site.'b c']", "'b c': expected letters, digits and hyphens"),
         ("[site.server]", "'server': expected"),
         ("least = 3\n[site.a]", "least = 3, and there are 1 sites"),
-        ("[site.a]\ndata = 'a.npz'", r"a.npz is a file of its own: say in \[agreed\]"),
-        ("[site.a]\n[agreed]\nshape = [4]\nclasses = 2\nshift = [1, 2]", "2 numbers of shift or scale for 4"),
+        ("[site.a]\ndata = 'a.csv'", "a.csv is a file of its own; accepted with own_data = true"),
         ("site = 3 =", "cannot be read as TOML"),
     ],
 )
@@ -86,7 +91,7 @@ def test_clients_of_the_partition_are_dealt_to_the_sites_in_order(tmp_path: Path
 
 
 def test_a_plan_survives_json() -> None:
-    plan = JobSpec("run.toml", "run", 2, ("a", "b"), Agreed([4], 2, [0.5], []), 3.0, False)
+    plan = JobSpec("run.toml", "run", 2, ("a", "b"), True, 3.0, False)
     assert JobSpec.from_table(json.loads(json.dumps(plan.table()))) == plan
 
 
@@ -222,6 +227,10 @@ class _Session:
         self._answer("fetch", None)
         (Path(place) / job / "fedstrata").mkdir(parents=True)
         (Path(place) / job / "fedstrata" / "of").write_text(job)
+        why = {"round": 1, "kind": "absent", "reason": "site b takes no part: column 'age' = '130'"}
+        MetricsLog(Path(place) / job / "fedstrata" / "events.jsonl").append(
+            {"round": 1, "kind": "late", "reason": "x"}, why, why
+        )
         return str(Path(place) / job)
 
 
@@ -256,6 +265,7 @@ def test_a_server_that_is_away_is_waited_for(submitted: Submitted, at: str) -> N
 
     job, _, told = submitted(NoConnection("gone"), SessionClosed("gone"), at=at)
     assert job == "new"
+    assert told[-1] == "site b takes no part: column 'age' = '130'"
     assert [line for line in told if "waiting" in line] == [
         "waiting for the server (NoConnection: gone)", "waiting for the server (SessionClosed: gone)",
     ]  # fmt: skip
@@ -337,8 +347,7 @@ def test_a_run_of_another_engine_does_not_go_on_in_the_simulator(tmp_path: Path)
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What ``fedstrata deploy`` writes."""
     place = tmp_path_factory.mktemp("deploy")
-    (place / "spec.toml").write_text(SPEC)
-    arguments = ["deploy", str(place / "spec.toml"), "--sites", str(EXAMPLE), "--out", str(place / "kits")]
+    arguments = ["deploy", str(HOSPITALS / "hospitals.toml"), "--sites", str(EXAMPLE), "--out", str(place / "kits")]
     assert main(arguments) == 0
     return place / "kits"
 
@@ -346,19 +355,21 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @needs_nvflare
 def test_everybody_gets_a_folder_with_what_to_do(kits: Path) -> None:
     assert {path.name for path in kits.iterdir()} == {
-        "server", "admin", "authority", "hospital-a", "hospital-b", "hospital-c",
+        "server", "admin", "authority", "cleveland", "hungary", "switzerland", "va-long-beach",
     }  # fmt: skip
     for path in kits.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, "it holds a private key"
         if path.name != "authority":
             text = (path / "README.md").read_text()
             assert ("allow = [" in text) == (path.name != "admin"), "what specs may name is said"
+            described = "`chol` (accepted: numbers from 50 to 700 mg/dl)" in text
+            assert described == (path.name not in ("server", "admin")), "what a site's file is"
             assert ("fedstrata submit" if path.name == "admin" else "bash startup/start.sh") in text
 
 
 @needs_nvflare
 def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> None:
-    for name in ("server", "hospital-a"):
+    for name in ("server", "cleveland"):
         resources = json.loads((kits / name / "local" / "resources.json").read_text())
         assert resources["class_allow_list"] == list(CLASSES)
         assert resources["class_list_enforcement_mode"] == "enforce"
@@ -377,7 +388,7 @@ def test_the_job_has_no_source_and_no_path_of_a_site(kits: Path) -> None:
 
 @needs_nvflare
 def test_certificates_are_never_written_over(kits: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["deploy", str(kits.parent / "spec.toml"), "--sites", str(EXAMPLE), "--out", str(kits)]
+    arguments = ["deploy", str(HOSPITALS / "hospitals.toml"), "--sites", str(EXAMPLE), "--out", str(kits)]
     assert main(arguments) == 2
     assert "never written over" in capsys.readouterr().err
 
@@ -386,34 +397,26 @@ def test_certificates_are_never_written_over(kits: Path, capsys: pytest.CaptureF
 @pytest.mark.slow
 @pytest.mark.xdist_group("servers")
 @pytest.mark.filterwarnings("ignore:ssl_context is deprecated:DeprecationWarning")
-def test_a_trial_with_the_sites_own_files_and_mutual_tls_gives_the_result_of_a_run(tmp_path: Path) -> None:
-    text = SPEC.replace("clients = 3", "clients = 2")
-    assert "[evaluation]" not in text
-    (tmp_path / "spec.toml").write_text(f"{text}\n[evaluation]\nclient_test = 0.2\n")
-    spec = fs.Experiment.from_toml(tmp_path / "spec.toml")
-    prepared = prepare(spec.model_copy(update={"evaluation": fs.Evaluation()}))
-    data = prepared.data
-    assert data.shift is not None
-    assert data.scale is not None
-    for client, name in enumerate("ab"):
-        mine = prepared.assignment[client]
-        x, y = data.x_train[mine].numpy(), data.y_train[mine].numpy()
-        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=y)
+def test_hospitals_with_mutual_tls_end_with_the_model_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of the example's four, each with its own CSV file, and the same rows in one table."""
+    monkeypatch.chdir(HOSPITALS.parents[1])
+    rows = (HOSPITALS / "heart.csv").read_text().splitlines(keepends=True)
+    two = [row for row in rows if row.startswith(("hospital,", "Hungary,", "Switzerland,"))]
+    (tmp_path / "two.csv").write_text("".join(two))
+    overrides = (f"data.name={tmp_path / 'two.csv'}", "training.rounds=2", "training.clients_per_round=2")
+    settings = ["--set", "evaluation.every=1", *(word for each in overrides for word in ("--set", each))]
+    spec = str(HOSPITALS / "hospitals.toml")
+    assert main(["run", spec, *settings, "--out", str(tmp_path / "here")]) == 0
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    (tmp_path / "sites.toml").write_text(
-        f"[server]\nport = {port}\n"
-        f"[agreed]\nshape = {list(data.shape)}\nclasses = 10\n"
-        f"shift = {data.shift.tolist()}\nscale = {data.scale.tolist()}\n"
-        + "".join(f"[site.{name}]\ndata = '{name}.npz'\n" for name in "ab")
-    )
-    arguments = ["deploy", str(tmp_path / "spec.toml"), "--sites", str(tmp_path / "sites.toml")]
-    assert main([*arguments, "--out", str(tmp_path / "fed"), "--try"]) == 0
-    there = fs.History.load(tmp_path / "fed" / "result")
-    here = fs.run(spec, out=tmp_path / "here")
-    # The server has no test samples: what is measured are all test parts together.
-    together = [record["clients"]["accuracy"]["weighted_mean"] for record in here]
-    assert [record["accuracy"] for record in there] == pytest.approx(together)
+    names = ("hungary", "switzerland")
+    sites = "".join(f'[site.{name}]\ndata = "{HOSPITALS}/sites/{name}.csv"\n' for name in names)
+    (tmp_path / "sites.toml").write_text(f"own_data = true\n[server]\nport = {port}\n{sites}")
+    deploy = ["deploy", spec, *settings, "--sites", str(tmp_path / "sites.toml")]
+    assert main([*deploy, "--out", str(tmp_path / "fed"), "--try"]) == 0
+    there, here = fs.History.load(tmp_path / "fed" / "result"), fs.History.load(tmp_path / "here")
+    # The server has no test samples: what is measured are both sites' test rows together.
+    assert [record["accuracy"] for record in there] == pytest.approx([record["accuracy"] for record in here])
     model = "model.safetensors"
     assert (tmp_path / "fed" / "result" / model).read_bytes() == (tmp_path / "here" / model).read_bytes()

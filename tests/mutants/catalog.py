@@ -88,6 +88,8 @@ head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/tes
 predictions = _of("evaluation/predictions.py", "evaluation/test_predictions.py", "training/test_local.py")
 division = _of("partitions/schemes.py", "partitions/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
+fitting = _of("data/fitting.py", "data/test_fitting.py")
+sites_data = _of("deploy/data_schema.py", "engines/nvflare/test_sites.py")
 loop = _of("simulation.py", "test_simulation.py", "test_experiment.py")
 
 MUTANTS = [
@@ -400,6 +402,16 @@ MUTANTS = [
     head("the whole model is tuned", "for name in config.model.head_names}", "for name in config.model.params()}"),
     head("another sample each round", 'rng(config.seed, "server-samples")', 'rng(config.seed + 1, "server-samples")'),
     predictions("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
+    fitting("means apart are forgotten", "other.squares + apart * apart * share * self.count", "other.squares"),
+    fitting("the mean of means", "share, apart = other.count / count.clamp(min=1),", "share, apart = 0.5,"),
+    fitting(
+        "what stands in is not counted", "share = value - float(known.mean[place]), lacks /", "share = value, lacks /"
+    ),
+    fitting("the upper median", "counts.sum() / 2)", "counts.sum() / 2, side='right')"),
+    fitting("no step", "np.round(values / column.step) * column.step", "values"),
+    sites_data("a site's test rows are another client's", "first=client)", "first=0)"),
+    sites_data("held-out rows are counted", "trained_on(own, whole, held)", "trained_on(own, whole, type(held)())"),
+    sites_data("a single sample will do", "FEWEST = 2", "FEWEST = 1"),
     data("normalised by the training set and not", "varies = deviation > 1e-7", "varies = deviation > 1e7"),
     loop(
         "the last round is not counted",

@@ -240,7 +240,7 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     if normalize == "unit":
         low, high = (flat.amin(0).double(), flat.amax(0).double())
         span = high - low
-        return _precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
+        return precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
     # In chunks, for memory; about the first row, so that a large mean does not swallow a small deviation.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
@@ -251,10 +251,10 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
     mean = total / len(flat)
     deviation = (squares / len(flat) - mean * mean).clamp(min=0).sqrt()
     varies = deviation > 1e-7 * (origin.abs() + mean.abs())
-    return _precise(train, origin + mean, torch.where(varies, 1 / deviation, 1.0), deviation)
+    return precise(train, origin + mean, torch.where(varies, 1 / deviation, 1.0), deviation)
 
 
-def _precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
     """Shift and scale as float32 where inputs may be cast to it before they are shifted."""
     lost = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
     if lost.any() and train.dtype in (torch.int32, torch.int64, torch.float64):

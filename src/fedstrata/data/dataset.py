@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from fedstrata.data.arrays import (
     normalisation,
 )
 from fedstrata.errors import DataError
+
+if TYPE_CHECKING:
+    from fedstrata.data.fitting import Unfitted
 
 Split = Literal["train", "test"]
 Indices = Tensor | NDArray[np.int64] | slice
@@ -52,6 +55,7 @@ class Dataset:
         client_train: The client that each training sample comes from, (N,) int64, where clients are natural ones.
         client_test: The same for the test samples, where it is known.
         client_names: The name of each of those clients, of the test samples' too.
+        unfitted: Where features can be made anew, when it is known who trains on what: the samples as they came.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Dataset:
     client_train: Tensor | None = None
     client_test: Tensor | None = None
     client_names: tuple[str, ...] = ()
+    unfitted: Unfitted | None = None
 
     @property
     def classes(self) -> int:

@@ -1,21 +1,15 @@
-"""What the columns of a table mean, and rows as arrays by it.
-
-Reading is in three steps, so that sites that keep their rows can take them too: cells become numbers (``parsed``), what
-imputation needs of the training rows is counted (``statistics``, which adds up over sites), and numbers become features
-(``features``).
-"""
+"""What the columns of a table mean, and cells as numbers by it; ``fitting`` makes features of these."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator, model_validator
 
 from fedstrata.config import Setting, build, under
 from fedstrata.data.subsets import stratified
@@ -45,6 +39,8 @@ class Column(Setting):
         impute: What stands in for a missing value: the training rows' ``mean``, ``median`` (the lower one) or
             ``most-frequent`` value (the first in order where several are), or a ``constant``. Missing values are
             refused unless it is given.
+        step: What the numbers that ``median`` and ``most-frequent`` count are rounded to multiples of. Sites tell how
+            often they have each, and need it: the larger, the less they tell.
         value: That constant.
         indicator: Whether one more feature says where a value was missing.
     """
@@ -55,6 +51,7 @@ class Column(Setting):
     categories: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     missing: tuple[str, ...] = ()
     impute: Literal["mean", "median", "most-frequent", "constant"] | None = None
+    step: PositiveFloat | None = None
     value: bool | float | str | None = None
     indicator: bool = False
 
@@ -68,6 +65,8 @@ class Column(Setting):
             raise SpecError("categories", "belong to type = 'category', each once", list(self.categories))
         if self.type == "category" and self.impute in ("mean", "median"):
             raise SpecError("impute", "of a category: 'most-frequent' or 'constant'", self.impute)
+        if self.step is not None and not (self.type == "number" and self.counted):
+            raise SpecError("step", "belongs to a number with impute = 'median' or 'most-frequent'", self.step)
         if (self.impute == "constant") != (self.value is not None):
             raise SpecError("value", "is what impute = 'constant' puts in; give both or neither", self.value)
         if self.value is not None and not (self.type == "category" and self.categories is None):
@@ -76,6 +75,11 @@ class Column(Setting):
             except ValueError as error:
                 raise SpecError("value", str(error), self.value) from None
         return self
+
+    @property
+    def counted(self) -> bool:
+        """Whether it must be known how often it has each value."""
+        return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
     def accepted(self) -> str:
@@ -109,7 +113,7 @@ class Column(Setting):
         if not math.isfinite(number):
             raise ValueError(f"no finite number; {self.accepted}; or name it in 'missing' if it stands for no value")
         if self.range is not None and not self.range[0] <= number <= self.range[1]:
-            raise ValueError(f"out of range; {self.accepted}")
+            raise ValueError(f"out of range; {self.accepted}{another_unit(number, self.range)}")
         return number
 
 
@@ -196,6 +200,25 @@ class Schema(Setting):
         found = tuple(sorted({text_of(cell) for cell in cells if cell is not None}))
         return under(key, lambda: build(Column, {**dict(column), "categories": found}))
 
+    def refuse_open(self) -> None:
+        """What a table would complete must be said where nobody sees all rows: sites would complete it differently.
+
+        Raises:
+            SpecError: It is not.
+        """
+        for key in ("classes", "columns"):
+            if getattr(self, key) is None:
+                raise SpecError(f"data.schema.{key}", f"needed where sites keep their rows; list the {key}")
+        for name, column in (self.columns or {}).items():
+            key = f"data.schema.columns.{name}"
+            if column.type == "category" and column.categories is None:
+                raise SpecError(f"{key}.categories", "needed where sites keep their rows; list the categories")
+            if column.type == "number" and column.counted and column.step is None:
+                problem = f"needed for impute = {column.impute!r} where sites keep their rows: they tell how "
+                raise SpecError(
+                    f"{key}.step", problem + "often they have each multiple of it; impute = 'mean' needs none"
+                )
+
     def names(self) -> list[str]:
         """The name of every feature, of a completed schema."""
         found = []
@@ -241,51 +264,8 @@ class Table:
         return DataError(f"{self.source}, {where}, column {column!r}{given}: {problem}")
 
 
-@dataclass(frozen=True)
-class Statistics:
-    """What imputation needs to know of training rows; those of several sites add up.
-
-    Args:
-        sums: How many values a column has and their sum, for ``mean``.
-        counts: How often it has each value, for ``median`` and ``most-frequent``.
-    """
-
-    sums: Mapping[str, tuple[int, float]] = field(default_factory=dict)
-    counts: Mapping[str, Counter[float]] = field(default_factory=dict)
-
-    def __add__(self, other: Statistics) -> Statistics:
-        """Those of both."""
-        sums, counts = dict(self.sums), dict(self.counts)
-        for name, (amount, total) in other.sums.items():
-            mine = sums.get(name, (0, 0.0))
-            sums[name] = (mine[0] + amount, mine[1] + total)
-        for name, more in other.counts.items():
-            counts[name] = counts.get(name, Counter()) + more
-        return Statistics(sums, counts)
-
-    def value(self, name: str, column: Column) -> float:
-        """What stands in for a missing value.
-
-        Raises:
-            DataError: No training row has a value.
-        """
-        if column.impute == "constant":
-            return column.number(column.value)
-        known = self.sums[name][0] if column.impute == "mean" else self.counts[name].total()
-        if not known:
-            problem = f"no training row has a value, so there is no {column.impute}; accepted: impute = 'constant'"
-            raise DataError(f"column {name!r}: {problem}")
-        if column.impute == "mean":
-            return self.sums[name][1] / known
-        ordered = sorted(self.counts[name].items())
-        if column.impute == "most-frequent":
-            return max(ordered, key=lambda pair: pair[1])[0]
-        below = np.cumsum([count for _, count in ordered])
-        return ordered[int(np.searchsorted(below, known / 2))][0]
-
-
-def parsed(table: Table, schema: Schema) -> dict[str, Reals]:
-    """Every column as numbers, NaN where a value is missing.
+def parsed(table: Table, schema: Schema) -> Reals:
+    """The columns that a model sees as numbers, (N, K), NaN where a value is missing.
 
     Args:
         table: The rows.
@@ -294,7 +274,7 @@ def parsed(table: Table, schema: Schema) -> dict[str, Reals]:
     Raises:
         DataError: A cell is not what the schema says, or is missing and has no rule; with file, line and column.
     """
-    result = {}
+    columns = []
     for name, column in (schema.columns or {}).items():
         cells = table.cells(name, (*schema.missing, *column.missing))
         values = np.empty(len(cells))
@@ -309,61 +289,18 @@ def parsed(table: Table, schema: Schema) -> dict[str, Reals]:
                 values[row] = column.number(cell)
             except ValueError as error:
                 raise table.wrong(row, name, str(error)) from None
-        result[name] = values
-    return result
+        columns.append(values)
+    return np.stack(columns, axis=1)
 
 
-def statistics(columns: Mapping[str, Reals], schema: Schema, rows: Rows) -> Statistics:
-    """What imputation needs to know of some rows, the training ones.
-
-    Args:
-        columns: From ``parsed``.
-        schema: A completed schema.
-        rows: Which.
-    """
-    sums, counts = {}, {}
-    for name, column in (schema.columns or {}).items():
-        known = columns[name][rows]
-        known = known[~np.isnan(known)]
-        if column.impute == "mean":
-            sums[name] = (len(known), math.fsum(known))
-        elif column.impute in ("median", "most-frequent"):
-            counts[name] = Counter(known.tolist())
-    return Statistics(sums, counts)
-
-
-def features(columns: Mapping[str, Reals], schema: Schema, known: Statistics) -> NDArray[np.float64]:
-    """What a model sees, (N, F); in the order of ``Schema.names``.
-
-    Args:
-        columns: From ``parsed``.
-        schema: A completed schema.
-        known: Of the training rows.
-
-    Raises:
-        DataError: A value is missing of which no training row has any.
-    """
-    found = []
-    for name, column in (schema.columns or {}).items():
-        values = columns[name]
-        missing = np.isnan(values)
-        if missing.any():
-            values = np.where(missing, known.value(name, column), values)
-        if column.type == "category":
-            found += [values == place for place in range(len(column.categories or ()))]
-        else:
-            found.append(values)
-        found += [missing] if column.indicator else []
-    return np.stack([each.astype(np.float64) for each in found], axis=1)
-
-
-def held_out(table: Table, schema: Schema, seed: int) -> NDArray[np.bool_]:
+def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> NDArray[np.bool_]:
     """Which rows are test samples, (N,).
 
     Args:
         table: The rows.
         schema: A completed schema.
         seed: Decides the split where it is a share.
+        first: The number of the first client here: a site splits its rows as a simulation splits them.
 
     Raises:
         DataError: A label or a client is missing, or a cell does not say which.
@@ -382,7 +319,7 @@ def held_out(table: Table, schema: Schema, seed: int) -> NDArray[np.bool_]:
     order = np.argsort(owners, kind="stable")
     for owner, rows in enumerate(np.split(order, np.cumsum(np.bincount(owners))[:-1])):
         size = min(max(round(schema.test * len(rows)), 1), len(rows) - 1)
-        held[rows[stratified(labels[rows], size, rng(seed, "table split", owner))]] = True
+        held[rows[stratified(labels[rows], size, rng(seed, "table split", first + owner))]] = True
     return held
 
 
@@ -408,6 +345,14 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
     if (row := next((row for row, cell in enumerate(cells) if cell is None), None)) is not None:
         raise table.wrong(row, column, f"the {schema.roles[column]} is missing; accepted: a value in every row")
     return cells
+
+
+def another_unit(number: float, span: tuple[float, float]) -> str:
+    """A hint where a number that is out of range is a thousand times what could be, or a thousandth."""
+    for factor, what in ((1e-3, "a thousandth of it is in range"), (1e3, "a thousand times it is in range")):
+        if number and span[0] <= number * factor <= span[1]:
+            return f"; {what}: is it in another unit?"
+    return ""
 
 
 def is_missing(cell: object) -> bool:

@@ -15,16 +15,18 @@ import numpy as np
 import torch
 from numpy.lib.format import MAGIC_PREFIX, read_array, read_array_header_1_0, read_array_header_2_0, read_magic
 from numpy.typing import NDArray
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor
 
 from fedstrata.config import Setting, from_word
 from fedstrata.data.arrays import Normalize, check_seen, decoded, normalisation
 from fedstrata.data.catalog import KNOWN, folders, names_there
 from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.hub import load_hub
-from fedstrata.data.schema import Schema
+from fedstrata.data.schema import Schema, another_unit, held_out
 from fedstrata.data.subsets import stratified
-from fedstrata.data.tables import SUFFIXES, load_table
+from fedstrata.data.tables import SUFFIXES, dataset_of, read_table
 from fedstrata.errors import DataError, SpecError, nearest
 from fedstrata.process import memory
 from fedstrata.rng import rng
@@ -53,6 +55,13 @@ with warnings.catch_warnings():
                 quick trials.
             client: The column of a hub data set that says whose a sample is, for the partition ``natural``.
             schema: What the columns of a ``.csv`` or ``.parquet`` file mean; the word alone names the label.
+            shape: Of one sample of arrays as a model sees it, (channels, height, width) or (features,). It and
+                ``classes`` must be known where sites keep their arrays. They are checked wherever arrays are read, and
+                arrays of which they are said are normalised by the samples that clients train on alone.
+            classes: How many classes the labels of arrays are of, 0 … C−1.
+            range: The least and the greatest value that can be in arrays.
+            shift: Subtracted from every channel or feature, instead of what ``normalize`` finds.
+            scale: Multiplied after that.
             custom: What arrays of the user's own were, in the spec that a run leaves behind; not to be given.
         """
 
@@ -61,7 +70,25 @@ with warnings.catch_warnings():
         limit: PositiveInt | None = None
         client: str | None = None
         schema: Annotated[Schema | None, from_word(Schema, "label")] = None  # type: ignore[assignment]  # see above
+        shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=3)] | None = None
+        classes: PositiveInt | None = None
+        range: tuple[float, float] | None = None
+        shift: tuple[float, ...] | None = None
+        scale: tuple[float, ...] | None = None
         custom: str | None = None
+
+        @model_validator(mode="after")
+        def _agree(self) -> Data:
+            for key, other in (("shape", "classes"), ("classes", "shape"), ("shift", "scale"), ("scale", "shift")):
+                if getattr(self, key) is not None and getattr(self, other) is None:
+                    raise SpecError(other, f"belongs to {key}; give both or neither")
+            for key in ("shape", "range"):
+                if getattr(self, key) is not None and (self.schema is not None or self.shape is None):
+                    problem = "is of arrays, with shape and classes; the columns of a table have ranges in data.schema"
+                    raise SpecError(key, problem, list(getattr(self, key)))
+            if self.shift is not None and self.scale is not None and len(self.shift) != len(self.scale):
+                raise SpecError("scale", f"{len(self.scale)} numbers; shift has {len(self.shift)}", list(self.scale))
+            return self
 
         def __init__(self, name: str = "digits", **settings: Any) -> None:
             super().__init__(**{"name": name, **settings})
@@ -78,45 +105,98 @@ with warnings.catch_warnings():
                 ExtraMissingError: ``hub:`` without the extra ``hub``.
             """
             try:
-                arrays = self._read(seed)
-                data = from_arrays(
-                    *(arrays[key] for key in NEEDED),
-                    name=self.name,
-                    domain_train=arrays.get("domain_train"),
-                    domain_test=arrays.get("domain_test"),
-                    class_names=_names(arrays, "classes"),
-                    domain_names=_names(arrays, "domains"),
-                    clients=arrays.get("client_train"),
-                    clients_test=arrays.get("client_test"),
-                    normalize="none",
-                )
+                data = self._table(seed) if self.name.endswith(SUFFIXES) else self.declared(self._arrays(seed))
             except DataError as error:
                 raise DataError(f"data {self.name!r}: {error}") from None
             if self.limit is not None and self.limit < data.train_size:
                 kept = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
                 keys = ("x_train", "y_train", "domain_train", "client_train")
-                cut = {key: None if (whole := getattr(data, key)) is None else whole[kept] for key in keys}
+                cut: dict[str, Any] = {}
+                cut |= {key: None if (whole := getattr(data, key)) is None else whole[kept] for key in keys}
                 check_seen(data.y_train[kept], data.y_test, data.class_names)
-                data = replace(data, **cut)  # type: ignore[arg-type]  # tensors where the data set has them
-            shift, scale = normalisation(data.x_train, self.normalize)
+                if (unfitted := data.unfitted) is not None:
+                    cut["unfitted"] = replace(unfitted, train=unfitted.train[kept])
+                data = replace(data, **cut)
+            if data.unfitted is not None:
+                return fit(data, data.unfitted.statistics([np.arange(data.train_size)]), again=True)
+            shift, scale = self.given(data.shape) or normalisation(data.x_train, self.normalize)
             return replace(data, shift=shift, scale=scale)
 
+        def given(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
+            """Shift and scale where they are known beforehand.
+
+            Raises:
+                SpecError: There is not one for each channel or feature.
+            """
+            if self.shift is None or self.scale is None:
+                return None
+            if len(self.shift) != shape[0]:
+                problem = f"{len(self.shift)} numbers for {shape[0]} channels or features"
+                raise SpecError("data.shift", problem, list(self.shift))
+            return torch.tensor(self.shift), torch.tensor(self.scale)
+
+        def declared(self, data: Dataset) -> Dataset:
+            """Arrays of which the spec says what they look like, checked; others as they are.
+
+            Raises:
+                DataError: They look otherwise.
+            """
+            if self.shape is None or self.classes is None:
+                return data
+            for part in ("train", "test"):
+                x, y = getattr(data, f"x_{part}"), getattr(data, f"y_{part}")
+                if not len(y):
+                    continue
+                if data.shape != self.shape:
+                    raise DataError(f"a sample has the shape {list(data.shape)}; data.shape is {list(self.shape)}")
+                if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
+                    wrong = int(y.max()) if int(y.min()) >= 0 else int(y.min())
+                    raise DataError(f"y_{part} holds {wrong}; accepted: 0…{self.classes - 1}, by data.classes")
+                span = self.range or (-math.inf, math.inf)
+                for end in (float(x.min()), float(x.max())):
+                    if not span[0] <= end <= span[1]:
+                        accepted = f"accepted: {span[0]:g} to {span[1]:g}, by data.range"
+                        raise DataError(f"x_{part} holds {end:g}; {accepted}{another_unit(end, span)}")
+            how = Unfitted(self.normalize, data.x_train, data.x_test, given=self.given(self.shape))
+            return replace(data, unfitted=how)
+
+        def _table(self, seed: int) -> Dataset:
+            """The rows of a file."""
+            if self.client is not None:
+                problem = "names a column of a hub data set; here data.schema.client does"
+                raise SpecError("data.client", problem, self.client)
+            if self.schema is None:
+                problem = "a table needs it: [data.schema] label = 'COLUMN' at least, the column to learn"
+                raise SpecError("data.schema", problem)
+            table = read_table(Path(self.name), self.schema)
+            schema = self.schema.completed(table)
+            held, given = held_out(table, schema, seed), self.given((len(schema.names()),))
+            return dataset_of(table, schema, held, name=self.name, normalize=self.normalize, given=given)
+
+        def _arrays(self, seed: int) -> Dataset:
+            """The arrays that the name stands for, not normalised yet."""
+            arrays = self._read(seed)
+            numbered = None if self.classes is None else [str(label) for label in range(self.classes)]
+            return from_arrays(
+                *(arrays[key] for key in NEEDED),
+                name=self.name,
+                domain_train=arrays.get("domain_train"),
+                domain_test=arrays.get("domain_test"),
+                class_names=_names(arrays, "classes") or numbered,
+                domain_names=_names(arrays, "domains"),
+                clients=arrays.get("client_train"),
+                clients_test=arrays.get("client_test"),
+                normalize="none",
+            )
+
         def _read(self, seed: int) -> Arrays:
-            """The arrays that the name stands for."""
-            hub, table = self.name.startswith("hub:"), self.name.endswith(SUFFIXES)
+            hub = self.name.startswith("hub:")
             if self.client is not None and not hub:
-                other = "here data.schema.client does" if table else "a .npz file holds client_train and client_test"
-                raise SpecError("data.client", f"names a column of a hub data set; {other}", self.client)
-            if self.schema is not None and not table:
+                problem = "names a column of a hub data set; a .npz file holds client_train and client_test"
+                raise SpecError("data.client", problem, self.client)
+            if self.schema is not None:
                 raise SpecError("data.schema", "says what the columns of a .csv or .parquet file mean", self.name)
-            if hub:
-                return load_hub(self.name.removeprefix("hub:"), seed, self.client)
-            if table:
-                if self.schema is None:
-                    problem = "a table needs it: [data.schema] label = 'COLUMN' at least, the column to learn"
-                    raise SpecError("data.schema", problem)
-                return load_table(Path(self.name), self.schema, seed)
-            return _read(self.name)
+            return load_hub(self.name.removeprefix("hub:"), seed, self.client) if hub else _read(self.name)
 
 
 def read_npz(path: Path) -> Arrays:

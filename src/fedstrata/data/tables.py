@@ -7,48 +7,46 @@ each; Parquet by pyarrow, the format's own library.
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedstrata.config import build
 from fedstrata.data.arrays import Normalize
 from fedstrata.data.dataset import Dataset, from_arrays
-from fedstrata.data.schema import Schema, Table, features, held_out, ids, parsed, statistics
+from fedstrata.data.fitting import Unfitted, fit
+from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 from fedstrata.errors import DataError, ExtraMissingError
 
 SUFFIXES = (".csv", ".parquet")
 """How the names of such files end."""
 
-Arrays = dict[str, NDArray[Any]]
 
-
-def load_table(path: Path, schema: Schema, seed: int) -> Arrays:
-    """The arrays of a file, as a ``.npz`` file has them.
+def read_table(path: Path, schema: Schema) -> Table:
+    """The rows of a file.
 
     Args:
         path: The file.
         schema: What its columns mean.
-        seed: Decides the split where the schema's ``test`` is a share.
 
     Raises:
-        DataError: There is no such file, it is damaged, or a cell is not what the schema says.
-        SpecError: The schema names a column that it has not.
+        DataError: There is no such file, or it is damaged.
         ExtraMissingError: Parquet without the extra ``tables``.
     """
     try:
         path = path.expanduser()
         if path.exists() and not path.is_file():
             raise DataError(f"{path} is no file")
-        table = read_parquet(path) if path.suffix == ".parquet" else read_csv(path, schema.delimiter)
+        return read_parquet(path) if path.suffix == ".parquet" else read_csv(path, schema.delimiter)
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}") from None
     except (OSError, RuntimeError, csv.Error, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from None
-    schema = schema.completed(table)
-    return arrays_of(table, schema, held_out(table, schema, seed))
 
 
 def from_dataframe(
@@ -93,45 +91,43 @@ def from_dataframe(
 
 
 def dataset_of(
-    table: Table, schema: Schema, held: NDArray[np.bool_], *, name: str, normalize: Normalize = "standard"
+    table: Table,
+    schema: Schema,
+    held: NDArray[np.bool_],
+    *,
+    name: str,
+    normalize: Normalize = "standard",
+    given: tuple[Tensor, Tensor] | None = None,
 ) -> Dataset:
-    """Rows as a data set: see ``arrays_of`` and ``from_arrays``."""
-    arrays = arrays_of(table, schema, held)
-    return from_arrays(
-        *(arrays[key] for key in ("x_train", "y_train", "x_test", "y_test")),
-        name=name,
-        class_names=schema.classes,
-        clients=arrays.get("client_train"),
-        clients_test=arrays.get("client_test"),
-        normalize=normalize,
-    )
-
-
-def arrays_of(table: Table, schema: Schema, held: NDArray[np.bool_]) -> Arrays:
-    """Rows as arrays; what stands in for missing values comes from the training rows alone.
+    """Rows as a data set, by statistics of all training rows; preparing a run takes those that are trained on.
 
     Args:
         table: The rows.
         schema: A completed schema.
         held: Which rows are test samples, (N,).
-
-    Returns:
-        ``x_train y_train x_test y_test``, and ``client_train client_test`` and ``classes`` where the schema has them.
+        name: What to call it.
+        normalize: See ``from_arrays``.
+        given: Shift and scale where these are known beforehand.
 
     Raises:
-        DataError: A cell is not what the schema says.
+        DataError: A cell is not what the schema says, or a value is missing of which no training row has any.
     """
-    columns = parsed(table, schema)
-    x = features(columns, schema, statistics(columns, schema, np.flatnonzero(~held)))
-    found = {"x": x, "y": ids(table, schema.label, schema)}
-    if schema.client is not None:
-        found["client"] = ids(table, schema.client, schema)
-    arrays = {f"{key}_{part}": each[rows] for key, each in found.items() for part, rows in _parts(held)}
-    return arrays if schema.classes is None else {**arrays, "classes": np.array(schema.classes)}
-
-
-def _parts(held: NDArray[np.bool_]) -> list[tuple[str, NDArray[np.bool_]]]:
-    return [("train", ~held), ("test", held)]
+    cells, y = torch.from_numpy(parsed(table, schema)), ids(table, schema.label, schema)
+    owners = ids(table, schema.client, schema) if schema.client is not None else None
+    unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
+    x_train, x_test, _, _ = unfitted.fitted(known := unfitted.statistics([np.arange(int((~held).sum()))]))
+    data = from_arrays(
+        x_train,
+        y[~held],
+        x_test,
+        y[held],
+        name=name,
+        class_names=schema.classes,
+        clients=None if owners is None else owners[~held],
+        clients_test=None if owners is None else owners[held],
+        normalize="none",
+    )
+    return fit(replace(data, unfitted=unfitted), known, again=True)
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Table:

@@ -1,4 +1,4 @@
-"""The sites of a federation: ``hospitals.toml``."""
+"""The sites of a federation: ``sites.toml``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from fedstrata.config import Setting, build
 from fedstrata.deploy.settings import PATIENCE
-from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import SpecError
 from fedstrata.preparation import prepare
 from fedstrata.spec import Experiment, placed, read_toml
@@ -34,33 +33,6 @@ class SiteEntry(Setting):
     keys: str | None = None
     allow: list[str] = []
     tells: bool = False
-
-
-class AgreedEntry(Setting):
-    """What the sites' own data look like.
-
-    Args:
-        shape: Of one sample as a model sees it: (channels, height, width) or (features,).
-        classes: Labels are 0 … classes − 1.
-        shift: Subtracted from every channel or feature.
-        scale: Multiplied after that.
-    """
-
-    shape: list[PositiveInt] = Field(min_length=1)
-    classes: PositiveInt
-    shift: list[float] = []
-    scale: list[float] = []
-
-    @model_validator(mode="after")
-    def _lengths(self) -> AgreedEntry:
-        for values in (self.shift, self.scale):
-            if values and len(values) != self.shape[0]:
-                raise ValueError(f"{len(values)} numbers of shift or scale for {self.shape[0]} channels or features")
-        return self
-
-    def message(self) -> Agreed:
-        """As it travels."""
-        return Agreed(self.shape, self.classes, self.shift, self.scale)
 
 
 class ServerEntry(Setting):
@@ -91,7 +63,8 @@ class Sites(Setting):
             back to the server after every hop.
         days: How long the certificates are valid.
         server: The server.
-        agreed: What the sites' own data look like. Without it, sites use the spec's data by its partition: a trial.
+        own_data: Whether each site is a client and brings its own data, as the spec's ``[data]`` describes them.
+            Otherwise the sites share out the spec's data by its partition: a trial.
         site: The sites by name (letters, digits and hyphens); where they bring their own data, in the order of their
             clients' numbers.
     """
@@ -102,7 +75,7 @@ class Sites(Setting):
     relay: Literal["direct", "server"] = "direct"
     days: PositiveInt = 365
     server: ServerEntry = ServerEntry()
-    agreed: AgreedEntry | None = None
+    own_data: bool = False
     site: dict[str, SiteEntry] = Field(min_length=1)
 
     @model_validator(mode="after")
@@ -114,8 +87,8 @@ class Sites(Setting):
             raise ValueError(f"least = {self.least}, and there are {len(self.site)} sites")
         given = [self.server.data, *(entry.data for entry in self.site.values())]
         files = [file for file in given if file]
-        if self.agreed is None and files:
-            raise ValueError(f"{files[0]} is a file of its own: say in [agreed] what such files hold")
+        if not self.own_data and files:
+            raise ValueError(f"{files[0]} is a file of its own; accepted with own_data = true")
         return self
 
     @classmethod
@@ -138,7 +111,7 @@ class Sites(Setting):
             SpecError: There are fewer clients than sites.
         """
         names = list(self.site)
-        if self.agreed is not None:
+        if self.own_data:
             return tuple(names)
         clients = prepare(spec).config.clients
         if clients < len(names):

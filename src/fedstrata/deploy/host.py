@@ -15,7 +15,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
-from fedstrata.deploy.data_schema import context_of
+from fedstrata.deploy.data_schema import UnusableDataError, context_of, survey_of
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
 from fedstrata.engines.nvflare.wire import (
@@ -37,6 +37,8 @@ from fedstrata.engines.nvflare.wire import (
     Settled,
     SiteLostError,
     SiteRefusedError,
+    Survey,
+    Surveyed,
     Unmoved,
     read,
 )
@@ -56,8 +58,8 @@ LARGEST_ANSWER = 256 << 20
 SERVER = "server"
 """Who may ask questions; other sites may only fetch the model of a relay."""
 
-HARMLESS = (FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError)
-"""What only tells others of their own messages and of the spec: neither of data nor of files."""
+HARMLESS = (FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError, UnusableDataError)
+"""What tells others of their own messages and of the spec, and of data only why they are not what the spec says."""
 
 
 class Host:
@@ -129,6 +131,8 @@ class Host:
             self._run = None
             self._run, round, lost = _Run.begin(self, body)
             return Begun(round, lost)
+        if isinstance(body, Survey):
+            return Surveyed(survey_of(body, self.data))
         run = self._running()
         for news in envelope.news:
             run.learn(news)

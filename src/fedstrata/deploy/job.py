@@ -14,7 +14,7 @@ from nvflare.collab.api.exceptions import RunAborted
 
 from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
-from fedstrata.deploy.data_schema import prepare_server
+from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.engines.nvflare.engine import NVFlareEngine
@@ -87,7 +87,7 @@ class Server:
         spec = Experiment.from_table(tomllib.loads(text))
         resume = (folder / SPEC).exists()
         homes = plan.homes(sorted(line.sites))
-        prepared = prepare(spec) if plan.agreed is None else prepare_server(spec, plan.agreed, test, len(homes))
+        prepared = prepare_server(spec, test, len(homes)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
         engine = NVFlareEngine(
             prepared.config,
@@ -96,10 +96,11 @@ class Server:
             self._sums,
             spec=text,
             run=run_of(text),
-            agreed=plan.agreed,
             patience=plan.patience,
             direct=plan.direct,
         )
+        if plan.own_data:
+            prepared = surveyed(prepared, engine, folder, resume=resume)
         run_prepared(prepared, folder, engine, resume=resume)
 
 

@@ -57,24 +57,21 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     Raises:
         ExtraMissingError: NVFlare is not installed.
         SpecError: A setting is wrong, or ``out`` is in use.
-        DataError: The server's test samples are missing or not what was agreed.
+        DataError: The server's test samples are missing or not what the spec says.
         FedstrataError: NVFlare cannot make the certificates.
     """
     require_nvflare()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError("--out", "exists already; certificates are never written over", str(out))
     homes = sites.homes(spec)
-    agreed = None if sites.agreed is None else sites.agreed.message()
-    if agreed is not None and sites.server.data is None:
-        prepare_server(spec, agreed, None, len(homes))
-    if agreed is not None and sites.server.data is not None:
-        test = (base_dir or Path()) / Path(sites.server.data).expanduser()
-        if base_dir is not None or test.exists():  # it may be on the server's machine only
-            prepare_server(spec, agreed, test, len(homes))
+    if sites.own_data:
+        test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()
+        if test is None or base_dir is not None or test.exists():  # it may be on the server's machine only
+            prepare_server(spec, test, len(homes))
     out.mkdir(parents=True, exist_ok=True)
     _certify(sites, out)
     run = run_of(spec.to_toml())
-    plan = JobSpec("run.toml", run, len(homes), homes, agreed, sites.patience, sites.relay == "direct")
+    plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, sites.relay == "direct")
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
     storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
@@ -89,7 +86,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             tells=site.tells,
         )
         _write_settings(out / name, own, storage)
-    _write_readmes(sites, out, run)
+    _write_readmes(spec, sites, out, run)
 
 
 def _certify(sites: Sites, out: Path) -> None:
@@ -150,7 +147,7 @@ def _path(given: str | None, base_dir: Path | None) -> Path | None:
     return (base_dir / path).absolute() if base_dir is not None else path
 
 
-def _write_readmes(sites: Sites, out: Path, run: str) -> None:
+def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
     install = "pip install 'fedstrata[nvflare]'"
     where = f"{sites.server.host}:{sites.server.port}"
     secret = "Keep this folder to yourself: it holds a private key."
@@ -169,10 +166,10 @@ def _write_readmes(sites: Sites, out: Path, run: str) -> None:
         f"have started: `fedstrata submit . --out result`\n\nIt waits, takes in sites that join late, and fetches the "
         f"result. Needs to reach {where}.\n{secret}\n",
     }
-    own = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.npz"` (with `x_train` '
-    own += "and `y_train`, labels from 0). The file is read here and never leaves.\n" if sites.agreed else ""
+    own = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.csv"`. '
+    own += f"It is {_described(spec)}. The file is read here and never leaves.\n"
     for name in sites.site:
-        data = own if sites.agreed else ""
+        data = own if sites.own_data else ""
         texts[name] = (
             f"# Site {name} of {sites.federation}\n\n1. `{install}`: this, and no code that comes with a job, "
             f"is what runs here. {code}\n"
@@ -182,3 +179,13 @@ def _write_readmes(sites: Sites, out: Path, run: str) -> None:
         )
     for name, text in texts.items():
         (out / name / "README.md").write_text(text, encoding="utf-8")
+
+
+def _described(spec: Experiment) -> str:
+    """What a site's file is, in words."""
+    schema, data = spec.data.schema, spec.data
+    if schema is None:
+        return f"a .npz file: `x_train` (samples of shape {list(data.shape or ())}) and `y_train` (0 … {data.classes})"
+    columns = [f"`{name}` ({column.accepted})" for name, column in (schema.columns or {}).items()]
+    label = f"`{schema.label}` (accepted: {', '.join(schema.classes or ())})"
+    return f"a CSV or Parquet file with a row a sample and these columns, in any order: {'; '.join([*columns, label])}"

@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import PositiveFloat
 
 from fedstrata.config import Setting, build, plain
-from fedstrata.engines.nvflare.wire import Agreed
 from fedstrata.errors import SpecError
 from fedstrata.spec import placed, read_toml
 
@@ -42,7 +41,7 @@ class JobSpec:
             there goes on.
         clients: N.
         sites: The site of every client, in a deployment; otherwise clients are dealt to the sites that are there.
-        agreed: What the sites' own data look like; None where they are the spec's.
+        own_data: Whether each site brings its own data; otherwise they are the spec's, by its partition.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site.
     """
@@ -51,7 +50,7 @@ class JobSpec:
     folder: str
     clients: int
     sites: tuple[str, ...] = ()
-    agreed: Agreed | None = None
+    own_data: bool = False
     patience: float = PATIENCE
     direct: bool = True
 
@@ -62,8 +61,7 @@ class JobSpec:
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
         """From ``table()``."""
-        agreed = table.get("agreed")
-        return cls(**{**table, "sites": tuple(table["sites"]), "agreed": Agreed(**agreed) if agreed else None})
+        return cls(**{**table, "sites": tuple(table["sites"])})
 
     def homes(self, there: Sequence[str]) -> list[str]:
         """The site of every client: consecutive clients share one where there are fewer sites than clients.

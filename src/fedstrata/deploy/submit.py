@@ -17,6 +17,8 @@ from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.provision import JOB, USER
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.jsonl import read_jsonl
+from fedstrata.run_folder import EVENTS
 
 RESULT = "fedstrata"
 POLL = 2.0
@@ -152,6 +154,9 @@ class _Watch:
             raise raised(runs[0] / ERROR)
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(runs[0], out)
+        events = read_jsonl(out / EVENTS) if (out / EVENTS).exists() else []
+        for reason in dict.fromkeys(str(event["reason"]) for event in events if event["kind"] == "absent"):
+            self.tell(reason)
         shutil.rmtree(place, ignore_errors=True)
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fedstrata.data.dataset import Dataset
 from fedstrata.evaluation.holdouts import HeldOut
 from fedstrata.evaluation.messages import Evaluate, Evaluated, Part
-from fedstrata.evaluation.metrics import nan_for_none, none_for_nan
+from fedstrata.evaluation.metrics import nan_for_none
 from fedstrata.evaluation.predictions import Predictions, predict
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.evaluation.sums import EvaluationSums, confusion_of
@@ -101,7 +101,7 @@ class Evaluator:
                 sizes, per_client = tests.sizes, self._by_client(mine, tests.owners, len(tests))
             if (away := self.held.test_clients) is not None:
                 values = self._by_client(parts["test_clients"], away.owners, len(away))
-                more["test_clients"] = self._over_clients(values, away.sizes)
+                (more["test_clients"],) = self._over_clients([values], away.sizes)
         if per_client is not None:
             more["clients"] = self._with_unheard(per_client, sizes, unheard)
             table = self._table(per_client, sizes)
@@ -213,18 +213,23 @@ class Evaluator:
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
         """What is recorded over all clients, and over those who have not been heard of."""
-        who = np.array(sorted(unheard), dtype=np.int64)
-        apart = {"clients": len(who)} | (self._over_clients(values[who], sizes[who]) if len(who) else {})
-        return self._over_clients(values, sizes) | {"unheard": apart}
+        who = sorted(unheard)
+        away = np.full_like(values, math.nan)
+        away[who] = values[who]
+        everybody, apart = self._over_clients([values, away], sizes)
+        return everybody | {"unheard": {"clients": len(who)} | (apart if who else {})}
 
-    def _over_clients(self, values: Reals, sizes: Ints) -> dict[str, Any]:
-        higher = np.array([metric.higher_is_better for metric in self.settings.metrics])
-        return dict(zip(self.settings.labels, over_clients(values, sizes, higher), strict=True))
+    def _over_clients(self, groups: Sequence[Reals], sizes: Ints) -> list[dict[str, Any]]:
+        """What is recorded over each of some groups of clients; NaN where one is not of the group."""
+        labels, metrics = self.settings.labels, self.settings.metrics
+        higher = np.repeat([metric.higher_is_better for metric in metrics], len(groups))
+        found = over_clients(np.stack(groups, axis=2).reshape(len(sizes), -1), sizes, higher)
+        return [dict(zip(labels, found[n :: len(groups)], strict=True)) for n in range(len(groups))]
 
     def _table(self, values: Reals, sizes: Ints) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {"samples": sizes.tolist()}
         for place, label in enumerate(self.settings.labels):
-            columns[label] = [none_for_nan(value) for value in values[:, place]]
+            columns[label] = [value if math.isfinite(value) else None for value in values[:, place].tolist()]
         return columns
 
 
@@ -244,6 +249,8 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625
     """
+    if not len(values):
+        values, sizes = np.full((1, len(higher_is_better)), math.nan), np.zeros(1)
     known = np.isfinite(values)
     found, count = np.where(known, values, 0.0), known.sum(axis=0)
     weights = sizes[:, None] * known
@@ -255,11 +262,10 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
         sign = np.where(higher_is_better, 1.0, -1.0)
         ordered = sign * np.sort(np.where(known, sign * values, np.inf), axis=0)
         tenth = -(-count // 10)
-        worst = [float(ordered[:n, m].mean()) if n else math.nan for m, n in enumerate(tenth.tolist())]
-    first = ordered[0] if len(ordered) else np.full(len(count), math.nan)
-    columns = zip(mean, weighted, sd, first, worst, strict=True)
+        worst = np.cumsum(ordered, axis=0)[tenth - 1, np.arange(len(tenth))] / tenth
+    rows = np.stack([mean, weighted, sd, ordered[0], worst], axis=1).tolist()
     keys = ("mean", "weighted_mean", "sd", "worst", "worst_10")
     return [
-        {"clients": n} | {key: none_for_nan(value) for key, value in zip(keys, column, strict=True)}
-        for n, column in zip(count.tolist(), columns, strict=True)
+        {"clients": n} | {key: value if math.isfinite(value) else None for key, value in zip(keys, row, strict=True)}
+        for n, row in zip(count.tolist(), rows, strict=True)
     ]

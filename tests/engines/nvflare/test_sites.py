@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import pickle
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,11 @@ from limits import within
 
 import fedstrata as fs
 from fedstrata import records
-from fedstrata.deploy.data_schema import prepare_server, read_own
+from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import (
-    Agreed,
     Answers,
     Ask,
     Begin,
@@ -34,9 +35,11 @@ from fedstrata.engines.nvflare.wire import (
     Save,
     SiteLostError,
     SiteRefusedError,
+    Survey,
+    Surveyed,
     read,
 )
-from fedstrata.errors import DataError, FedstrataError, SpecError
+from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.federation.availability import Trace
 from fedstrata.federation.messages import Weights
 from fedstrata.jsonl import read_jsonl
@@ -63,6 +66,7 @@ class Sites:
         """Pairs of sites that may not talk."""
         self.sums = Sums(PATIENCE)
         data: dict[str, Path] = options.pop("data", {})
+        self.own_data = bool(data) and options.pop("own_data", True)
         self.settings: dict[str, Any] = {key: options.pop(key) for key in ("allow", "frank", "tells") if key in options}
         keys = KeyRing(folder / "keys", create=True)
         self.hosts = {name: self._host(name, data.get(name), keys) for name in sorted(set(homes))}
@@ -86,7 +90,10 @@ class Sites:
         return self.hook(site, body, lambda: self.hosts[site].call(SERVER, data))
 
     def run(self, out: Path | None = None, *, resume: bool = False) -> fs.History:
-        return run_prepared(self.prepared, out, self.engine, resume=resume)
+        prepared = self.prepared
+        if self.own_data:
+            prepared = surveyed(prepared, self.engine, out or self.folder / "server", resume=resume)
+        return run_prepared(prepared, out, self.engine, resume=resume)
 
 
 def _spec(name: str = "fedavg", clients: int = 3, rounds: int = 2, **table: Any) -> fs.Experiment:
@@ -568,66 +575,275 @@ def test_what_a_client_raises_stays_in_its_sites_log(
 # --- data that sites bring ---------------------------------------------------------------------------------------
 
 
+Own = tuple[fs.Experiment, dict[str, Path], Path]
+
+
 @pytest.fixture
-def own(tmp_path: Path) -> tuple[fs.Experiment, Agreed, dict[str, Path], Path]:
-    """The digits' partition as a file for each site, and what was agreed about them."""
-    spec = _spec("scaffold")
+def own(tmp_path: Path) -> Own:
+    """The digits' partition as a file for each site, and what the spec says about them."""
+    spec = _spec("scaffold", data={"name": "digits", "shape": [1, 8, 8], "classes": 10, "range": [0, 255]})
     prepared = prepare(spec)
     data = prepared.data
-    assert data.shift is not None
-    assert data.scale is not None
     files = {}
     for client, name in enumerate("abc"):
         files[name] = tmp_path / f"{name}.npz"
         mine = prepared.assignment[client]
         np.savez(files[name], x_train=data.x_train[mine].numpy(), y_train=data.y_train[mine].numpy())
     np.savez(tmp_path / "test.npz", x_test=data.x_test.numpy(), y_test=data.y_test.numpy())
-    agreed = Agreed(list(data.shape), data.classes, data.shift.tolist(), data.scale.tolist())
-    return spec, agreed, files, tmp_path / "test.npz"
+    return spec, files, tmp_path / "test.npz"
 
 
-def test_sites_with_files_of_their_own_compute_the_same(
-    own: tuple[fs.Experiment, Agreed, dict[str, Path], Path], tmp_path: Path
-) -> None:
-    spec, agreed, files, test = own
-    prepared = prepare_server(spec, agreed, test, 3)
+def _owning(prepared: Prepared, files: dict[str, Path], tmp_path: Path, **options: Any) -> Sites:
+    return Sites(prepared, sorted(files), tmp_path / "sites", data=files, **options)
+
+
+def test_sites_with_files_of_their_own_compute_the_same(own: Own, tmp_path: Path) -> None:
+    spec, files, test = own
+    prepared = prepare_server(spec, test, 3)
     assert prepared.config.sizes is None, "the server knows no site's size"
-    there = Sites(prepared, list("abc"), tmp_path / "sites", agreed=agreed, data=files).run(tmp_path / "out")
+    there = _owning(prepared, files, tmp_path).run(tmp_path / "out")
     here = fs.run(spec)
     assert _same(there, here)
     assert there[-1]["accuracy"] == here[-1]["accuracy"]
 
 
+def test_shift_and_scale_may_be_known_beforehand(own: Own, tmp_path: Path) -> None:
+    """Then sites tell nothing of their samples, as where a method keeps sizes private."""
+    plain, files, test = own
+    spec = plain.model_copy(update={"data": plain.data.model_copy(update={"shift": (77.9,), "scale": (0.0104,)})})
+    made = _owning(prepare_server(spec, test, 3), files, tmp_path)
+    assert _same(made.run(tmp_path / "out"), fs.run(spec))
+    assert made.engine.statistics is not None
+    assert made.engine.statistics.samples == 0
+
+
+def _refusal(spec: fs.Experiment, files: dict[str, Path], test: Path | None, tmp_path: Path) -> str:
+    """What the server's events say of the one site whose file is wrong, while the others go on."""
+    history = _owning(prepare_server(spec, test, len(files)), files, tmp_path).run(tmp_path / "out")
+    assert [record["clients_returned"] for record in history] == [len(files) - 1] * len(history)
+    (reason,) = _events(tmp_path / "out", "absent")
+    assert str(tmp_path) not in reason, "where a site's files are is its own business"
+    return reason
+
+
+X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
+
+
 @pytest.mark.parametrize(
     ("arrays", "problem"),
     [
-        ({"x_train": np.zeros((4, 8, 8))}, "has no y_train; it holds: x_train"),
-        ({"x_train": np.zeros((4, 8, 9)), "y_train": np.zeros(4, int)}, r"shape \[1, 8, 9\]; agreed is \[1, 8, 8\]"),
-        ({"x_train": np.zeros((4, 8, 8)), "y_train": np.full(4, 10)}, r"other labels than 0…9, which are agreed$"),
-        ({"x_train": np.zeros((4, 8, 8)), "y_train": np.zeros(3, int)}, "one whole number for each of 4"),
-        ({"x_train": np.zeros((4, 8, 8)), "y_train": np.full(4, "a")}, "one whole number for each of 4"),
-        ({"x_train": np.full((4, 8, 8), np.nan), "y_train": np.zeros(4, int)}, "x_train"),
-        ({"x_train": np.array([{}], dtype=object), "y_train": np.zeros(1, int)}, "without pickle"),
+        ({"x_train": X}, "its data file has no y_train; it holds: x_train"),
+        ({"x_train": np.zeros((4, 8, 9)), "y_train": Y}, "has the shape [1, 8, 9]; data.shape is [1, 8, 8]"),
+        ({"x_train": X, "y_train": np.full(4, 10)}, "y_train holds 10; accepted: 0…9, by data.classes"),
+        ({"x_train": X, "y_train": np.full(4, -1)}, "y_train holds -1; accepted: 0…9"),
+        ({"x_train": X, "y_train": Y[:3]}, "one whole number for each of 4"),
+        ({"x_train": X, "y_train": np.full(4, "a")}, "one whole number for each of 4"),
+        ({"x_train": np.full((4, 8, 8), np.nan), "y_train": Y}, "x_train: 256 values are not finite"),
+        ({"x_train": np.array([{}], dtype=object), "y_train": Y}, "without pickle"),
+        ({"x_train": X + 16e3, "y_train": Y}, "x_train holds 16000; accepted: 0 to 255, by data.range; a thousandth o"),
+        ({"x_train": X[:1], "y_train": Y[:1]}, "1 training samples; accepted: 2 or more, as by min_size"),
+        ({"x_train": X, "y_train": Y, "x_test": X}, "its data file has x_test and no y_test"),
     ],
-)
-def test_a_file_that_is_not_what_was_agreed_is_refused(tmp_path: Path, arrays: Any, problem: str) -> None:
-    np.savez(tmp_path / "own.npz", **arrays)
-    with pytest.raises(DataError, match=problem):
-        read_own(tmp_path / "own.npz", Agreed([1, 8, 8], 10, [], []), "train")
-
-
-def test_a_site_whose_file_is_wrong_takes_no_part(
-    own: tuple[fs.Experiment, Agreed, dict[str, Path], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+)  # fmt: skip
+def test_arrays_that_are_not_what_the_spec_says_are_refused_in_words(
+    own: Own, tmp_path: Path, caplog: pytest.LogCaptureFixture, arrays: Any, problem: str
 ) -> None:
-    spec, agreed, files, test = own
-    files["b"].unlink()
-    made = Sites(prepare_server(spec, agreed, test, 3), list("abc"), tmp_path / "sites", agreed=agreed, data=files)
+    spec, files, test = own
+    np.savez(files["b"], **arrays)
+    assert problem in _refusal(spec, files, test, tmp_path)
+    assert "site b takes no part" in caplog.text
+
+
+def test_where_no_site_can_be_used_the_one_who_submitted_reads_why(own: Own, tmp_path: Path) -> None:
+    spec, files, test = own
+    for file in files.values():
+        file.unlink()
+    made = _owning(prepare_server(spec, test, 3), files, tmp_path)
+    with pytest.raises(FedstrataError, match=r"no site takes part; site a .*: there is no file its data file; site b"):
+        made.run(tmp_path / "out")
+
+
+def test_statistics_that_are_none_are_refused(own: Own, tmp_path: Path) -> None:
+    spec, files, test = own
+    made = _owning(prepare_server(spec, test, 3), files, tmp_path)
+
+    def lie(site: str, body: Any, deliver: Callable[[], bytes]) -> bytes:
+        if site != "b" or not isinstance(body, Survey):
+            return deliver()
+        true = read(deliver(), Surveyed).statistics
+        return records.encode(Surveyed(dataclasses.replace(true, mean=true.mean * torch.nan)))
+
+    made.hook = lie
     history = made.run(tmp_path / "out")
     assert [record["clients_returned"] for record in history] == [2, 2]
-    (reason,) = _events(tmp_path / "out", "absent")
-    assert "DataError; the log of site b says more" in reason
-    assert str(files["b"]) not in reason, "where a site's files are is its own business"
-    assert f"there is no file {files['b']}" in caplog.text
+    assert "not finite" in _events(tmp_path / "out", "absent")[0]
+
+
+# --- tables that sites bring -------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "age": {"range": [18, 110], "unit": "years", "impute": "mean", "indicator": True},
+    "dose": {"range": [0, 2], "unit": "g", "impute": "median", "step": 0.25},
+    "smoker": {"type": "boolean", "impute": "most-frequent"},
+    "kind": {"type": "category", "categories": ["x", "y", "z"], "impute": "most-frequent"},
+}
+SCHEMA = {"label": "sick", "client": "site", "classes": ["no", "yes"], "columns": COLUMNS, "missing": ["?"]}
+
+
+def _cells(count: int, seed: int = 0) -> dict[str, list[str]]:
+    draw = np.random.default_rng(seed)
+    cells = {
+        "site": draw.choice(["north", "south", "west"], count).tolist(),
+        "age": [f"{age:.1f}" for age in draw.normal(60, 12, count).clip(18, 110)],
+        "dose": [f"{dose:.2f}" for dose in draw.random(count) * 2],
+        "smoker": draw.choice(["yes", "no"], count).tolist(),
+        "kind": draw.choice(["x", "y", "z"], count).tolist(),
+        "sick": draw.choice(["no", "yes"], count).tolist(),
+    }
+    for name in COLUMNS:
+        cells[name] = ["?" if gone else cell for gone, cell in zip(draw.random(count) < 0.2, cells[name], strict=True)]
+    return cells
+
+
+def _write(path: Path, cells: dict[str, list[str]], rows: Sequence[int], names: Sequence[str]) -> Path:
+    lines = [names, *([cells[name][row] for name in names] for row in rows)]
+    path.write_text("".join(",".join(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+Tables = tuple[Callable[..., fs.Experiment], dict[str, Path], dict[str, list[str]]]
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Tables:
+    """A table of three clients, and the same rows in a file for each: columns in another order, and one in Parquet."""
+    cells = _cells(120)
+    pooled = _write(tmp_path / "pooled.csv", cells, range(120), list(cells))
+    files = {}
+    for name in ("north", "south", "west"):
+        rows = [row for row, site in enumerate(cells["site"]) if site == name]
+        names = list(cells) if name == "north" else sorted(set(cells) - {"site"})
+        files[name] = _write(tmp_path / f"{name}.csv", cells, rows, names)
+
+    def spec(evaluation: Any = None, normalize: str = "standard", **table: Any) -> fs.Experiment:
+        data = {"name": str(pooled), "schema": SCHEMA, "normalize": normalize}
+        settings = {"partition": "natural", "model": "tabular", "evaluation": evaluation or {"metrics": ["auroc"]}}
+        return _spec(**{"name": "scaffold", "data": data, **settings, **table})
+
+    return spec, files, cells
+
+
+@pytest.mark.parametrize("normalize", ["standard", "unit", "none"])
+@pytest.mark.parametrize("evaluation", [{}, {"client_test": 0.25}, {"validation": 0.2, "client_test": 0.25}])
+def test_tables_at_sites_and_the_pooled_table_give_the_same_model(
+    tables: Tables, tmp_path: Path, evaluation: Any, normalize: str
+) -> None:
+    build, files, _ = tables
+    spec = build({"metrics": ["accuracy", "macro-f1"], **evaluation}, normalize)
+    here = fs.run(spec)
+    there = _owning(prepare_server(spec, None, 3), files, tmp_path, tells=True).run(tmp_path / "out")
+    assert _same(there, here), "to the last bit, though the cells were counted at three places"
+    for far, near in zip(there, here, strict=True):
+        assert far["clients"] == near["clients"]
+        assert far["accuracy"] == pytest.approx(near["clients"]["accuracy"]["weighted_mean"])
+
+
+def test_parquet_is_read_as_csv_is_and_a_server_may_have_a_table_of_test_samples(
+    tables: Tables, tmp_path: Path
+) -> None:
+    pytest.importorskip("pyarrow")
+    import pyarrow
+    import pyarrow.parquet
+
+    build, files, cells = tables
+    rows = [row for row, site in enumerate(cells["site"]) if site == "south"]
+    columns = {name: [None if values[row] == "?" else values[row] for row in rows] for name, values in cells.items()}
+    files["south"] = tmp_path / "south.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), files["south"])
+    spec, here = build(), fs.run(build())
+    test = _write(tmp_path / "test.csv", _cells(20, seed=1), range(20), list(cells))
+    there = _owning(prepare_server(spec, test, 3), files, tmp_path).run(tmp_path / "out")
+    assert _same(there, here)
+    assert there.confusion["last"].counts.sum() == 20
+    # The server's rows are scaled as the sites' are: by hand, with the model of the simulation.
+    prepared = prepare(spec)
+    assert there.path is not None
+    about = json.loads((there.path / "model.json").read_text(encoding="utf-8"))["normalisation"]
+    assert prepared.data.shift is not None
+    assert about["shift"] == prepared.data.shift.tolist()
+
+
+def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -> None:
+    """Though a site's file has other rows by then."""
+    build, files, cells = tables
+    short = build({"metrics": ["accuracy"], "checkpoint_every": 1}, training={"rounds": 1})
+    full = build({"metrics": ["accuracy"], "checkpoint_every": 1}, training={"rounds": 2})
+    _owning(prepare_server(short, None, 3), files, tmp_path).run(tmp_path / "out")
+    before = (tmp_path / "out" / "statistics").read_bytes()
+    _write(files["west"], cells, range(60, 120), sorted(set(cells) - {"site"}))
+    made = _owning(prepare_server(full, None, 3), files, tmp_path)
+    asked: list[object] = []
+    made.hook = lambda site, body, deliver: (asked.append(body), deliver())[1]
+    made.run(tmp_path / "out", resume=True)
+    assert not any(isinstance(body, Survey) for body in asked)
+    assert records.encode(made.engine.statistics) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"age": None}, "data.schema.columns.age = 'age': its data file has no such column; there are: dose, kind,"),
+        ({"sick": None}, "data.schema.label = 'sick': its data file has no such column"),
+        ({"kind": "w"}, "its data file, line 2, column 'kind' = 'w': no such category; accepted: x, y, z"),
+        ({"sick": "maybe"}, "column 'sick' = 'maybe': no such class; accepted: no, yes"),
+        ({"age": "130"}, "column 'age' = '130': out of range; accepted: numbers from 18 to 110 years"),
+        ({"dose": "500"}, "column 'dose' = '500': out of range; accepted: numbers from 0 to 2 g; a thousandth of it"),
+        ({"dose": "0.5 g"}, "column 'dose' = '0.5 g': no finite number; accepted: numbers from 0 to 2 g"),
+        ({"sick": "?"}, "column 'sick' = '?': the label is missing"),
+    ],
+)  # fmt: skip
+def test_a_table_that_is_not_what_the_schema_says_is_refused_by_column_and_value(
+    tables: Tables, tmp_path: Path, change: dict[str, str | None], problem: str
+) -> None:
+    build, files, cells = tables
+    ((name, value),) = change.items()
+    left = sorted(set(cells) - {"site"} - ({name} if value is None else set()))
+    _write(files["south"], {**cells, name: [value or ""] * 120}, range(9), left)
+    assert problem in _refusal(build(), files, None, tmp_path)
+
+
+def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables: Tables, tmp_path: Path) -> None:
+    build, files, cells = tables
+    spec = build(partition={"name": "natural", "min_size": 20})
+    _write(files["south"], cells, range(20), sorted(set(cells) - {"site"}))
+    assert "16 training samples; accepted: 20 or more, as by min_size" in _refusal(spec, files, None, tmp_path)
+    _write(files["south"], cells, range(40), list(cells))
+    other = tmp_path / "other"
+    other.mkdir()
+    assert "column 'site': rows of 3 clients, north and south among them; acc" in _refusal(build(), files, None, other)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"schema": {"label": "sick"}}, "data.schema.classes: needed where sites keep their rows"),
+        ({"schema": {"label": "sick", "classes": ["no", "yes"]}}, "data.schema.columns: needed where sites keep their"),
+        (
+            {"schema": {**SCHEMA, "columns": {"kind": "category"}}},
+            "data.schema.columns.kind.categories: needed where sites keep their rows; list the categories",
+        ),
+        (
+            {"schema": {**SCHEMA, "columns": {"age": {"impute": "median"}}}},
+            "data.schema.columns.age.step: needed for impute = 'median' where sites keep their rows",
+        ),
+        ({"schema": SCHEMA, "limit": 9}, "data.limit = 9: belongs to the spec's own data, not to the sites'"),
+        ({"name": "digits"}, "data: the sites' own data need a description"),
+    ],
+)  # fmt: skip
+def test_a_spec_that_does_not_say_what_sites_bring(tables: Tables, data: Any, problem: str) -> None:
+    with pytest.raises(SpecError) as error:
+        prepare_server(_spec(data={"name": "a.csv", **data}), None, 3)
+    assert problem in str(error.value)
 
 
 # --- a model measured where the data are -------------------------------------------------------------------------
@@ -635,9 +851,8 @@ def test_a_site_whose_file_is_wrong_takes_no_part(
 MEASURED = {"metrics": ["accuracy", "macro-f1", "auroc", "ece"], "client_test": 0.25, "validation": 0.1}
 
 
-def _measuring(prepared: Prepared, own: Any, tmp_path: Path, **options: Any) -> fs.History:
-    _, agreed, files, _ = own
-    return Sites(prepared, list("abc"), tmp_path / "sites", agreed=agreed, data=files, **options).run(tmp_path / "out")
+def _measuring(prepared: Prepared, own: Own, tmp_path: Path, **options: Any) -> fs.History:
+    return _owning(prepared, own[1], tmp_path, **options).run(tmp_path / "out")
 
 
 def _simulated(spec: fs.Experiment, whole: Prepared) -> fs.History:
@@ -648,9 +863,9 @@ def _simulated(spec: fs.Experiment, whole: Prepared) -> fs.History:
 
 @pytest.mark.parametrize("tells", [False, True])
 def test_a_server_without_test_samples_measures_at_the_sites(own: Any, tmp_path: Path, tells: bool) -> None:
-    plain, agreed, _, _ = own
+    plain, _, _ = own
     spec = plain.model_copy(update={"evaluation": fs.Evaluation(**MEASURED)})
-    there = _measuring(prepare_server(spec, agreed, None, 3), own, tmp_path, tells=tells)
+    there = _measuring(prepare_server(spec, None, 3), own, tmp_path, tells=tells)
     here = _simulated(spec, prepare(plain))
     assert _same(there, here)
     for far, near in zip(there, here, strict=True):
@@ -671,26 +886,25 @@ def test_a_server_without_test_samples_measures_at_the_sites(own: Any, tmp_path:
 
 
 def test_a_site_may_bring_test_samples(own: Any, tmp_path: Path) -> None:
-    plain, agreed, files, test = own
-    settings = fs.Evaluation(client_test=0.5)
-    spec = plain.model_copy(update={"evaluation": settings})
+    plain, files, test = own
+    spec = plain.model_copy(update={"evaluation": fs.Evaluation()})
     with np.load(test) as loaded:
         x, y = loaded["x_test"], loaded["y_test"]
     for place, name in enumerate("abc"):
         with np.load(files[name]) as loaded:
             mine = dict(loaded)
         np.savez(files[name], **mine, x_test=x[place::3], y_test=y[place::3])
-    there = _measuring(prepare_server(spec, agreed, None, 3), own, tmp_path)
+    there = _measuring(prepare_server(spec, None, 3), own, tmp_path)
     here = fs.run(plain)
     assert _same(there, here), "nothing was taken from what it trains on"
     assert there[-1]["accuracy"] == here[-1]["accuracy"]
 
 
 def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> None:
-    plain, agreed, _, test = own
+    plain, _, test = own
     settings = fs.Evaluation(client_test=0.25, fine_tune=2, metrics=["accuracy", "log-loss"])
     spec = plain.model_copy(update={"evaluation": settings})
-    there = _measuring(prepare_server(spec, agreed, test, 3), own, tmp_path, tells=True)
+    there = _measuring(prepare_server(spec, test, 3), own, tmp_path, tells=True)
     here = _simulated(spec, prepare(plain))
     assert [record["personal"] for record in there] == [record["personal"] for record in here]
     assert there[-1]["accuracy"] == here[-1]["accuracy"], "the server has test samples of its own too"
@@ -699,7 +913,6 @@ def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("evaluation", "problem"),
     [
-        ({}, "evaluation.client_test: the server's settings name no file with test samples"),
         (
             {"client_test": 0.2, "metrics": ["functions:spread"]},
             "'spread': cannot be computed from sums, which is what",
@@ -711,31 +924,39 @@ def test_what_cannot_be_measured_at_sites(own: Any, evaluation: Any, problem: st
     module = types.ModuleType("functions")
     module.spread = lambda labels, shares: float(shares.std())  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "functions", module)
-    plain, agreed, _, _ = own
+    plain, _, _ = own
     with pytest.raises(SpecError, match=problem):
-        prepare_server(plain.model_copy(update={"evaluation": fs.Evaluation(**evaluation)}), agreed, None, 3)
+        prepare_server(plain.model_copy(update={"evaluation": fs.Evaluation(**evaluation)}), None, 3)
 
 
 @pytest.mark.parametrize(
     ("method", "what"),
     [
         ({"name": "stratify", "masking": "prf"}, "labels"),
-        ({"name": "fedstas", "epsilon": 3.0, "bound": 700}, "sizes"),
+        ({"name": "fedstas", "epsilon": 3.0, "bound": 700, "strata": 2}, "sizes"),
     ],
 )
 def test_what_a_method_keeps_private_no_evaluation_tells(own: Any, method: Any, what: str) -> None:
-    _, agreed, _, test = own
-    spec = _spec(method["name"], method=method).model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
+    plain, _, test = own
+    spec = _spec(method["name"], method=method, data=plain.data.to_spec())
+    measured = spec.model_copy(update={"evaluation": fs.Evaluation(client_test=0.2)})
     with pytest.raises(
         SpecError, match=f"client_test = 0.2: what sites answer tells their {what}, which the method keeps"
     ):
-        prepare_server(spec, agreed, test, 3)
+        prepare_server(measured, test, 3)
+    with pytest.raises(SpecError, match=f"evaluation.client_test = None: what sites answer tells their {what}"):
+        prepare_server(spec, None, 3)
+    if what == "sizes":
+        with pytest.raises(SpecError, match=r"data.normalize = 'standard': what the sites' samples come to tells"):
+            prepare_server(spec, test, 3)
+        spec = spec.model_copy(update={"data": plain.data.model_copy(update={"normalize": "none"})})
+    prepare_server(spec, test, 3)
 
 
 def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
     sites: Callable[..., Sites], tmp_path: Path
 ) -> None:
-    made = sites(_spec(), data={"a": tmp_path / "secret.npz"})
+    made = sites(_spec(), data={"a": tmp_path / "secret.npz"}, own_data=False)
     made.engine.restore(0)
     (note,) = made.engine.events()
     assert "a data file of its own" in note[2]

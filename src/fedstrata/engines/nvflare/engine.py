@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from fedstrata import records
+from fedstrata.data.fitting import Statistics
 from fedstrata.engines.local import refuse_random
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import (
-    Agreed,
     Answers,
     Ask,
     Begin,
@@ -30,6 +31,8 @@ from fedstrata.engines.nvflare.wire import (
     Settled,
     SiteLostError,
     SiteRefusedError,
+    Survey,
+    Surveyed,
     Unmoved,
     read,
 )
@@ -38,6 +41,8 @@ from fedstrata.federation.engine import Engine, EngineEvent, Failure, Federation
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.records import Message
+
+LOG = logging.getLogger(__name__)
 
 BEGIN_SECONDS = 300.0
 """What a site has at least to load its data and make its clients ready."""
@@ -71,7 +76,6 @@ class NVFlareEngine(Engine):
         sums: Where sites bring their parts of a group's sums.
         spec: The experiment as TOML.
         run: Names the run at the sites.
-        agreed: What the sites' data look like; None where they are the spec's own.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
     """
@@ -87,13 +91,14 @@ class NVFlareEngine(Engine):
         *,
         spec: str,
         run: str,
-        agreed: Agreed | None = None,
         patience: float = math.inf,
         direct: bool = True,
     ) -> None:
         self.config, self.line, self.homes, self.sums = config, line, list(homes), sums
         self.patience, self.direct = patience, direct
-        self._run, self._spec, self._agreed = run, spec, agreed
+        self._run, self._spec = run, spec
+        self.statistics: Statistics | None = None
+        """What all sites' training samples come to, where they bring their own; see ``survey``."""
         self._sites = sorted(set(homes))
         self._news: dict[str, list[Message]] = {site: [] for site in self._sites}
         self._pending_events: list[EngineEvent] = []
@@ -105,6 +110,42 @@ class NVFlareEngine(Engine):
         self._journeys = 0
         self._pool = ThreadPoolExecutor(min(len(self._sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
+    def survey(self, nothing: Statistics, *, tests: bool) -> Statistics:
+        """What the training samples of all sites come to, added up in the order of their clients.
+
+        A site whose data are not what the spec says takes no part, and a note says why.
+
+        Args:
+            nothing: Statistics of no samples, as the spec's data would have them.
+            tests: Whether sites must have samples to measure models on.
+
+        Raises:
+            SiteLostError: No site can be reached.
+            FedstrataError: No site has such data.
+        """
+        asked = {site: self._clients_of(site) for site in dict.fromkeys(self.homes)}
+        bodies = {site: Survey(self._spec, clients, self.config.clients, tests) for site, clients in asked.items()}
+        self.statistics = nothing
+        for site, outcome in self._all(bodies, Surveyed).items():
+            try:
+                if isinstance(outcome, FedstrataError):
+                    raise outcome
+                nothing.refuse_unlike(outcome.statistics)
+                self.statistics += outcome.statistics
+            except FedstrataError as error:
+                self._leave_out(site, error)
+        self._refuse_nobody()
+        return self.statistics
+
+    def _leave_out(self, site: str, error: FedstrataError) -> None:
+        self._absent[site] = f"site {site} takes no part: {error}"
+        LOG.warning("%s", self._absent[site])
+        self._pending_events.append(("absent", self._clients_of(site), self._absent[site]))
+
+    def _refuse_nobody(self) -> None:
+        if len(self._absent) == len(self._sites):
+            raise FedstrataError(f"no site takes part; {'; '.join(self._absent.values())}")
+
     def restore(self, round: int) -> None:
         """Let every site make its clients ready, with their states after ``round``; 0 to start anew.
 
@@ -114,22 +155,21 @@ class NVFlareEngine(Engine):
             SiteLostError: No site can be reached.
             FedstrataError: No site can begin.
         """
-        common = self._run, self._spec, self._agreed
-        bodies = {site: Begin(*common, self._clients_of(site), self.config.clients, round) for site in self._sites}
+        common = self._run, self._spec, self.statistics
+        there = [site for site in self._sites if site not in self._absent]
+        bodies = {site: Begin(*common, self._clients_of(site), self.config.clients, round) for site in there}
         outcomes = self._all(bodies, Begun)
         for site, outcome in outcomes.items():
             clients = self._clients_of(site)
             if isinstance(outcome, FedstrataError):
-                self._absent[site] = f"site {site} takes no part: {outcome}"
-                self._pending_events.append(("absent", clients, self._absent[site]))
+                self._leave_out(site, outcome)
             elif outcome.round != round:
                 reason = f"site {site} has its clients' states of round {outcome.round}, not {round}"
                 self._pending_events.append(("state lost", clients, reason))
             elif lost := [client for client in outcome.lost if client in clients]:
                 reason = f"site {site} has no states of clients that lived elsewhere up to round {round}"
                 self._pending_events.append(("state lost", lost, reason))
-        if len(self._absent) == len(self._sites):
-            raise FedstrataError(f"no site takes part; {'; '.join(self._absent.values())}")
+        self._refuse_nobody()
 
     def save(self, round: int) -> None:
         """Let every site write its clients' states to its own disk; a note names those that do not any more."""
@@ -231,7 +271,7 @@ class NVFlareEngine(Engine):
         if site in self._absent:
             return SiteLostError(self._absent[site])
         news = list(self._news[site])
-        patience = max(self.patience, BEGIN_SECONDS) if isinstance(body, Begin) else self.patience
+        patience = max(self.patience, BEGIN_SECONDS) if isinstance(body, (Survey, Begin)) else self.patience
         try:
             answer: Message = read(self.line.send(site, records.encode(Envelope(news, body)), patience), *kinds)
         except (SiteLostError, SiteRefusedError, WireError) as error:

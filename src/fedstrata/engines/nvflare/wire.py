@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fedstrata import records
+from fedstrata.data.fitting import Statistics
 from fedstrata.errors import FedstrataError, WireError
 from fedstrata.federation.messages import Weights
 from fedstrata.records import Message, record
@@ -21,20 +22,31 @@ class SiteRefusedError(FedstrataError):
 
 
 @record
-class Agreed(Message):
-    """What all sites' data look like, where each brings its own.
+class Survey(Message):
+    """The one question before a run in which each site brings its own data: what do they come to?
 
     Args:
-        shape: Of one sample as a model sees it: (channels, height, width) or (features,).
-        classes: C.
-        shift: Subtracted from every channel or feature; empty for 0.
-        scale: Multiplied after that; empty for 1.
+        spec: The experiment as TOML, whose ``[data]`` says what they must be.
+        clients: The number of the client that lives at this site.
+        total: N.
+        tests: Whether the site must have samples to measure models on.
     """
 
-    shape: list[int]
-    classes: int
-    shift: list[float]
-    scale: list[float]
+    spec: str
+    clients: list[int]
+    total: int
+    tests: bool
+
+
+@record
+class Surveyed(Message):
+    """A site's data are what the spec says.
+
+    Args:
+        statistics: What the samples that it trains on come to.
+    """
+
+    statistics: Statistics
 
 
 @record
@@ -44,7 +56,8 @@ class Begin(Message):
     Args:
         run: Names the run; a site keeps its clients' states under this name.
         spec: The experiment as TOML.
-        agreed: What the sites' data look like; None where they are the spec's own, by its partition.
+        statistics: What all sites' training samples come to, where each brings its own; None where they are the spec's,
+            by its partition.
         clients: The numbers of the clients that live at this site.
         total: N.
         round: The last round that counts; the site goes back to its clients' states after it. 0 to start anew.
@@ -52,7 +65,7 @@ class Begin(Message):
 
     run: str
     spec: str
-    agreed: Agreed | None
+    statistics: Statistics | None
     clients: list[int]
     total: int
     round: int

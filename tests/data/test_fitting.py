@@ -1,0 +1,132 @@
+"""Statistics of training samples: they add up over clients, and say what stands in and what is normal."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstrata import records
+from fedstrata.data.arrays import normalisation
+from fedstrata.data.fitting import Unfitted
+from fedstrata.data.schema import Column, Schema
+from fedstrata.errors import DataError
+
+COLUMNS = {
+    "mean": {"impute": "mean"},
+    "median": {"impute": "median", "indicator": True},
+    "frequent": {"impute": "most-frequent"},
+    "kind": {"type": "category", "categories": ["x", "y", "z"], "impute": "most-frequent"},
+}
+
+
+def of(cells, normalize="standard", columns=None):
+    schema = None if columns is None else Schema(label="label", columns=columns)
+    cells = torch.as_tensor(cells)
+    return Unfitted(normalize, cells if schema is None else cells.double(), cells[:0], schema)
+
+
+def known(draw, rows):
+    """Cells of ``COLUMNS``, some of them missing, whose large means are far apart."""
+    cells = np.stack([*(draw.integers(0, 5, rows) + 10.0 ** (3 * k) for k in range(3)), draw.integers(0, 3, rows)], 1)
+    cells[draw.random(cells.shape) < 0.2] = math.nan
+    return cells
+
+
+def close(first, second):
+    assert first.samples == second.samples
+    for name in ("count", "mean", "squares", "low", "high"):
+        torch.testing.assert_close(getattr(first, name), getattr(second, name), rtol=1e-9, atol=1e-9)
+    assert first.counts.keys() == second.counts.keys()
+    assert all(torch.equal(first.counts[name], second.counts[name]) for name in first.counts)
+
+
+@given(st.integers(0, 999), st.lists(st.integers(0, 40), min_size=2, max_size=4), st.sampled_from(["unit", "standard"]))
+def test_statistics_of_clients_add_up(seed, cuts, normalize):
+    whole = of(known(np.random.default_rng(seed), 40), normalize, COLUMNS)
+    bounds = [0, *sorted(cuts), 40]
+    close(whole.statistics([np.arange(a, b) for a, b in pairwise(bounds)]), whole.statistics([np.arange(40)]))
+
+
+def test_by_hand():
+    cells = [[1.0, 7, 3, 0], [math.nan, 8, 3, 0], [3.0, math.nan, 5, math.nan]]
+    whole = of(cells, "standard", COLUMNS)
+    found = whole.statistics([np.array([0, 1]), np.array([2])])
+    assert found.samples == 3
+    assert found.count.tolist() == [2, 2, 3, 2]
+    assert found.mean[:3].tolist() == pytest.approx([2, 7.5, 11 / 3])
+    assert found.squares[:3].tolist() == pytest.approx([2, 0.5, 8 / 3])
+    assert {name: table.tolist() for name, table in found.counts.items()} == {
+        "median": [[7, 1], [8, 1]], "frequent": [[3, 2], [5, 1]], "kind": [[0, 2]]
+    }  # fmt: skip
+    x, _, shift, scale = whole.fitted(found)
+    assert x.tolist() == [[1, 7, 0, 3, 1, 0, 0], [2, 8, 0, 3, 1, 0, 0], [3, 7, 1, 5, 1, 0, 0]]
+    assert shift.tolist() == pytest.approx(x.mean(0).tolist())
+    spread = x.std(0, unbiased=False)
+    assert scale.tolist() == pytest.approx(torch.where(spread > 0, 1 / spread, 1.0).tolist())
+
+
+@given(st.integers(0, 999), st.sampled_from(["unit", "standard"]))
+def test_what_is_normal_by_statistics_alone_is_what_the_features_say(seed, normalize):
+    draw = np.random.default_rng(seed)
+    whole = of(known(draw, 40), normalize, COLUMNS)
+    train = np.sort(draw.choice(40, 25, replace=False))
+    x, _, shift, scale = whole.fitted(whole.statistics([train[:9], train[9:]]))
+    expected = normalisation(x[train].double(), normalize)
+    torch.testing.assert_close(shift.double(), expected[0].double(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scale.double(), expected[1].double(), rtol=1e-5, atol=1e-6)
+
+
+@given(st.integers(0, 999), st.sampled_from([torch.uint8, torch.float32, torch.float64]))
+def test_images_by_channel(seed, dtype):
+    images = torch.from_numpy(np.random.default_rng(seed).integers(0, 255, (12, 4, 5, 3))).to(dtype)
+    whole = of(images)
+    _, _, shift, scale = whole.fitted(whole.statistics([np.arange(5), np.arange(5, 12)]))
+    for found, expected in zip((shift, scale), normalisation(images, "standard"), strict=True):
+        torch.testing.assert_close(found.float(), expected.float())
+
+
+def test_a_large_mean_does_not_swallow_a_small_deviation():
+    values = np.array([[1.7e9 + k] for k in (0.0, 1, 2, 3)])
+    found = of(values).statistics([np.array([0, 1]), np.array([2]), np.array([3])])
+    assert found.squares.tolist() == [5.0]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.sampled_from([0.5, 1, 10, 64]))
+def test_a_median_of_steps_is_within_half_a_step(values, step):
+    column = Column(impute="median", step=step)
+    whole = of(np.array(values, dtype=float)[:, None], columns={"a": column})
+    found = whole.statistics([np.array([n]) for n in range(len(values))])
+    exact = np.percentile(values, 50, method="inverted_cdf")
+    assert abs(found.value("a", column, 0) - exact) <= step / 2
+    assert all(value % step == 0 for value in found.counts["a"][:, 0].tolist())
+
+
+def test_statistics_travel():
+    found = of(known(np.random.default_rng(0), 9), "unit", COLUMNS).statistics([np.arange(9)])
+    again = records.decode(records.encode(found))
+    close(again, found)
+    found.refuse_unlike(again)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"mean": torch.zeros(3, dtype=torch.float64)}, "shape .3.; expected .4."),
+        ({"count": torch.zeros(4, dtype=torch.int64)}, "statistics of shape"),
+        ({"mean": torch.full((4,), math.nan, dtype=torch.float64)}, "not finite"),
+        ({"count": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
+        ({"samples": -1}, "below 0"),
+        ({"counts": {}}, "counts of the columns"),
+        ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts of the columns"),
+    ],
+)
+def test_statistics_of_something_else_are_refused(change, problem):
+    found = of(known(np.random.default_rng(0), 9), "standard", COLUMNS).statistics([np.arange(9)])
+    with pytest.raises(DataError, match=problem):
+        found.refuse_unlike(type(found)(**{**vars(found), **change}))
