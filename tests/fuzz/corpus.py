@@ -228,13 +228,21 @@ DATA_ARRAYS: dict[str, dict[str, np.ndarray[Any, Any]]] = {
 
 def messages() -> list[Any]:
     """Trees of every kind that crosses."""
+    from fedstrata.communication.codecs import PowerSGD, TopK
+    from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
     from fedstrata.federation.messages import Fit, FitReply, Weights
     from fedstrata.sampling.messages import LossReply
     from fedstrata.stratify.messages import LabelReply, Reserve
 
     weights = Weights({"a.weight": torch.randn(3, 2), "a.bias": torch.zeros(3)}, {"n": torch.tensor(3)})
     ints = torch.arange(4)
+    chance, fit = np.random.default_rng(0), Fit(1, weights, {}, 1.0, 5.0)
+    payload = TopK().encode(weights.params, chance)
+    delivery = ModelDelivery(3, b"digest", 1, [payload, payload], {})
     return [
+        Encoded(fit, 1, 4, delivery, False, PowerSGD().first_basis({"a": torch.randn(9, 8)}, chance)),
+        EncodedReply(FitReply(weights, 10, 5, 50, 0.25, {}), payload),
+        Coefficients(4, {"a": torch.randn(9, 1)}),
         Fit(1, weights, {"c": weights.params}, 1.0, 5.0),
         FitReply(weights, 10, 5, 50, 0.25, {"delta_c": weights.params}),
         LossReply(0.5),

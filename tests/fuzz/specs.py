@@ -16,6 +16,7 @@ import tomli_w
 from tests.fuzz.cases import RAN, REFUSED, Family
 from tests.fuzz.corpus import BIG, HUGE, SPEC_SETTINGS, SPEC_TEXTS
 
+from fedstrata.communication.codecs import CODECS
 from fedstrata.config import Registry
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.sources import Data
@@ -164,7 +165,25 @@ def made_up(chance: random.Random) -> tuple[bytes, list[str]]:
 
 
 def start(chance: random.Random) -> dict[str, Any]:
-    """A table in which most is valid."""
+    """A table in which most is valid; in one of eight something travels encoded."""
+    table = plain_start(chance)
+    if chance.random() < 0.125:
+        table["communication"] = {way: codec(chance) for way in ("up", "down") if chance.random() < 0.7}
+    return table
+
+
+def codec(chance: random.Random) -> dict[str, Any]:
+    """A codec with at most one setting, of any value."""
+    found = {"name": chance.choice([*CODECS])}
+    keys = [*CODECS.find(found["name"]).model_fields]
+    if keys and chance.random() < 0.5:
+        key = chance.choice(keys)
+        found[key] = value(key, chance)
+    return found
+
+
+def plain_start(chance: random.Random) -> dict[str, Any]:
+    """One in which everything travels as it is."""
     if chance.random() < 0.8:
         row = combinations.allowed_by_chance(chance.choices(combinations.SPACES, weights=(4, 1, 1))[0], chance)
         if row.get("masking", "none") != "none" and chance.random() < (0.98 if "ckks" in row["masking"] else 0.9):

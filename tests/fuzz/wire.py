@@ -30,6 +30,11 @@ from fedstrata.simulation import Simulation, make_context
 LIARS = 25
 """One in so many cases is a whole run in which clients lie."""
 
+CODED: list[dict[str, Any]] = [
+    {"up": "qsgd", "down": "qsgd"},
+    {"up": {"name": "powersgd", "rank": 2}, "down": "bf16"},
+    {"up": {"name": "top-k", "fraction": 0.3}, "down": {"name": "powersgd"}},
+]
 NUMBERS: list[Any] = [0, -1, 1, 2**31, 2**63 - 1, -(2**63), 2**64, 10**40, True, None, "1", 0.5]
 FLOATS = [float("nan"), float("inf"), -float("inf"), 1e308, -1.0, 0.0, 5e-324]
 
@@ -181,10 +186,13 @@ def lied_to(chance: random.Random, place: Path) -> str:
             break
     else:
         return REFUSED
-    (place / "row.json").write_text(json.dumps(row))
+    table = combinations.table_of(row)
+    if chance.random() < 0.5 and row.get("method") != "sfl" and row.get("mode", "batch") == "batch":
+        table["communication"] = chance.choice(CODED)
+    (place / "table.json").write_text(json.dumps(table, default=str))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        prepared = prepare(fs.Experiment.from_table(combinations.table_of(row)), data=combinations.data())
+        prepared = prepare(fs.Experiment.from_table(table), data=combinations.data())
         engine = Lying(make_context(prepared), StateStore())
         engine.chance = chance
         try:
