@@ -34,7 +34,7 @@ def spec(**method: str) -> fs.Experiment:
             "data": {"name": "digits", "limit": 40},
             "model": {"name": "mlp", "hidden": []},
             "training": {"rounds": 1, "execution": "per-client"},
-            "evaluation": {"every": 0},
+            "evaluation": {"every": 0, "metrics": ["accuracy", "auroc", "ece"], "client_test": 0.3},
         }
     )
 
