@@ -59,7 +59,7 @@ def test_a_cell_of_which_a_seed_diverged_is_not_best() -> None:
     assert "| a | 90.00 (1 of 2) |" in to_markdown(found)
     none = judge(planned("a"), {"a": [broken]})
     assert none.best is None
-    assert "No cell has a validation accuracy of every seed." in to_markdown(none)
+    assert "No setting has a validation accuracy of every seed." in to_markdown(none)
 
 
 def test_nothing_is_judged_by_the_test_set() -> None:

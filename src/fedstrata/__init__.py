@@ -95,6 +95,9 @@ if TYPE_CHECKING:
     from fedstrata.simulation import Simulation as Simulation
     from fedstrata.spec import Experiment as Experiment
     from fedstrata.stratify.method import Stratify as Stratify
+    from fedstrata.tracking import MLflow as MLflow
+    from fedstrata.tracking import TensorBoard as TensorBoard
+    from fedstrata.tuning import search as search
 
 __version__ = "0.1.0"
 
@@ -102,6 +105,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "compare": "comparison",
     "sweep": "grid_search",
+    "search": "tuning",
     "plot": "report.plots",
     "run": "experiment",
     "load": "predictor",
@@ -121,6 +125,8 @@ _HOMES = {
     "Callback": "callbacks",
     "EarlyStopping": "callbacks",
     "KeepBest": "callbacks",
+    "MLflow": "tracking",
+    "TensorBoard": "tracking",
     "Data": "data.sources",
     "Dataset": "data.dataset",
     "from_arrays": "data.dataset",
