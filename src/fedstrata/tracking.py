@@ -7,17 +7,20 @@ goes on where it was shown before, and no round of it is there twice.
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import json
 import re
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+from filelock import FileLock
 from pydantic import BeforeValidator
 
 from fedstrata.callbacks import Callback, Watched
@@ -133,10 +136,11 @@ class MLflow(Callback):
 
     def on_start(self, simulation: Watched) -> None:
         """Begin a run, or find the one that this run had before it was resumed."""
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient, get_tracking_uri
 
-        self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
-        place = self._experiment()
+        with _alone(self.uri or get_tracking_uri()):
+            self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
+            place = self._experiment()
         token = self._token(simulation.folder)
         found = self.client.search_runs([place], f"tags.`fedstrata.run` = '{token}'", max_results=1)
         if found:
@@ -211,6 +215,18 @@ class MLflow(Callback):
         new = [Param(_allowed(key), value) for key, value in settings.items() if _allowed(key) not in known]
         for some in _chunks(new):
             self.client.log_batch(self.run_id, params=some)
+
+
+@contextmanager
+def _alone(uri: str) -> Iterator[None]:
+    """Nobody else on this machine makes the same local store meanwhile: MLflow leaves a broken one where two do."""
+    path = uri.removeprefix("sqlite:///")
+    if path == uri:
+        yield
+        return
+    name = sha256(f"{getpass.getuser()} {Path(path).absolute()}".encode()).hexdigest()[:16]
+    with FileLock(Path(tempfile.gettempdir()) / f"fedstrata-mlflow-{name}.lock"):
+        yield
 
 
 def _switched(value: object) -> object:

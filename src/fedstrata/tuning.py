@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import json
 import logging
+import math
 import os
 import statistics
 import tomllib
@@ -89,7 +90,8 @@ class Range:
             ends = (int(low), int(high)) if kind == "int" else (float(low), float(high))
         except ValueError:
             ends = (0, -1)
-        if not dots or not ends[0] < ends[1] or (kind == "log" and ends[0] <= 0):
+        finite = all(map(math.isfinite, ends)) and ends[0] < ends[1]
+        if not dots or not finite or (kind == "log" and ends[0] <= 0):
             least = " with 0 < LOW" if kind == "log" else " of whole numbers" if kind == "int" else ""
             raise SpecError("--search", f"{key}: expected {kind}:LOW..HIGH with LOW < HIGH{least}", text)
         return cls(kind, *ends)  # type: ignore[arg-type]
