@@ -16,7 +16,7 @@ NAMES = """
     Grouped Groups History IID KeepBest MLflow MOON MeanBySize Method Metric Model Natural Objective Partition
     Persistent Population PowerLaw PowerOfChoice Predictions Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Schema
     Selection Shards Simulation SingleClient SpecError Stratify TensorBoard Trace Training Weights __version__ compare
-    from_arrays from_dataframe load load_runs plot prepare record run search setting_of sweep uniforms
+    from_arrays from_dataframe load load_runs numbers plot prepare record run search setting_of sweep uniforms
 """
 PUBLIC = NAMES.split()
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedstrata.federation.messages import Weights as Weights
     from fedstrata.grid_search import sweep as sweep
     from fedstrata.history import History as History
+    from fedstrata.history import numbers as numbers
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
     from fedstrata.methods.base import setting_of as setting_of
@@ -116,6 +117,7 @@ _HOMES = {
     "RunFolder": "run_folder",
     "Experiment": "spec",
     "History": "history",
+    "numbers": "history",
     "Training": "settings",
     "Evaluation": "evaluation.settings",
     "Metric": "evaluation.metrics",
