@@ -15,6 +15,7 @@ import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.grid_search import BEST, FIGURES, TABLE
+from fedstrata.run_folder import rounds_done
 from fedstrata.spec import Experiment
 from fedstrata.tuning import PRUNED, STUDY, Range, called, opened
 
@@ -231,6 +232,11 @@ COMMAND = (
 )
 
 
+def rounds_in(out: Path) -> int:
+    """How many rounds its runs have written down."""
+    return sum(rounds_done(path.parent) for path in out.glob("*/*/metrics.jsonl"))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_after_kill_9_no_trial_is_lost_or_repeated(tmp_path, jobs):
@@ -240,10 +246,10 @@ def test_after_kill_9_no_trial_is_lost_or_repeated(tmp_path, jobs):
     generator, finished = random.Random(jobs), dict[str, int]()
     kills = 0
     while True:
+        goal = rounds_in(tmp_path / "out") + generator.randint(10, 50)
         with started(*command, "--out", "out", cwd=tmp_path) as process:
-            until = time.monotonic() + generator.uniform(4, 9)
-            while time.monotonic() < until and process.process.poll() is None:
-                time.sleep(0.05)
+            while rounds_in(tmp_path / "out") < goal and process.process.poll() is None:
+                time.sleep(0.01)
             if process.process.poll() is not None:
                 assert process.ended() == 0, process.said
                 break

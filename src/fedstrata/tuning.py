@@ -165,22 +165,23 @@ def search(
         raise SpecError("--trials", "expected a whole number of at least 1", trials)
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
-    plan = Plan(dict(table), ranges, tuple([spec.seed] if seeds is None else seeds), Path(out), prune)
-    with occupied(plan.out), ExitStack() as shown:
-        study = shown.enter_context(opened(plan.out / STUDY, plan.about))
+    setup = Setup(dict(table), ranges, tuple([spec.seed] if seeds is None else seeds), Path(out), prune)
+    with occupied(setup.out), ExitStack() as shown:
+        study = shown.enter_context(opened(setup.out / STUDY, setup.about))
         if progress:
             from fedstrata.report.progress import Progress
 
-            keys = [(called(number), seed) for number in range(trials) for seed in plan.seeds]
+            most = max(trials, len(study.get_trials(deepcopy=False)))
+            keys = [(called(number), seed) for number in range(most) for seed in setup.seeds]
             watch = shown.enter_context(Progress()).of_runs(dict.fromkeys(keys, spec.training.rounds))
-        go_on(plan, study, trials, jobs or os.cpu_count() or 1, watch or (lambda *_: None))
-        found = results(plan, study)
-        write(found, plan.out)
+        go_on(setup, study, trials, jobs or os.cpu_count() or 1, watch or (lambda *_: None))
+        found = results(setup, study)
+        write(found, setup.out)
     return found
 
 
 @dataclass(frozen=True)
-class Plan:
+class Setup:
     """What is searched.
 
     Args:
@@ -233,11 +234,11 @@ def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
     """
     if not space:
         raise SpecError("--search", "a search needs a setting and its range, such as training.lr=log:0.001..0.5")
-    plan = Plan(dict(table), dict(space), (), Path(), prune=False)
+    setup = Setup(dict(table), dict(space), (), Path(), prune=False)
     first = {key: each.ends[0] for key, each in space.items()}
     corners = [first, *({**first, key: end} for key, each in space.items() for end in each.ends[1:])]
     for settings in corners:
-        spec = plan.cell(settings).spec
+        spec = setup.cell(settings).spec
         refuse_unvalidated(spec)
         check(prepare(spec))
     return Experiment.from_table(table)
@@ -295,7 +296,7 @@ def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
     )
 
 
-def go_on(plan: Plan, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
+def go_on(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
     """Run trials until there are so many, those first that were broken off.
 
     Raises:
@@ -304,92 +305,92 @@ def go_on(plan: Plan, study: optuna.Study, trials: int, jobs: int, watch: Watche
     from optuna.trial import TrialState
 
     waiting = [trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
-    fork = forks([plan.cell({}).spec], own=False) if jobs > 1 else None
+    fork = forks([setup.cell({}).spec], own=False) if jobs > 1 else None
     lost, busy = dict[Path, str](), dict[int, Cell]()
 
     def next_one() -> tuple[int, Cell] | None:
         while waiting or len(study.get_trials(deepcopy=False)) < trials:
-            number = waiting.pop(0) if waiting else begun(plan, study)
-            if (cell := proposed(plan, study, number)) is not None:
+            number = waiting.pop(0) if waiting else begun(setup, study)
+            if (cell := proposed(setup, study, number)) is not None:
                 return number, cell
         return None
 
     if jobs == 1 or fork is None:
         while (found := next_one()) is not None:
             number, cell = found
-            try_out(plan, number, cell.spec.to_toml(), watch)
-            judged(plan, study, number, watch, cell)
+            try_out(setup, number, cell.spec.to_toml(), watch)
+            judged(setup, study, number, watch, cell)
         return
     with Pool[int](jobs, fork=fork) as pool:
         while True:
             while pool.free and (found := next_one()) is not None:
                 number, busy[number] = found
-                pool.begin(number, partial(try_out, plan, number, busy[number].spec.to_toml()))
+                pool.begin(number, partial(try_out, setup, number, busy[number].spec.to_toml()))
             if not busy:
                 break
             for number, how in pool.finished(timeout=0.5):
                 cell = busy.pop(number)
                 if how:
-                    lost[plan.out / called(number)] = how
+                    lost[setup.out / called(number)] = how
                 else:
-                    judged(plan, study, number, watch, cell)
+                    judged(setup, study, number, watch, cell)
             for number in busy:
-                for seed in plan.seeds:
-                    watch(called(number), seed, rounds_done(plan.folder(number, seed)))
+                for seed in setup.seeds:
+                    watch(called(number), seed, rounds_done(setup.folder(number, seed)))
     refuse_lost(lost, len(study.get_trials(deepcopy=False)))
 
 
-def begun(plan: Plan, study: optuna.Study) -> int:
+def begun(setup: Setup, study: optuna.Study) -> int:
     """The number of a new trial."""
     number = len(study.get_trials(deepcopy=False))
-    study.sampler = _sampler(plan, number)
+    study.sampler = _sampler(setup, number)
     found: int = study.ask().number
     return found
 
 
-def proposed(plan: Plan, study: optuna.Study, number: int) -> Cell | None:
+def proposed(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
     """The experiment of a trial; None where its settings do not go together, which the study then knows."""
     from optuna.trial import TrialState
 
-    study.sampler = _sampler(plan, number)
+    study.sampler = _sampler(setup, number)
     trial = trial_of(study, number)
     settings = {}
-    for key, each in plan.space.items():
-        study.sampler = _sampler(plan, number, key)
+    for key, each in setup.space.items():
+        study.sampler = _sampler(setup, number, key)
         settings[key] = each.propose(trial, key)
     try:
-        cell = plan.cell(settings)
-        prepared = prepare(cell.spec)
+        cell = setup.cell(settings)
+        prepared = prepare(cell.spec.model_copy(update={"seed": setup.seeds[0]}))
     except SpecError as error:
         trial.set_user_attr(REFUSED, str(error))
         study.tell(number, state=TrialState.FAIL)
         return None
-    folder = plan.folder(number, plan.seeds[0])
-    if folder.exists() and plan.seeds[0] == cell.spec.seed:
+    folder = setup.folder(number, setup.seeds[0])
+    if folder.exists():
         refuse_foreign(folder, prepared, resume=True)
     return cell
 
 
-def _sampler(plan: Plan, number: int, key: str = "") -> optuna.samplers.BaseSampler:
+def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
     """Optuna's tree-structured Parzen estimator, whose random numbers are those of a trial and a key.
 
     What it proposes then depends on the trials that have ended, and on no kill.
     """
     from optuna.samplers import TPESampler
 
-    seed = plan.seeds[0]
+    seed = setup.seeds[0]
     return TPESampler(seed=int(rng(seed, f"search {key}", number, SERVER).integers(2**32)))
 
 
-def try_out(plan: Plan, number: int, text: str, watch: Watcher | None = None) -> None:
+def try_out(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
     """Run a trial with every seed; where the first one is pruned the others are not run."""
     spec = Experiment.from_table(tomllib.loads(text))
-    for place, seed in enumerate(plan.seeds):
-        folder = plan.folder(number, seed)
+    for place, seed in enumerate(setup.seeds):
+        folder = setup.folder(number, seed)
         if not is_done(folder, spec):
-            pruning = [Pruning(study=str(plan.out / STUDY), number=number)] if plan.prune and place == 0 else []
-            told = [] if watch is None else [partial(_tell, watch, called(number), seed)]
-            run_to_end(spec.model_copy(update={"seed": seed}), folder, callbacks=[*pruning, *told])
+            pruning = [Pruning(study=str(setup.out / STUDY), number=number)] if setup.prune and place == 0 else []
+            watching = [] if watch is None else [partial(_tell, watch, called(number), seed)]
+            run_to_end(spec.model_copy(update={"seed": seed}), folder, callbacks=[*pruning, *watching])
         if is_pruned(History.load(folder)):
             return
 
@@ -403,11 +404,11 @@ def is_pruned(history: History) -> bool:
     return history.stopped.startswith(PRUNED)
 
 
-def judged(plan: Plan, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
+def judged(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
     """Tell the study how a trial has ended."""
     from optuna.trial import TrialState
 
-    histories = runs_of(plan, number)
+    histories = runs_of(setup, number)
     values = [validated(history) for history in histories]
     if is_pruned(histories[0]):
         study.tell(number, state=TrialState.PRUNED)
@@ -415,31 +416,31 @@ def judged(plan: Plan, study: optuna.Study, number: int, watch: Watcher, cell: C
         study.tell(number, state=TrialState.FAIL)
     else:
         study.tell(number, statistics.fmean(value for value in values if value is not None))
-    for seed in plan.seeds:  # pruned or not, nothing is left of it
+    for seed in setup.seeds:  # pruned or not, nothing is left of it
         watch(called(number), seed, cell.spec.training.rounds)
 
 
-def runs_of(plan: Plan, number: int) -> list[History]:
+def runs_of(setup: Setup, number: int) -> list[History]:
     """The runs of a trial that has ended; one that was pruned has only the first."""
-    folders = [plan.folder(number, seed) for seed in plan.seeds]
+    folders = [setup.folder(number, seed) for seed in setup.seeds]
     return [History.load(folder) for folder in folders if (folder / SUMMARY).exists()]
 
 
-def results(plan: Plan, study: optuna.Study) -> Sweep:
+def results(setup: Setup, study: optuna.Study) -> Sweep:
     """All trials that have ended, and the best of them."""
     planned, histories, notes = dict[str, Cell](), dict[str, list[History]](), dict[str, str]()
     for trial in study.get_trials(deepcopy=False):
         label = called(trial.number)
-        settings = {key: each.value(trial.params[key]) for key, each in plan.space.items()}
-        histories[label] = runs_of(plan, trial.number)
+        settings = {key: each.value(trial.params[key]) for key, each in setup.space.items()}
+        histories[label] = runs_of(setup, trial.number)
         if REFUSED in trial.user_attrs:
-            planned[label] = Cell(settings, plan.cell({}).spec)
+            planned[label] = Cell(settings, setup.cell({}).spec)
             notes[label] = trial.user_attrs[REFUSED]
         else:
-            planned[label] = plan.cell(settings)
+            planned[label] = setup.cell(settings)
         if histories[label] and is_pruned(histories[label][0]):
             notes[label] = f"pruned after round {len(histories[label][0])}"
-    keep_order(plan.out, planned)
+    keep_order(setup.out, planned)
     return judge(planned, histories, notes)
 
 
