@@ -342,14 +342,15 @@ generator = np.random.default_rng(0)
 y = np.arange(90) % 3
 x = np.eye(3)[y][:, :2] + generator.normal(scale=0.3, size=(90, 2))
 torch.manual_seed(0)
+net = Net()
 table = tomllib.loads({SPEC.split("[compare.")[0]!r})
 spec = fs.Experiment.from_table(table)
 stas = fs.Experiment.from_table(table | {{"method": {{"name": "fedstas", "strata": 3}}}})
 specs = {{"own": spec.model_copy(update={{"method": Own()}}), "stas": stas}}
 with warnings.catch_warnings():
     warnings.simplefilter("error")
-    fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=Net(), out="turn", jobs=1, report=False)
-    runs = fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=Net(), out="out", jobs=2, report=False)
+    fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=net, out="turn", jobs=1, report=False)
+    runs = fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=net, out="out", jobs=2, report=False)
 print(list(runs), [run.final_accuracy > 0.1 for each in runs.values() for run in each])
 """
 """A program without a main guard, with a method, a model and data of its own."""
