@@ -316,26 +316,128 @@ fs.compare(variants(table, ["fedavg", "prox"]), out="out", jobs=2)
     assert len(models(tmp_path / "out")) == 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("guard", ["if __name__ == '__main__':", "if True:"])
-def test_a_script_whose_own_method_is_compared_needs_one(tmp_path, guard):
-    (tmp_path / "script.py").write_text(f"""
+OWN = f"""
 import tomllib
+import warnings
+import numpy as np
+import torch
+from sklearn.cluster import KMeans
 import fedstrata as fs
+
+# The threads of PyTorch and of scikit-learn have worked here: those of a fork are gone.
+torch.set_num_threads(2)
+torch.nn.functional.conv2d(torch.ones(8, 8, 32, 32), torch.ones(8, 8, 3, 3)).relu().sum()
+KMeans(3, n_init=1).fit(np.random.default_rng(0).normal(size=(2000, 8)))
 
 class Own(fs.FedAvg): ...
 
-{guard}
-    spec = fs.Experiment.from_table(tomllib.loads({SPEC!r}.split("[compare.")[0]))
-    specs = {{"own": spec.model_copy(update={{"method": Own()}}), "fedavg": spec}}
-    fs.compare(specs, out="out", jobs=2)
-""")
-    with started("script.py", cwd=tmp_path) as command:
-        code, said = command.ended(), command.said
-    if guard == "if True:":
-        assert code == 1
-        assert "2 of 2 runs lost their process" in said
-        assert "main guard" in said
-    else:
-        assert code == 0, said
-        assert len(set(models(tmp_path / "out").values())) == 1
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(2, 3)
+    def forward(self, x):
+        return self.head(x)
+
+generator = np.random.default_rng(0)
+y = np.arange(90) % 3
+x = np.eye(3)[y][:, :2] + generator.normal(scale=0.3, size=(90, 2))
+torch.manual_seed(0)
+net = Net()
+table = tomllib.loads({SPEC.split("[compare.")[0]!r})
+spec = fs.Experiment.from_table(table)
+stas = fs.Experiment.from_table(table | {{"method": {{"name": "fedstas", "strata": 3}}}})
+specs = {{"own": spec.model_copy(update={{"method": Own()}}), "stas": stas}}
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=net, out="turn", jobs=1, report=False)
+    runs = fs.compare(specs, seeds=[0, 1], data=(x, y, x, y), model=net, out="out", jobs=2, report=False)
+print(list(runs), [run.final_accuracy > 0.1 for each in runs.values() for run in each])
+"""
+"""A program without a main guard, with a method, a model and data of its own."""
+SAID = "['own', 'stas'] [True, True, True, True]"
+
+
+@pytest.mark.parametrize("how", ["script.py", pytest.param("-c", marks=pytest.mark.long)])
+def test_what_is_the_programs_own_needs_no_main_guard(tmp_path, how):
+    (tmp_path / "script.py").write_text(OWN)
+    with started(*([how] if how != "-c" else ["-c", OWN]), cwd=tmp_path) as command:
+        assert (command.ended(), command.said) == (0, f"{SAID}\n")
+        assert command.leaves_nothing()
+    assert len(models(tmp_path / "out")) == 4
+    assert models(tmp_path / "out") == models(tmp_path / "turn")
+
+
+def test_a_notebook_compares_what_it_defines(tmp_path):
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    definitions, comparison = OWN.split("generator = ")
+    comparison = "generator = " + comparison.replace("jobs=2", "jobs=2, progress=True")
+    again = "import asyncio\nawait asyncio.sleep(0.2)\nprint(fs.run(spec, progress=True).final_accuracy > 0)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in (definitions, comparison, again)])
+    # Its own process: it is not for this one's warnings, nor for this one's event loop.
+    nbformat.write(notebook, tmp_path / "notebook.ipynb")
+    code = (
+        "import nbclient, nbformat, sys\n"
+        "book = nbformat.read('notebook.ipynb', 4)\n"
+        "nbclient.NotebookClient(book, timeout=300, kernel_name='python3').execute()\n"
+        "nbformat.write(book, 'done.ipynb')\n"
+    )
+    with started("-c", code, cwd=tmp_path) as command:
+        assert command.ended() == 0, command.said
+    first, second, third = nbformat.read(tmp_path / "done.ipynb", 4).cells
+    said = "".join(output.get("text", "") for cell in (first, second) for output in cell.outputs)
+    assert said == f"{SAID}\n"
+    (shown,) = [output.data["text/html"] for output in second.outputs if output.output_type == "display_data"]
+    assert "4 runs" in shown
+    assert "12/12 rounds" in shown
+    (shown,) = [output.data["text/html"] for output in third.outputs if output.output_type == "display_data"]
+    assert 'fedavg</td><td><progress value="3" max="3">' in shown
+    assert len(models(tmp_path / "out")) == 4
+    assert models(tmp_path / "out") == models(tmp_path / "turn")
+
+
+def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedstrata.comparison.can_fork", lambda: False)
+    data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
+    with pytest.warns(UserWarning, match="runs take turns in this process, for they use what is its own and this proc"):
+        compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)
+    assert models(tmp_path) == models(in_turn[0])  # the same data, handed over
+
+
+def test_with_data_of_ones_own_it_goes_on_with_the_same_data_alone(unreported, tmp_path):
+    data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
+    compare(variants(TABLE, ["fedavg"]), data=data, out=tmp_path, jobs=1, references=["centralised"])
+    compare(variants(TABLE, ["fedavg"]), data=data, out=tmp_path, jobs=1, references=["centralised"])
+    other = fs.from_arrays(data.x_train[:900], data.y_train[:900], data.x_test, data.y_test)
+    with pytest.raises(SpecError, match=r"data\.custom.*: this run has"):
+        compare(variants(TABLE, ["fedavg"]), data=other, out=tmp_path, jobs=1)
+
+
+WILD = {
+    **{key: TABLE[key] for key in TABLE if key != "compare"},
+    "model": {"name": "mlp", "hidden": [12, 12, 12]},
+    "compare": {"wild": {"method": {"name": "fedavg"}, "training": {"lr": 1e17}}, "fedavg": {}, "away": {
+        "availability": {"name": "trace", "file": "nobody.csv"}
+    }},
+}  # fmt: skip
+
+
+def test_one_that_never_took_a_step_is_marked_and_the_others_end(tmp_path, trace):
+    away = variants({**WILD, "compare": {"away": {"availability": trace({0: [99]})}}}, ["away"])
+    experiments = variants(WILD, ["wild", "fedavg"]) | away
+    with pytest.warns(UserWarning, match="never took a step") as told:
+        runs = compare(experiments, out=tmp_path / "out", jobs=2)
+    assert [str(each.message) for each in told] == [
+        "wild, seed 0: the model never took a step: in 3 rounds no reply could be used (9 failed or refused)",
+        "away, seed 0: the model never took a step: in 3 rounds no reply could be used (9 dropped out)",
+    ]
+    assert runs["fedavg"][0].warning == ""
+    assert json.loads((tmp_path / "out/wild/seed-0/summary.json").read_text())["warning"] == runs["wild"][0].warning
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "| wild † |" in text
+    assert "| away † |" in text
+    assert "| fedavg |" in text
+    assert "† No reply could be used in 1 run of wild, 1 run of away: their models never took a step." in text
+    order = json.loads((tmp_path / "out" / "labels.json").read_text())
+    assert order == ["wild", "fedavg", "away"]

@@ -59,7 +59,17 @@ def test_a_cell_of_which_a_seed_diverged_is_not_best() -> None:
     assert "| a | 90.00 (1 of 2) |" in to_markdown(found)
     none = judge(planned("a"), {"a": [broken]})
     assert none.best is None
-    assert "No cell has a validation accuracy of every seed." in to_markdown(none)
+    assert "No setting has a validation accuracy of every seed." in to_markdown(none)
+
+
+def test_a_cell_that_never_took_a_step_is_said_and_is_not_best() -> None:
+    histories = {"a": seeds(0.9, 0.9), "b": seeds(0.2, 0.3)}
+    histories["a"][1].warning = "the model never took a step"
+    found = judge(planned(*histories), histories)
+    assert found.best == "b"
+    assert "| a | 90.00 | never took a step: no reply could be used |" in to_markdown(found)
+    assert "| b | **25.00 ± 7.07** |  |" in to_markdown(found)
+    assert figures(found)["cells"][0]["note"] == "never took a step: no reply could be used"
 
 
 def test_nothing_is_judged_by_the_test_set() -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedstrata.federation.messages import Weights as Weights
     from fedstrata.grid_search import sweep as sweep
     from fedstrata.history import History as History
+    from fedstrata.history import numbers as numbers
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
     from fedstrata.methods.base import setting_of as setting_of
@@ -95,6 +96,9 @@ if TYPE_CHECKING:
     from fedstrata.simulation import Simulation as Simulation
     from fedstrata.spec import Experiment as Experiment
     from fedstrata.stratify.method import Stratify as Stratify
+    from fedstrata.tracking import MLflow as MLflow
+    from fedstrata.tracking import TensorBoard as TensorBoard
+    from fedstrata.tuning import search as search
 
 __version__ = "0.1.0"
 
@@ -102,6 +106,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "compare": "comparison",
     "sweep": "grid_search",
+    "search": "tuning",
     "plot": "report.plots",
     "run": "experiment",
     "load": "predictor",
@@ -112,6 +117,7 @@ _HOMES = {
     "RunFolder": "run_folder",
     "Experiment": "spec",
     "History": "history",
+    "numbers": "history",
     "Training": "settings",
     "Evaluation": "evaluation.settings",
     "Metric": "evaluation.metrics",
@@ -121,6 +127,8 @@ _HOMES = {
     "Callback": "callbacks",
     "EarlyStopping": "callbacks",
     "KeepBest": "callbacks",
+    "MLflow": "tracking",
+    "TensorBoard": "tracking",
     "Data": "data.sources",
     "Dataset": "data.dataset",
     "from_arrays": "data.dataset",

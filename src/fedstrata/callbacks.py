@@ -38,6 +38,10 @@ class Watched(Protocol):
     def spec(self) -> Any:
         """The experiment."""
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the run is: see ``fedstrata.identity``."""
+
     def evaluated(self) -> Weights:
         """The global model as it is evaluated."""
 
@@ -49,7 +53,7 @@ class Watched(Protocol):
 
 
 class Callback(Setting):
-    """Looks at a run while it goes on. One of your own derives from this and writes what it needs of the three.
+    """Looks at a run while it goes on. One of your own derives from this and writes what it needs of the four.
 
     Its fields are its settings. What must survive a kill goes into ``simulation.memory``; other attributes may be set,
     best in ``on_start``.
@@ -78,6 +82,15 @@ class Callback(Setting):
 
     def on_end(self, simulation: Watched, history: History) -> None:
         """When the run is over, before it leaves its model behind."""
+
+    def on_close(self, simulation: Watched, history: History, error: BaseException | None) -> None:
+        """At last, whatever happened: what is open is to be closed.
+
+        Args:
+            simulation: The run.
+            history: Its rounds.
+            error: Why it broke off; None where it did not, and all its files are written.
+        """
 
 
 class _Best(Callback):
@@ -194,6 +207,7 @@ def named(callback: object, history: History) -> Iterator[None]:
         yield
     except Exception as error:
         name = callback.name if isinstance(callback, Callback) else getattr(callback, "__qualname__", repr(callback))
+        name = name or type(callback).__name__
         so_far = f"after round {history[-1]['round']}" if len(history) else "before the first round"
         where = f"; the run is in {history.path} and can be resumed" if history.path is not None else ""
         error.add_note(f"raised by callback {name!r} {so_far}{where}")

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import pickle
-import signal
-import sys
 import time
 import tomllib
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import cast
+from typing import Any
 
+from torch import nn
+
+from fedstrata.callbacks import Callback
 from fedstrata.config import build
-from fedstrata.ending import end_with_parent, ending_in_order, in_main_thread
 from fedstrata.errors import FedstrataError, SpecError
-from fedstrata.experiment import run
+from fedstrata.experiment import carry_out
 from fedstrata.history import History
-from fedstrata.preparation import prepare
+from fedstrata.nn.model import Model
+from fedstrata.pool import Pool, Task, can_fork
+from fedstrata.preparation import Arrays, Prepared, prepare
 from fedstrata.references import fold, reference_runs
-from fedstrata.run_folder import METRICS, SUMMARY, refuse_foreign
+from fedstrata.report.runs import keep_order
+from fedstrata.run_folder import SUMMARY, refuse_foreign, rounds_done
 from fedstrata.spec import Experiment
-
-GRACE = 5.0
-"""Seconds for a worker to end in order."""
 
 Runs = dict[str, list[History]]
 Key = tuple[str, int]
@@ -43,9 +40,12 @@ def compare(
     *,
     seeds: Sequence[int] | None = None,
     out: str | Path,
+    data: Arrays | None = None,
+    model: nn.Module | Model | None = None,
     references: Sequence[str] = (),
     jobs: int | None = None,
     watch: Watcher | None = None,
+    progress: bool = False,
     report: bool = True,
 ) -> Runs:
     """Run every experiment with every seed and write a table, a plot and a report.
@@ -57,12 +57,16 @@ def compare(
         experiments: By label.
         seeds: Each experiment runs once with each; with the specs' own one unless given.
         out: The folder; a run goes to ``LABEL/seed-S/``.
+        data: Data of your own for all of them; see ``prepare``.
+        model: A module of your own for all of them; see ``prepare``.
         references: What else to compare with: ``"local"``, each client training alone (a run for each of them, whose
             mean is the row), and ``"centralised"``, one client with everybody's samples and as many sample-gradients
             a round. See ``fedstrata.references``.
         jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
-            processors unless given. Results do not depend on it.
+            processors unless given. Results do not depend on it. With data or a model of your own, or classes of the
+            program itself, these are forks of this process; where it cannot be forked, runs take turns in it.
         watch: Told about progress.
+        progress: Show how far it is: bars in a terminal and in a notebook, elsewhere a line now and then.
         report: Write tables, pictures and a page about all runs of the folder.
 
     Returns:
@@ -72,42 +76,56 @@ def compare(
         SpecError: A setting is wrong; every experiment is checked, with its own seed, before the first one starts.
         FedstrataError: A run's process was killed; the others have ended well.
     """
-    out = Path(out)
+    out, make = Path(out), partial(prepare, data=data, model=model)
     for label, spec in experiments.items():
         if not label or "/" in label or label.startswith(".") or label in references:
             raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
-        prepare(spec)
-    planned = plan(experiments, seeds, references)
+        check(make(spec))
+    planned = plan(experiments, seeds, references, data)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
         if folders[key].exists():
-            refuse_foreign(folders[key], prepare(spec), resume=True)
-    todo = [key for key, spec in planned.items() if not _is_done(folders[key], spec)]
-    jobs = min(jobs or os.cpu_count() or 1, max(len(todo), 1))
-    if jobs == 1:
-        for key in todo:
-            _one(planned[key], folders[key], _follow(watch, key))
-    else:
-        _in_processes({key: planned[key] for key in todo}, folders, jobs, watch)
+            refuse_foreign(folders[key], make(spec), resume=True)
+    todo = {key: spec for key, spec in planned.items() if not is_done(folders[key], spec)}
+    rows = dict.fromkeys((label.partition("/")[0], seed) for label, seed in planned)
+    out.mkdir(parents=True, exist_ok=True)
+    keep_order(out, dict.fromkeys(label for label, _ in rows))
+    with ExitStack() as shown:
+        if progress:
+            from fedstrata.report.progress import Progress
+
+            bars = shown.enter_context(Progress())
+            watch = bars.of_runs({key: spec.training.rounds for key, spec in planned.items()})
+        _carry_out(todo, folders, data, model, jobs, watch)
     for name in dict.fromkeys(references):
         for seed in dict.fromkeys(seed for _, seed in planned):
             runs = [folder for key, folder in folders.items() if key[0].startswith(f"{name}/") and key[1] == seed]
             fold(name, runs, folder_of(out, (name, seed)), next(iter(experiments.values())).evaluation.lower)
-    rows = dict.fromkeys((label.partition("/")[0], seed) for label, seed in planned)
     result: Runs = {}
     for label, seed in rows:
         result.setdefault(label, []).append(History.load(folder_of(out, (label, seed))))
     if report:
         from fedstrata.report.html import write_comparison
-        from fedstrata.report.runs import keep_order
 
-        keep_order(out, result)
         write_comparison(out)
+    for label, histories in result.items():
+        for history in histories:
+            if history.warning:
+                warnings.warn(f"{label}, seed {history.seed}: {history.warning}", stacklevel=2)
     return result
 
 
+def check(prepared: Prepared) -> None:
+    """Raise where what is to show a run is not there, before anything runs."""
+    for callback in prepared.spec.tracking.callbacks:
+        callback.check(prepared.spec.evaluation)
+
+
 def plan(
-    experiments: Mapping[str, Experiment], seeds: Sequence[int] | None = None, references: Sequence[str] = ()
+    experiments: Mapping[str, Experiment],
+    seeds: Sequence[int] | None = None,
+    references: Sequence[str] = (),
+    data: Arrays | None = None,
 ) -> dict[Key, Experiment]:
     """Every run of a comparison, by label and seed; those of a reference are called ``NAME/RUN``.
 
@@ -122,7 +140,7 @@ def plan(
     }
     for name in dict.fromkeys(references):
         for seed in seeds:
-            runs = reference_runs(name, {label: planned[label, seed] for label in experiments})
+            runs = reference_runs(name, {label: planned[label, seed] for label in experiments}, data)
             planned |= {(f"{name}/{run}", seed): spec for run, spec in runs.items()}
     return planned
 
@@ -133,7 +151,8 @@ def folder_of(out: Path, key: Key) -> Path:
     return out / label / f"seed-{key[1]}" / run
 
 
-def _is_done(folder: Path, spec: Experiment) -> bool:
+def is_done(folder: Path, spec: Experiment) -> bool:
+    """Whether a folder has the whole run."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -157,141 +176,91 @@ def _fields(spec: Experiment) -> dict[str, object]:
     return {key: getattr(spec, key) for key in type(spec).model_fields}
 
 
-def _follow(watch: Watcher | None, key: tuple[str, int]) -> Callable[[Mapping[str, object]], None] | None:
-    if watch is None:
-        return None
-    return lambda record: watch(*key, int(record["round"]))  # type: ignore[call-overload]
-
-
-def _one(spec: Experiment, folder: Path, callback: Callable[[Mapping[str, object]], None] | None = None) -> None:
-    run(spec, out=folder, resume=folder.exists(), callbacks=[callback] if callback else [])
-
-
-def _in_processes(
-    todo: Mapping[Key, Experiment], folders: Mapping[Key, Path], jobs: int, watch: Watcher | None
+def _carry_out(
+    todo: Mapping[Key, Experiment],
+    folders: Mapping[Key, Path],
+    data: Arrays | None,
+    model: nn.Module | Model | None,
+    jobs: int | None,
+    watch: Watcher | None,
 ) -> None:
-    texts = {key: spec.to_toml() for key, spec in todo.items()}
-    waiting, workers, lost = list(todo), list[_Worker](), dict[Key, str]()
-    busy: dict[Connection, tuple[_Worker, Key]] = {}
-    main = any("__main__:" in text for text in texts.values())
-    try:
-        while waiting or busy:
-            while waiting and len(busy) < jobs:
-                worker = next((worker for worker in workers if worker.connection not in busy), None)
-                if worker is None:
-                    worker = _Worker(main=main)
-                    workers.append(worker)
+    """Run what is to be run, side by side or in turn.
+
+    Raises:
+        FedstrataError: A run's process was killed.
+    """
+    jobs = min(jobs or os.cpu_count() or 1, max(len(todo), 1))
+    fork = forks(todo.values(), data is not None or model is not None) if jobs > 1 else None
+    if jobs == 1 or fork is None:
+        for key, spec in todo.items():
+            callbacks = [] if watch is None else [partial(_tell, watch, key)]
+            run_to_end(spec, folders[key], data=data, model=model, callbacks=callbacks)
+        return
+    tasks: dict[Key, Task] = {}
+    for key, spec in todo.items():
+        if fork:
+            tasks[key] = partial(run_to_end, spec, folders[key], data=data, model=model)
+        else:
+            tasks[key] = partial(run_text, spec.to_toml(), folders[key])
+    waiting, lost = list(tasks), dict[Key, str]()
+    with Pool[Key](jobs, fork=fork) as pool:
+        while waiting or pool.busy:
+            while waiting and pool.free:
                 key = waiting.pop(0)
-                busy[worker.connection] = worker, key
-                worker.begin(texts[key], folders[key])
-            for ready in wait(list(busy), timeout=0.5):
-                worker, key = busy.pop(cast(Connection, ready))
-                try:
-                    worker.finish()
-                except EOFError:
-                    lost[key] = worker.end()
-                    workers.remove(worker)
+                pool.begin(key, tasks[key])
+            lost |= {key: how for key, how in pool.finished(timeout=0.5) if how}
             if watch is not None:
                 for key in todo:
                     watch(*key, rounds_done(folders[key]))
-    finally:
-        # Runs that were begun can be resumed; waiting for them to end could take hours.
-        for worker in workers:
-            worker.process.terminate()
-        for worker in workers:
-            worker.end()
+    refuse_lost({folders[key]: how for key, how in lost.items()}, len(todo))
+
+
+def refuse_lost(lost: Mapping[Path, str], of: int) -> None:
+    """Raise ``FedstrataError`` where runs, by their folder, lost their process."""
     if lost:
-        runs = "; ".join(f"that of {folders[key]} {how}" for key, how in lost.items())
+        runs = "; ".join(f"that of {folder} {how}" for folder, how in lost.items())
         advice = "the same call goes on from their last checkpoints; fewer jobs at a time take less memory"
-        if main:
-            advice = (
-                "what specs name in the program itself needs a main guard, if __name__ == '__main__', about compare"
-            )
-        raise FedstrataError(f"{len(lost)} of {len(todo)} runs lost their process: {runs}; {advice}")
+        raise FedstrataError(f"{len(lost)} of {of} runs lost their process: {runs}; {advice}")
 
 
-class _Worker:
-    """A process that runs one experiment after another.
+def forks(specs: Iterable[Experiment], own: bool) -> bool | None:
+    """Whether several runs at a time are forks of this process; None where they can only take turns in it.
+
+    A spec that names what another process would not find has to stay in this one, and so have modules and arrays.
 
     Args:
-        main: Whether specs name something of the program that called, which is then run there under another name, as
-            ``multiprocessing`` does: it has to have a main guard. Without it a script or a notebook needs none.
+        specs: What is to run.
+        own: Whether data or a model of the caller's own are used.
     """
-
-    def __init__(self, *, main: bool) -> None:
-        # A fresh process: a fork of one that has used PyTorch's threads may hang.
-        context = multiprocessing.get_context("spawn")
-        self.connection, there = context.Pipe()
-        self.process = context.Process(target=_work, args=(there, in_main_thread()), name="fedstrata-compare")
-        program = sys.modules["__main__"]
-        try:
-            if not main:
-                sys.modules["__main__"] = ModuleType("__main__")
-            self.process.start()
-        finally:
-            sys.modules["__main__"] = program
-            there.close()
-
-    def begin(self, spec: str, folder: Path) -> None:
-        """Hand it a run; specs cross over as text."""
-        with suppress(OSError):  # it is gone, as ``finish`` will find
-            self.connection.send((spec, folder))
-
-    def finish(self) -> None:
-        """The end of its run, with the error that it raised.
-
-        Raises:
-            EOFError: It is gone.
-        """
-        try:
-            error = self.connection.recv()
-        except OSError:
-            raise EOFError from None
-        if error is not None:
-            raise error
-
-    def end(self) -> str:
-        """Let it end, and after ``GRACE`` seconds end it; how it ended."""
-        self.connection.close()
-        self.process.join(GRACE)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        code = self.process.exitcode or 0
-        return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+    specs = list(specs)
+    if not own and not any(where in spec.to_toml() for spec in specs for where in ("__main__:", "<locals>")):
+        return False
+    if can_fork() and all(spec.training.threads == 1 for spec in specs):
+        return True
+    why = "training.threads is not 1" if can_fork() else "this process cannot be forked"
+    warnings.warn(f"runs take turns in this process, for they use what is its own and {why}", stacklevel=4)
+    return None
 
 
-def _work(connection: Connection, asked_by_main_thread: bool) -> None:
-    """The life of a worker: until there are no more runs, or nobody who wants them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started this one ends it
-    with ending_in_order(), suppress(EOFError, OSError):
-        end_with_parent(asked_by_main_thread)
-        while True:
-            spec, folder = connection.recv()
-            error: Exception | None = None
-            try:
-                _one(Experiment.from_table(tomllib.loads(spec)), folder)
-            except Exception as raised:
-                raised.add_note(f"in the process of {folder}:\n{traceback.format_exc()}")
-                error = raised
-            connection.send(_that_crosses(error))
+def run_to_end(
+    spec: Experiment,
+    folder: Path,
+    *,
+    data: Arrays | None = None,
+    model: nn.Module | Model | None = None,
+    callbacks: Sequence[Callback | Callable[[Mapping[str, Any]], None]] = (),
+) -> None:
+    """Run an experiment in its folder, from wherever it is."""
+    carry_out(spec, out=folder, data=data, model=model, resume=folder.exists(), callbacks=callbacks)
 
 
-def _that_crosses(error: Exception | None) -> Exception | None:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return FedstrataError(f"{type(error).__name__}: {error}")
-    return error
+def run_text(spec: str, folder: Path) -> None:
+    """The same in a process that knows nothing but the text of the spec."""
+    run_to_end(Experiment.from_table(tomllib.loads(spec)), folder)
 
 
-def rounds_done(folder: Path) -> int:
-    """How far a run of another process is, by what it has written."""
-    try:
-        with (folder / METRICS).open("rb") as file:
-            return sum(1 for _ in file)
-    except OSError:
-        return 0
+def _tell(watch: Watcher, key: Key, record: Mapping[str, Any]) -> None:
+    watch(*key, record["round"])
 
 
 def stamp() -> str:

@@ -82,6 +82,7 @@ class History(Sequence[Record]):
         params: The final model's parameters and buffers by name, where they are at hand.
         stopped: Why the run ended before its last round; empty where it did not.
         model_round: The round whose model the run left behind, where that was not the last one.
+        warning: Why the run says nothing about its method, such as that it never took a step; empty where it does.
 
     >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
     >>> history.best_round, history.rounds_to_target(0.8)
@@ -103,11 +104,12 @@ class History(Sequence[Record]):
         params: Mapping[str, Tensor] | None = None,
         stopped: str = "",
         model_round: int | None = None,
+        warning: str = "",
     ) -> None:
         self.method, self.seed, self.targets = method, seed, tuple(targets)
         self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
         self.lower = frozenset(lower)
-        self.stopped, self.model_round = stopped, model_round
+        self.stopped, self.model_round, self.warning = stopped, model_round, warning
         self.confusion: dict[str, Confusion] = {}
         self.clients: list[Record] = []
         self.path = None if path is None else Path(path)
@@ -173,6 +175,7 @@ class History(Sequence[Record]):
         if self.final_accuracy is not None:
             best = f"best {self.best_accuracy:.4f} in round {self.best_round}"
             parts.append(f"accuracy {self.final_accuracy:.4f} ({best})")
+        parts += [self.warning] if self.warning else []
         parts += [str(self.path)] if self.path is not None else []
         return f"History({', '.join(parts)})"
 
@@ -266,6 +269,7 @@ class History(Sequence[Record]):
         }
         early: Record = {"stopped": self.stopped} if self.stopped else {}
         early |= {} if self.model_round is None else {"model_round": self.model_round}
+        early |= {"warning": self.warning} if self.warning else {}
         return {
             "method": self.method,
             "seed": self.seed,
@@ -406,6 +410,16 @@ def _short(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a round by their column, nested ones with dots; lists and what is missing are left out.
+
+    >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
+    {'accuracy': 0.5, 'validation.loss': 1.0}
+    """
+    found = {name: _number(record, name) for name in _names(record) if name != "round"}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in record.items():
         if isinstance(value, dict):
@@ -443,7 +457,9 @@ def _about(folder: Path) -> dict[str, Any]:
             about["lower"] = LOWER | falling
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            about |= {key: summary[key] for key in ("method", "seed", "stopped", "model_round") if key in summary}
+            about |= {
+                key: summary[key] for key in ("method", "seed", "stopped", "model_round", "warning") if key in summary
+            }
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()
                 others = {name: [float(t) for t in found] for name, found in reached if isinstance(found, dict)}

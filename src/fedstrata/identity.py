@@ -45,7 +45,7 @@ def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assig
     """
     return {
         "results_version": RESULTS,
-        "spec": dict(_flat(spec.to_spec())),
+        "spec": dict(_flat({key: value for key, value in spec.to_spec().items() if key != "tracking"})),
         "data": fingerprint_of_data(data),
         "model": fingerprint_of_model(model),
         "partition": _digest(assignment.indices.tobytes(), assignment.offsets.tobytes()),

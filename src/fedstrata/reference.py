@@ -28,6 +28,7 @@ from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.partitions import PARTITIONS
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
 from fedstrata.settings import Training
+from fedstrata.tracking import MLflow, TensorBoard, Tracking
 
 SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "data": Data,
@@ -42,6 +43,9 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "communication": Communication,
     "communication.codec": CODECS,
     "callbacks": CALLBACKS,
+    "tracking": Tracking,
+    "tracking.tensorboard": TensorBoard,
+    "tracking.mlflow": MLflow,
     "method": METHODS,
     "method.client_sampler": CLIENT_SAMPLERS,
     "method.data_sampler": DATA_SAMPLERS,

@@ -116,6 +116,8 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     histories = [History.load(folder) for folder in folders]
     records = [_together(rounds, lower) for rounds in zip(*histories, strict=False)]
     whole = History(records, method=name, seed=histories[0].seed, targets=histories[0].targets)
+    if untrained := [history for history in histories if history.warning]:
+        whole.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
     new = out / "metrics.new"
     new.unlink(missing_ok=True)
     MetricsLog(new).append(*records)

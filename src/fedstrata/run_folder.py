@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import safetensors.torch
 import tomli_w
+import torch
 
 from fedstrata import checkpoint
 from fedstrata.checkpoint import Checkpoint
@@ -37,6 +38,9 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
     "model.safetensors",
     "checkpoint",
 )
+
+ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
+"""Why a reply is missing, by the columns that count it."""
 
 LONG = 100
 """Sample numbers of a ``given`` partition beyond which they lie beside ``spec.toml``."""
@@ -75,6 +79,15 @@ class Running(Protocol):
 
     def evaluated(self) -> Weights:
         """The model that a run leaves behind."""
+
+
+def rounds_done(folder: Path) -> int:
+    """How far a run, maybe of another process, is, by what it has written."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
 
 
 class RunFolder:
@@ -253,11 +266,25 @@ class RunFolder:
         self.history.params = final
         self.history.confusion = running.confusions()
         self.history.clients = running.client_table()
+        self.history.warning = self._untrained(running)
         if self.path is not None:
             write_evaluations(self.history, self.path)
             write_model(self.path, self.prepared, safetensors.torch.save(final))
             write_json(self.path / SUMMARY, self.history.summary)
         return self.history
+
+    def _untrained(self, running: Running) -> str:
+        """What is to be said of a run whose model is what it began with, for no reply could be used; else nothing."""
+        history, initial = self.history, self.prepared.config.model.params()
+        absent = {word: int(history.total(f"clients_{word}")) for word in ("failed", "dropped", "late")}
+        trained = any(isinstance(record.get("train_loss"), (int, float)) for record in history)
+        if trained or not any(absent.values()):
+            return ""
+        params = running.evaluated().params
+        if any(name not in initial or not torch.equal(w.cpu(), initial[name]) for name, w in params.items()):
+            return ""
+        why = ", ".join(f"{count:,} {ABSENT[word]}" for word, count in absent.items() if count)
+        return f"the model never took a step: in {len(history)} rounds no reply could be used ({why})"
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
         if self.path is not None and records:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -215,6 +216,11 @@ class Simulation:
             self._closing = closing.pop_all()
 
     @property
+    def identity(self) -> Mapping[str, Any]:
+        """What the run is: its spec, data, model, partition and code, as fingerprints."""
+        return self.prepared.identity
+
+    @property
     def done(self) -> bool:
         """Whether all rounds of the spec have run."""
         return bool(self.stopped) or self.round >= self.spec.training.rounds
@@ -394,7 +400,8 @@ def run_prepared(
         callbacks: What looks at the run, beside those of the spec.
         resume: Go on with what is in the folder.
     """
-    watching = [*prepared.spec.callbacks, *(each for each in callbacks if isinstance(each, Callback))]
+    tracking = prepared.spec.tracking.callbacks
+    watching = [*tracking, *prepared.spec.callbacks, *(each for each in callbacks if isinstance(each, Callback))]
     watchers = [each for each in callbacks if not isinstance(each, Callback)]
     for callback in watching:
         callback.check(prepared.spec.evaluation)
@@ -406,6 +413,7 @@ def run_prepared(
         simulation = closing.enter_context(Simulation(prepared, engine, folder.checkpoint))
         simulation.folder = path
         folder.begin(simulation)
+        closing.push(partial(_close, watching, simulation, folder.history))
         for callback in watching:
             with named(callback, folder.history):
                 callback.on_start(simulation)
@@ -438,6 +446,26 @@ def run_prepared(
             with named(callback, folder.history):
                 callback.on_end(simulation, folder.history)
         return folder.finish(simulation)
+
+
+def _close(
+    watching: Sequence[Callback],
+    simulation: Simulation,
+    history: History,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """Let all callbacks close what they have opened; where the run broke off, that is what is to be told."""
+    failed = error
+    for callback in watching:
+        try:
+            with named(callback, history):
+                callback.on_close(simulation, history, error)
+        except Exception as another:
+            failed = failed or another
+    if error is None and failed is not None:
+        raise failed
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:

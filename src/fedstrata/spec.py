@@ -26,6 +26,7 @@ from fedstrata.nn.zoo import MLP, AnyModel
 from fedstrata.partitions.base import AnyPartition
 from fedstrata.partitions.schemes import Dirichlet
 from fedstrata.settings import Training
+from fedstrata.tracking import Tracking
 
 COMPARE = "compare"
 """The section of a spec file with what differs between the methods that ``fedstrata compare`` runs."""
@@ -59,6 +60,7 @@ class Experiment(Setting):
         evaluation: When the result is evaluated and stored.
         communication: How models and updates travel.
         callbacks: What looks at the run and may end it, such as ``["early-stopping"]``.
+        tracking: Where else the run is shown while it goes on; it decides nothing.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
     >>> spec.method.name, spec.training.rounds, spec.data.name
@@ -75,11 +77,16 @@ class Experiment(Setting):
     evaluation: Annotated[Evaluation, from_word(Evaluation)] = Evaluation()
     communication: Annotated[Communication, from_word(Communication)] = Communication()
     callbacks: list[AnyCallback] = []
+    tracking: Annotated[Tracking, from_word(Tracking)] = Tracking()
 
     def to_spec(self) -> dict[str, Any]:
-        """As nested tables; a spec without codecs or callbacks says nothing of them."""
+        """As nested tables; a spec without codecs, callbacks or tracking says nothing of them."""
         table = super().to_spec()
-        silent = {"communication": self.communication.plain, "callbacks": not self.callbacks}
+        silent = {
+            "communication": self.communication.plain,
+            "callbacks": not self.callbacks,
+            "tracking": not self.tracking.callbacks,
+        }
         return {key: value for key, value in table.items() if not silent.get(key)}
 
     @classmethod
@@ -197,6 +204,25 @@ def parse_value(text: str) -> Any:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text.strip()
+
+
+def split_values(text: str) -> list[str]:
+    """What stands between commas, but for those in brackets and in quotes.
+
+    >>> split_values("[200, 100],[50],'a,b'")
+    ['[200, 100]', '[50]', "'a,b'"]
+    """
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter in "\"'" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:

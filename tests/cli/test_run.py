@@ -84,3 +84,37 @@ def test_runs_that_start_within_a_second_have_folders_of_their_own(monkeypatch):
         assert main(["run", "s.toml", "--quiet"]) == 0
     names = sorted(path.name for path in Path("runs").iterdir())
     assert names == ["fedavg-digits-now", "fedavg-digits-now-2", "fedavg-digits-now-3"]
+
+
+WILD = "[partition]\nclients = 4\n[training]\nrounds = 2\nlr = 1e9\nlocal_epochs = 1\n"
+
+
+@pytest.mark.filterwarnings("default:.*never took a step")
+def test_a_run_that_never_took_a_step_says_so_and_exits_with_3(capsys):
+    Path("wild.toml").write_text(WILD)
+    assert main(["run", "wild.toml", "--out", "wild", "--quiet"]) == 3
+    said, warned = capsys.readouterr()
+    message = "the model never took a step: in 2 rounds no reply could be used (8 failed or refused)"
+    assert warned == f"fedstrata: warning: {message}\n"
+    assert "warning" in said
+    assert "8 × refused; the first: " in said
+    assert json.loads(Path("wild/summary.json").read_text())["warning"] == message
+    assert main(["run", "--resume", "wild", "--quiet"]) == 3  # it is over, and it still is what it is
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default:.*never took a step")
+def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):
+    overlays = "[compare.wild]\nmethod = 'fedavg'\n[compare.tame]\nmethod = 'fedavg'\ntraining = { lr = 0.1 }\n"
+    Path("s.toml").write_text(WILD + "[evaluation]\nvalidation = 0.2\n" + overlays)
+    assert main(["compare", "s.toml", "--out", "cmp", "--jobs", "1", "--quiet"]) == 3
+    said, warned = capsys.readouterr()
+    assert "wild †" in said
+    assert "† No reply could be used in 1 run of wild: its model never took a step." in " ".join(said.split())
+    assert warned.startswith("fedstrata: warning: wild, seed 0: the model never took a step")
+    assert "wild †" in Path("cmp/table.md").read_text()
+    assert Path("cmp/tame/seed-0/model.safetensors").exists()
+    assert main(["sweep", "s.toml", "--set", "training.lr=1e9,0.1", "--out", "swp", "--jobs", "1", "--quiet"]) == 3
+    said = capsys.readouterr().out
+    assert "never took a step: no reply could be used" in said
+    assert "Best: lr=0.1" in said

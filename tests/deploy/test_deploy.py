@@ -149,6 +149,14 @@ def test_without_the_extra_the_error_names_it(tmp_path: Path, monkeypatch: pytes
         provision(fs.Experiment(), Sites.read(EXAMPLE), tmp_path / "out")
 
 
+def test_a_job_does_not_say_where_a_server_writes(tmp_path: Path) -> None:
+    pytest.importorskip("nvflare")
+    spec = fs.Experiment.from_table({"tracking": {"tensorboard": {"dir": "/srv"}}})
+    with pytest.raises(SpecError, match="tracking: a job does not say where a server writes"):
+        provision(spec, Sites.read(EXAMPLE), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 class _Line:
     """Sites in this process, as a server reaches them."""
 
@@ -174,13 +182,13 @@ def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(
     plan, deployed, simulated = JobSpec("run.toml", "run", 3), SiteSettings(), SiteSettings(simulated=True)
     for settings in (deployed, simulated):
         folder = folder_of(plan, old, tmp_path / "server", settings)
-        Server([])._run(plan, old, folder, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
+        Server([])._run(plan, old, folder, _Line(tmp_path / "sites"), SiteSettings(simulated=True))  # type: ignore[arg-type]
         assert len(fs.History.load(folder)) == 2
     other = folder_of(plan, new, tmp_path / "server", deployed)
-    Server([])._run(plan, new, other, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
+    Server([])._run(plan, new, other, _Line(tmp_path / "sites"), SiteSettings(simulated=True))  # type: ignore[arg-type]
     assert len(fs.History.load(other)) == 1
     with pytest.raises(SpecError, match=r"training\.rounds = 1: this run has 2"):
-        Server([])._run(plan, new, folder, _Line(tmp_path / "sites"), None)  # type: ignore[arg-type]
+        Server([])._run(plan, new, folder, _Line(tmp_path / "sites"), SiteSettings(simulated=True))  # type: ignore[arg-type]
     assert (folder / "spec.toml").read_text() == old
 
 

@@ -65,13 +65,36 @@ def test_any_task_has_a_bar_and_a_note() -> None:
     assert "client 7: [variational]" in last
 
 
-@pytest.mark.parametrize(("quiet", "force"), [(True, True), (False, False)])
-def test_silent_where_nobody_watches(quiet: bool, force: bool) -> None:
+@pytest.mark.parametrize(("quiet", "force"), [(True, True), (True, False), (False, False)])
+def test_silent_where_nobody_watches_and_where_it_is_short(quiet: bool, force: bool) -> None:
     console = Console(file=io.StringIO(), force_terminal=force)
     with Progress(quiet, console) as progress:
         progress.of_run("fedavg", 4)(RECORD)
         progress.show("audit", 1, 4)
     assert written(console) == ""
+
+
+def test_off_a_terminal_a_line_every_ten_seconds() -> None:
+    console, now = Console(file=io.StringIO(), force_terminal=False, width=40), [100.0]
+    with Progress(console=console, clock=lambda: now[0]) as progress:
+        watch = progress.of_run("fed[avg]", 40, done=4)
+        for round in range(5, 36):
+            now[0] += 1.0
+            watch({"round": round, "accuracy": round / 100, "clients_returned": 7, "clients_invited": 10})
+    assert written(console).splitlines() == [
+        "fed[avg]: 14/40 accuracy 14.0 % (best 14.0 %) clients 7/10 0:00:26 left",
+        "fed[avg]: 24/40 accuracy 24.0 % (best 24.0 %) clients 7/10 0:00:16 left",
+        "fed[avg]: 34/40 accuracy 34.0 % (best 34.0 %) clients 7/10 0:00:06 left",
+    ]
+
+
+def test_the_line_of_a_comparison_is_about_all_of_it() -> None:
+    console, now = Console(file=io.StringIO(), force_terminal=False, width=40), [0.0]
+    with Progress(console=console, clock=lambda: now[0]) as progress:
+        watch = progress.of_runs({("fedavg", 0): 10, ("fedprox", 0): 10})
+        now[0] = 30.0
+        watch("fedavg", 0, 5)
+    assert written(console) == "2 runs: 5/20 rounds 0:01:30 left\n"
 
 
 def test_standard_output_stays_clean(capfd: pytest.CaptureFixture[str]) -> None:

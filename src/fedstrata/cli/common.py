@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -126,8 +126,12 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
             folder.parent.rmdir()
 
 
-def show_run(history: History) -> None:
-    """Print how a run went."""
+NO_STEP = 3
+"""The exit code where a run, or one of several, never took a step for want of replies that could be used."""
+
+
+def show_run(history: History) -> int:
+    """Print how a run went; the exit code."""
     import rich
 
     from fedstrata.report.summary import failures, summary_panel
@@ -136,3 +140,9 @@ def show_run(history: History) -> None:
     if (problems := failures(history)) is not None:
         print(problems)
     print(f"written to {history.path}")
+    return NO_STEP if history.warning else 0
+
+
+def exit_code(runs: Mapping[str, Sequence[History]]) -> int:
+    """The exit code of several runs."""
+    return NO_STEP if any(history.warning for members in runs.values() for history in members) else 0

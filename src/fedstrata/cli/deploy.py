@@ -43,8 +43,7 @@ def _deploy(options: argparse.Namespace) -> int:
         print(f"{options.out}: give everybody the folder of their name; its README.md says what to do there")
         return 0
     folder = located(options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent))
-    show_run(History.load(folder))
-    return 0
+    return show_run(History.load(folder))
 
 
 def add_submit(commands: Commands) -> None:
@@ -60,8 +59,7 @@ def _submit(options: argparse.Namespace) -> int:
     from fedstrata.deploy.submit import submit
     from fedstrata.history import History
 
-    show_run(History.load(submit(options.admin, options.out, wait=options.wait)))
-    return 0
+    return show_run(History.load(submit(options.admin, options.out, wait=options.wait)))
 
 
 def add_keys(commands: Commands) -> None:

@@ -20,7 +20,10 @@ BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, or 2 for bad input and 1 for any other failure we know of."""
+    """Run one command.
+
+    The exit code is 0, or 2 for bad input, 3 where a run never took a step, and 1 for any other failure we know of.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "η" shows "?", and the command goes on

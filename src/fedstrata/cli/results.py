@@ -14,6 +14,7 @@ from fedstrata.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
+    from fedstrata.grid_search import Sweep
 
 FORMATS = ("console", "markdown", "latex", "csv")
 
@@ -84,7 +85,7 @@ def _budget(text: str) -> tuple[str, float | None]:
 
 def add_sweep(commands: Commands) -> None:
     """``fedstrata sweep``."""
-    parser = commands.add_parser("sweep", help="a grid of settings, and which of them is best on validation samples")
+    parser = commands.add_parser("sweep", help="a grid or a search of settings; the best on validation samples")
     parser.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
     parser.add_argument(
         "--set",
@@ -94,70 +95,99 @@ def add_sweep(commands: Commands) -> None:
         metavar="SECTION.KEY=VALUE,VALUE",
         help="values to try; a single one overrides the setting",
     )
-    parser.add_argument("--seeds", help="comma-separated seeds of every cell (default: the spec's)")
+    parser.add_argument(
+        "--search",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=RANGE",
+        help="let Optuna search: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32",
+    )
+    parser.add_argument("--trials", type=int, default=20, help="of a search, with those it has had (default: 20)")
+    parser.add_argument("--no-pruning", action="store_true", help="let all trials of a search run to their end")
+    parser.add_argument("--seeds", help="comma-separated seeds of every setting (default: the spec's)")
     parser.add_argument("--out", type=Path, help="the folder; runs/sweep-DATA-TIME unless given")
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(work=_sweep)
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from fedstrata.grid_search import cells, sweep, to_markdown
-    from fedstrata.report.progress import Progress
+    from fedstrata.grid_search import to_markdown
     from fedstrata.spec import Experiment
 
     jobs, seeds = common.jobs(options), common.seeds(options)
     fixed, grid = _grid(options.overrides)
+    if options.search and grid:
+        key = next(iter(grid))
+        raise SpecError("--set", f"several values are a grid; beside --search give --search {key}=choice:…", key)
     table = read_spec(options.spec, fixed)
-    planned = located(options, lambda: cells(table, grid))
-    spec = Experiment.from_table(table)
-    rounds = {
-        (label, seed): cell.spec.training.rounds
-        for label, cell in planned.items()
-        for seed in ([spec.seed] if seeds is None else seeds)
-    }
-    with (
-        run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out,
-        Progress(options.quiet) as progress,
-    ):
-        watch = progress.of_runs(rounds)
-        found = located(options, lambda: sweep(table, grid, seeds=seeds, out=out, jobs=jobs, watch=watch))
+    spec = located(options, lambda: Experiment.from_table(table))
+    seeds = [spec.seed] if seeds is None else seeds
+    with run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out:
+        if options.search:
+            found = _search(options, table, out, seeds, jobs)
+        else:
+            found = _grid_of(options, table, grid, out, seeds, jobs)
     print(to_markdown(found))
     print(f"written to {out}: sweep.md, sweep.json, best.toml")
-    return 0
+    return common.exit_code(found.histories)
+
+
+def _grid_of(
+    options: argparse.Namespace,
+    table: dict[str, Any],
+    grid: dict[str, list[Any]],
+    out: Path,
+    seeds: list[int],
+    jobs: int | None,
+) -> Sweep:
+    from fedstrata.grid_search import cells, sweep
+    from fedstrata.report.progress import Progress
+
+    planned = located(options, lambda: cells(table, grid))
+    rounds = {(label, seed): cell.spec.training.rounds for label, cell in planned.items() for seed in seeds}
+    with Progress(options.quiet) as progress:
+        watch = progress.of_runs(rounds)
+        return located(options, lambda: sweep(table, grid, seeds=seeds, out=out, jobs=jobs, watch=watch))
+
+
+def _search(options: argparse.Namespace, table: dict[str, Any], out: Path, seeds: list[int], jobs: int | None) -> Sweep:
+    from fedstrata.tuning import search
+
+    space = dict[str, str]()
+    for given in options.search:
+        key, equals, text = given.partition("=")
+        if not equals or key.strip() in space:
+            problem = "is there twice" if equals else "expected SECTION.KEY=RANGE, such as training.lr=log:0.001..0.5"
+            raise SpecError("--search", problem, given)
+        space[key.strip()] = text
+    return located(
+        options,
+        lambda: search(
+            table,
+            space,
+            out=out,
+            trials=options.trials,
+            seeds=seeds,
+            jobs=jobs,
+            prune=not options.no_pruning,
+            progress=not options.quiet,
+        ),
+    )
 
 
 def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """Overrides of one value, and the values of those that have several."""
-    from fedstrata.spec import parse_value
+    from fedstrata.spec import parse_value, split_values
 
     fixed, grid = [], dict[str, list[Any]]()
     for override in overrides:
         key, _, text = override.partition("=")
-        if len(values := _values(text)) > 1:
+        if len(values := split_values(text)) > 1:
             grid[key.strip()] = [parse_value(value) for value in values]
         else:
             fixed.append(override)
     return fixed, grid
-
-
-def _values(text: str) -> list[str]:
-    """What stands between commas, but for those in brackets and in quotes.
-
-    >>> _values("[200, 100],[50],'a,b'")
-    ['[200, 100]', '[50]', "'a,b'"]
-    """
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if letter in "\"'" and quote in ("", letter):
-            quote = "" if quote else letter
-        elif not quote:
-            depth += (letter in "[{") - (letter in "]}")
-        if letter == "," and not quote and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts
 
 
 COMMANDS = (add_table, add_sweep)

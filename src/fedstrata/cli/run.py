@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstrata.cli import common
-from fedstrata.cli.common import add_spec, located, read_spec, run_folder, show_run
+from fedstrata.cli.common import add_spec, exit_code, located, read_spec, run_folder, show_run
 from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
@@ -22,16 +22,15 @@ def add_run(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
     parser.add_argument("--engine", default="local", help="where clients live: local (the default), ray or nvflare")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(work=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
-    from fedstrata.comparison import rounds_done
     from fedstrata.experiment import run
     from fedstrata.report.plots import plot_run
     from fedstrata.report.progress import Progress
-    from fedstrata.run_folder import spec_of
+    from fedstrata.run_folder import rounds_done, spec_of
     from fedstrata.spec import COMPARE, Experiment
 
     out, resume = options.out, options.resume is not None
@@ -57,8 +56,7 @@ def _run(options: argparse.Namespace) -> int:
                 options, lambda: run(spec, out=folder, engine=options.engine, resume=resume, callbacks=[watch])
             )
         plot_run(history, folder)
-    show_run(history)
-    return 0
+    return show_run(history)
 
 
 def add_compare(commands: Commands) -> None:
@@ -74,7 +72,7 @@ def add_compare(commands: Commands) -> None:
         "--references", help="what else to compare with: local (each client alone), centralised, or both by comma"
     )
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(work=_compare)
 
 
@@ -108,7 +106,7 @@ def _compare(options: argparse.Namespace) -> int:
     if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
         rich.print(contrasts.to_rich(contrasts.contrast(runs)))
     print(f"written to {out}: table.md, accuracy.png, report.html")
-    return 0
+    return exit_code(runs)
 
 
 COMMANDS = (add_run, add_compare)

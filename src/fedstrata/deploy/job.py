@@ -27,6 +27,7 @@ from fedstrata.run_folder import SPEC
 from fedstrata.simulation import run_prepared
 from fedstrata.spec import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
+from fedstrata.tracking import Tracking
 
 RESULT = "fedstrata"
 """The run folder inside the result of a deployed job."""
@@ -69,7 +70,7 @@ class Server:
             (folder / ERROR).unlink(missing_ok=True)
             try:
                 with only_from(settings.packages):
-                    self._run(plan, text, folder, line, settings.data)
+                    self._run(plan, text, folder, line, settings)
             except (RunAborted, SiteLostError):
                 raise  # The run is not over: it goes on when the job comes again.
             except Exception as error:
@@ -83,11 +84,13 @@ class Server:
                     without = shutil.ignore_patterns("checkpoint")
                     shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
 
-    def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, test: Path | None) -> None:
+    def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, settings: SiteSettings) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
+        if not settings.simulated:  # a job does not say where this server writes, nor whom it tells
+            spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()
         homes = plan.homes(sorted(line.sites))
-        prepared = prepare_server(spec, test, len(homes)) if plan.own_data else prepare(spec)
+        prepared = prepare_server(spec, settings.data, len(homes)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
         engine = NVFlareEngine(
             prepared.config,

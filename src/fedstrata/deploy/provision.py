@@ -63,6 +63,9 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     require_nvflare()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SpecError("--out", "exists already; certificates are never written over", str(out))
+    if spec.tracking.callbacks:
+        problem = "a job does not say where a server writes, nor whom it tells: take it out, and look at what it leaves"
+        raise SpecError("tracking", problem)
     homes = sites.homes(spec)
     if sites.own_data:
         test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()

@@ -13,7 +13,19 @@ import numpy as np
 from fedstrata.errors import SpecError, nearest
 from fedstrata.history import History
 from fedstrata.report.draw import TRAFFIC, Floats, quantity, spent
-from fedstrata.report.tables import MEASURES, MISSING, Measure, Row, is_target, measure, number, reached, shown
+from fedstrata.report.tables import (
+    MEASURES,
+    MISSING,
+    STUCK,
+    Measure,
+    Row,
+    is_target,
+    measure,
+    number,
+    of_stuck,
+    reached,
+    shown,
+)
 from fedstrata.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
 
 if TYPE_CHECKING:
@@ -50,6 +62,7 @@ class Contrast:
         seeds: How many runs there are.
         value: The measure over them.
         difference: To the baseline, paired by seed; None for the baseline itself, and where there is none.
+        stuck: How many of the runs never took a step.
     """
 
     key: str
@@ -57,6 +70,12 @@ class Contrast:
     seeds: int
     value: Estimate
     difference: Difference | None
+    stuck: int = 0
+
+    @property
+    def marked(self) -> str:
+        """The label, with a mark where a run never took a step."""
+        return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
@@ -120,7 +139,14 @@ def contrast(
             continue
         values[key], measures[key] = found, _measure(key, budgets, runs)
     rows = [
-        Contrast(key, label, len(runs[label]), Estimate.over(own), _difference(runs, found, label, baseline, test))
+        Contrast(
+            key,
+            label,
+            len(runs[label]),
+            Estimate.over(own),
+            _difference(runs, found, label, baseline, test),
+            sum(bool(history.warning) for history in runs[label]),
+        )
         for key, found in values.items()
         for label, own in found.items()
     ]
@@ -242,7 +268,7 @@ def _lines(found: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
         how = found.measures[key]
         groups[how.heading] = [
             [
-                row.label,
+                row.marked,
                 shown(row.value, how, row.seeds),
                 range_text(row.value.interval, how),
                 MISSING if (d := row.difference) is None or d.mean is None else number(d.mean, how, "+"),
@@ -296,6 +322,7 @@ def _sentences(found: Contrasts) -> Iterator[str]:
         yield "Wilcoxon's test needs six pairs that differ: below them its p cannot reach 0.05, and none is given."
     if any(each.p is None and each.n >= FEWEST[found.test] for each in differences):
         yield "No p where (nearly) all pairs differ alike or not at all."
+    yield from of_stuck({row.label: row.stuck for row in found.rows})
 
 
 def to_rich(found: Contrasts) -> RenderableType:
@@ -348,6 +375,7 @@ _LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#", "_": r"\_", "$": r"\$",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
     "|": "$|$", "±": r"$\pm$", MISSING: "--",
+    STUCK: r"$\dagger$",
     "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row they would belong to the end of the one before
 }  # fmt: skip
 

@@ -1,10 +1,13 @@
-"""What the terminal shows while something long goes on."""
+"""What a terminal, a notebook or a log shows while something long goes on."""
 
 from __future__ import annotations
 
+import html
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from fedstrata.report.summary import percent
 from fedstrata.report.tables import MISSING
@@ -15,30 +18,78 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
+LINE_EVERY = 10.0
+"""Seconds between two lines where there is neither a terminal nor a notebook: short work says nothing."""
+
+DRAW_EVERY = 0.25
+"""Seconds between two pictures in a notebook."""
+
+
+@dataclass
+class _Task:
+    """How far a task is, and how far it was when it was first heard of."""
+
+    done: int
+    total: int
+    note: str
+    visible: bool
+    began: float
+    first: int
+
+    def left(self, now: float) -> str:
+        """About how long it will take from here, once there is something to tell it by."""
+        fresh = self.done - self.first
+        if fresh < 1 or self.done >= self.total:
+            return ""
+        seconds = round((now - self.began) / fresh * (self.total - self.done))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
+
+
+class _Handle(Protocol):
+    def update(self, shown: object) -> object:
+        """Show something else in the same place."""
+
+
 class Progress:
-    """A bar for each task, on standard error for the time of a ``with`` block; nothing where that is no terminal.
+    """How far each task is, for the time of a ``with`` block.
+
+    A bar in a terminal, on standard error, and in a notebook; elsewhere a line every ten seconds, as far as there is
+    something to tell then.
 
     Args:
         quiet: Show nothing at all.
         console: Another place to write to.
+        clock: Tells seconds.
 
     >>> with Progress(quiet=True) as progress:
     ...     progress.show("audit", 0, 4, "round 9 again")
     """
 
-    def __init__(self, quiet: bool = False, console: Console | None = None) -> None:
-        self.quiet, self._console = quiet, console
+    def __init__(
+        self, quiet: bool = False, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """None where nothing is shown."""
-        self._tasks: dict[str, TaskID] = {}
+        """In a terminal alone."""
+        self._ids: dict[str, TaskID] = {}
+        self._tasks: dict[str, _Task] = {}
+        self._handle: _Handle | None = None
+        """In a notebook alone."""
+        self._said = 0.0
+        """When something was shown last."""
 
     def __enter__(self) -> Self:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        console = self._console or Console(stderr=True)
-        if not self.quiet and console.is_terminal:
+        self._console = console = self._console or Console(stderr=True)
+        self._said = self._clock()
+        if self.quiet:
+            return self
+        if console.is_jupyter:
+            self._handle = _display(self._picture())
+        elif console.is_terminal:
             self._bars = Bars(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=None),
@@ -57,6 +108,10 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
+        if self._handle is not None:
+            self._handle.update(_markup(self._picture()))
+            self._handle = None
+        self.quiet = True
 
     def show(self, task: str, done: int, total: int, note: str = "", *, visible: bool = True) -> None:
         """Show how far a task has come; its bar is made when it is first heard of.
@@ -68,11 +123,41 @@ class Progress:
             note: What to say beside the bar.
             visible: Whether its bar is shown.
         """
-        if self._bars is None:
+        if self.quiet or self._console is None:
             return
-        if task not in self._tasks:  # Parts done before are not progress: they say nothing about the time left.
-            self._tasks[task] = self._bars.add_task(task, completed=done, total=total, note=note, visible=visible)
-        self._bars.update(self._tasks[task], completed=done, total=total, note=note, visible=visible)
+        if self._bars is not None:
+            if task not in self._ids:  # Parts done before are not progress: they say nothing about the time left.
+                self._ids[task] = self._bars.add_task(task, completed=done, total=total, note=note, visible=visible)
+            self._bars.update(self._ids[task], completed=done, total=total, note=note, visible=visible)
+            return
+        now = self._clock()
+        before = self._tasks.get(task)
+        began, first = (now, done) if before is None else (before.began, before.first)
+        self._tasks[task] = _Task(done, total, note, visible, began, first)
+        if now - self._said < (LINE_EVERY if self._handle is None else DRAW_EVERY):
+            return
+        self._said = now
+        if self._handle is not None:
+            self._handle.update(_markup(self._picture()))
+        else:
+            # The first task is the whole of it; what it is made of would be a line each.
+            name, whole = next(iter(self._tasks.items()))
+            parts = [f"{whole.done}/{whole.total}", whole.note, whole.left(now)]
+            self._console.print(
+                f"{name}: {' '.join(filter(None, parts))}", markup=False, highlight=False, soft_wrap=True
+            )
+
+    def _picture(self) -> str:
+        """What a notebook shows: a row a task."""
+        rows = [
+            f'<tr><td style="text-align:left">{html.escape(name)}</td>'
+            f'<td><progress value="{task.done}" max="{task.total}"></progress></td>'
+            f'<td style="text-align:left">{task.done}/{task.total} {html.escape(task.note)}</td>'
+            f"<td>{task.left(self._clock())}</td></tr>"
+            for name, task in self._tasks.items()
+            if task.visible
+        ]
+        return f"<table>{''.join(rows)}</table>" if rows else ""
 
     def of_run(self, label: str, rounds: int, done: int = 0) -> Callable[[Mapping[str, Any]], None]:
         """A bar for the rounds of a run.
@@ -122,3 +207,17 @@ class Progress:
 
         self.show(task, 0, total, "rounds")
         return watch
+
+
+def _display(markup: str) -> _Handle:
+    """Show something in a notebook that can be replaced later."""
+    from IPython.display import display
+
+    handle: _Handle = display(_markup(markup), display_id=True)
+    return handle
+
+
+def _markup(text: str) -> object:
+    from IPython.display import HTML
+
+    return HTML(text)

@@ -37,6 +37,8 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
         by = "by the validation samples" if summary["best_on"] == "validation" else "picked on the test set"
         lines.append(("best", f"{percent(summary['best_accuracy'])} in round {summary['best_round']}, {by}"))
     lines += [("measured", ", ".join(found))] if (found := _metrics(history)) else []
+    if history.warning:
+        lines.append(("warning", history.warning))
     if history.stopped:
         lines.append(("stopped", history.stopped))
     reached = {target: round for target, round in summary["rounds_to_target"].items() if isinstance(round, int)}

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MISSING = "–"
+STUCK = "†"
+"""Marks the label of runs whose model never took a step."""
 ABREAST = 4
 """So many labels fit beside each other on a terminal."""
 
@@ -25,11 +27,18 @@ class Row:
         label: The method, or whatever distinguishes the runs.
         seeds: How many runs there are.
         cells: An estimate for each measure, by its key.
+        stuck: How many of the runs never took a step.
     """
 
     label: str
     seeds: int
     cells: dict[str, Estimate]
+    stuck: int = 0
+
+    @property
+    def marked(self) -> str:
+        """The label, with a mark where a run never took a step."""
+        return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
             )
         cells |= {name: Estimate.over(_last(history, name) for history in members) for name in measured}
         cells |= {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
-        rows.append(Row(label, len(members), cells))
+        rows.append(Row(label, len(members), cells, sum(bool(history.warning) for history in members)))
     return rows
 
 
@@ -174,12 +183,23 @@ def keys(rows: Sequence[Row]) -> list[str]:
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """What the numbers are, in a sentence; empty where every label has one seed."""
-    counts = sorted({row.seeds for row in rows})
-    if not counts or counts == [1]:
-        return ""
-    seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
-    return f"Mean ± sample standard deviation over {seeds}."
+    """What the numbers are, in a sentence or two; empty where every label has one seed and took its steps."""
+    sentences, counts = list[str](), sorted({row.seeds for row in rows})
+    if counts and counts != [1]:
+        seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+        sentences.append(f"Mean ± sample standard deviation over {seeds}.")
+    return " ".join([*sentences, *of_stuck({row.label: row.stuck for row in rows})])
+
+
+def of_stuck(stuck: Mapping[str, int]) -> list[str]:
+    """A sentence about the labels of which runs never took a step; none where there are none.
+
+    >>> of_stuck({"fedavg": 0, "wild": 2})
+    ['† No reply could be used in 2 runs of wild: their models never took a step.']
+    """
+    counts = [f"{count} run{'' if count == 1 else 's'} of {label}" for label, count in stuck.items() if count]
+    which = "its model" if sum(stuck.values()) == 1 else "their models"
+    return [f"{STUCK} No reply could be used in {', '.join(counts)}: {which} never took a step."] if counts else []
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
@@ -197,7 +217,7 @@ def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
     table.add_column("", overflow="fold")
     if len(rows) <= ABREAST:
         for row in rows:
-            table.add_column(Text(row.label), justify="right", overflow="fold")
+            table.add_column(Text(row.marked), justify="right", overflow="fold")
         for key in keys(rows):
             table.add_row(Text(measure(key).heading), *(Text(show(row, key)) for row in rows))
         return table
@@ -206,7 +226,7 @@ def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
         heading = measure(key).heading
         table.add_column(Text(heading), justify="right", min_width=max(map(len, heading.split())))
     for row in rows:  # the deviation goes below the mean, to be narrow
-        table.add_row(Text(row.label), *(Text(show(row, key).replace(" ±", "\n±")) for key in shown))
+        table.add_row(Text(row.marked), *(Text(show(row, key).replace(" ±", "\n±")) for key in shown))
     return table
 
 
@@ -216,16 +236,20 @@ def to_markdown(rows: Sequence[Row]) -> str:
     lines = [
         ["", *(measure(key).heading for key in shown)],
         ["---", *("---:" for _ in shown)],
-        *([row.label.replace("|", r"\|"), *(show(row, key) for key in shown)] for row in rows),
+        *([row.marked.replace("|", r"\|"), *(show(row, key) for key in shown)] for row in rows),
     ]
     text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return text + (f"\n{caption(rows)}\n" if caption(rows) else "")
 
 
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The table as plain values: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure."""
+    """The table as plain values: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
+
+    ``stuck`` is how many runs never took a step, where there are any.
+    """
     return [
         {"label": row.label, "seeds": row.seeds}
+        | ({"stuck": row.stuck} if row.stuck else {})
         | {key: {"mean": cell.mean, "sd": cell.sd, "n": cell.n} for key, cell in row.cells.items()}
         for row in rows
     ]

@@ -1,0 +1,291 @@
+"""Searches: what ranges say, what is pruned and judged, and that no kill loses or repeats a trial."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from processes import started
+
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.errors import ExtraMissingError, SpecError
+from fedstrata.grid_search import BEST, FIGURES, TABLE
+from fedstrata.run_folder import rounds_done
+from fedstrata.spec import Experiment
+from fedstrata.tuning import PRUNED, STUDY, Range, called, opened
+
+optuna = pytest.importorskip("optuna")
+
+TABLES = {
+    "partition": {"clients": 4},
+    "training": {"rounds": 4, "local_epochs": 1},
+    "model": {"name": "mlp", "hidden": [8]},
+    "evaluation": {"validation": 0.2, "checkpoint_every": 1},
+}
+SPACE = {
+    "training.lr": "log:0.0001..0.5",
+    "training.batch_size": "choice:8,32",
+    "training.local_epochs": "int:1..2",
+    "training.momentum": "uniform:0..0.9",
+}
+
+
+def trials(out: Path) -> list[optuna.trial.FrozenTrial]:
+    with opened(out / STUDY) as study:
+        found: list[optuna.trial.FrozenTrial] = study.get_trials()
+    return found
+
+
+def rounds_run(out: Path) -> dict[str, list[int]]:
+    return {
+        path.parts[-3]: [r["round"] for r in fs.History.load(path.parent)] for path in out.glob("*/*/metrics.jsonl")
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("0.1,0.2", r"training.lr takes uniform:…, log:…, int:…, choice:…, such as log:0\.001\.\.0\.5"),
+        ("logg:0.1..1", "did you mean 'log'"),
+        ("log:0..1", r"expected log:LOW\.\.HIGH with LOW < HIGH with 0 < LOW"),
+        ("uniform:1..0", r"expected uniform:LOW\.\.HIGH with LOW < HIGH"),
+        ("uniform:1", r"expected uniform:LOW\.\.HIGH"),
+        ("uniform:0..nan", r"expected uniform:LOW\.\.HIGH"),
+        ("uniform:0..inf", r"expected uniform:LOW\.\.HIGH"),
+        ("int:0.5..2", "of whole numbers"),
+        ("choice:8", "a choice is of at least two different values"),
+        ("choice:8, 8", "a choice is of at least two different values"),
+    ],
+)
+def test_what_is_no_range(text, problem):
+    with pytest.raises(SpecError, match=problem):
+        Range.parse("training.lr", text)
+
+
+def test_ranges_say_what_specs_can_hold():
+    assert Range.parse("k", "uniform:-1..2.5").ends == [-1.0, 2.5]
+    assert Range.parse("k", "int:1..8").ends == [1, 8]
+    assert Range.parse("k", "choice:fedavg,0.5,[8, 8],true").ends == ["fedavg", 0.5, [8, 8], True]
+    log = Range.parse("k", "log:0.00012345..0.5")
+    assert log.value(0.123456) == 0.1235
+    assert log.value(0.00012345) == 0.00012345  # never below its end
+    for text in ("log:0.001..0.5", "int:1..8", "choice:[8],[8, 8]"):
+        assert Range.parse("k", str(Range.parse("k", text))) == Range.parse("k", text)
+
+
+@pytest.mark.parametrize(
+    ("space", "changes", "message"),
+    [
+        ({}, {}, "--search: a search needs a setting and its range"),
+        ({"training.lr": "log:0.1..1"}, {"evaluation": {}}, "evaluation.validation: needed: a sweep picks the best"),
+        ({"training.lr": "uniform:-1..1"}, {}, r"training.lr = -1\.0: input should be greater than 0"),
+        ({"training.lrr": "uniform:0..1"}, {}, "training.lrr = 0.0: unknown key"),
+        ({"training.clients_per_round": "int:1..5"}, {}, "training.clients_per_round = 5"),
+        ({"method.name": "choice:fedavg,fedvag"}, {}, "no such method"),
+    ],
+)
+def test_everything_is_checked_before_anything_is_written(space, changes, message, tmp_path):
+    with pytest.raises(SpecError, match=message):
+        fs.search({**TABLES, **changes}, space, out=tmp_path / "out", trials=2, jobs=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_optuna_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ExtraMissingError, match=r"pip install 'fedstrata\[sweep\]'"):
+        fs.search(TABLES, SPACE, out=tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A search that nobody disturbed."""
+    out = tmp_path_factory.mktemp("search") / "whole"
+    return out, fs.search(TABLES, SPACE, out=out, trials=10, jobs=1)
+
+
+@pytest.mark.slow
+def test_what_is_best_by_the_validation_samples(whole):
+    out, found = whole
+    told = trials(out)
+    assert [called(trial.number) for trial in told] == list(found.cells)
+    assert len(told) == 10
+    complete = {called(t.number): t.value for t in told if t.state == optuna.trial.TrialState.COMPLETE}
+    assert found.best == max(complete, key=complete.__getitem__)
+    assert found.values[found.best].mean == pytest.approx(complete[found.best])
+    for label, value in complete.items():
+        assert value == found.histories[label][0].column("validation.accuracy")[1][-1]
+    assert Experiment.from_toml(out / BEST) == found.cells[found.best].spec
+    table = (out / TABLE).read_text()
+    assert f"Best: {found.best}; its test accuracy is " in table
+    assert len([line for line in table.splitlines() if line.startswith("| 0.")]) == 10
+    assert json.loads((out / FIGURES).read_text())["best"] == found.best
+    assert list(fs.load_runs(out)) == list(found.cells)
+
+
+@pytest.mark.slow
+def test_only_what_does_worse_than_the_median_is_pruned(whole):
+    """The rule by hand: after five whole trials, the best value so far against the median of theirs in that round."""
+    out, _ = whole
+    done: list[dict[int, float]] = []
+    pruned = 0
+    for trial in trials(out):
+        label = called(trial.number)
+        history = fs.History.load(out / label / "seed-0")
+        curve = dict(zip(*map(list, history.column("validation.accuracy")), strict=True))
+        end = 4
+        for round in (1, 2, 3):
+            best = max(value for r, value in curve.items() if r <= round)
+            others = sorted(each[round] for each in done)
+            if len(done) >= 5 and best < (others[(len(others) - 1) // 2] + others[len(others) // 2]) / 2:
+                end = round
+                break
+        assert len(history) == end, label
+        assert history.stopped.startswith(PRUNED) == (end < 4)
+        pruned += end < 4
+        if end == 4:
+            done.append(curve)
+    assert pruned, "this search has to prune for the test to say anything"
+
+
+@pytest.mark.slow
+def test_a_search_that_is_killed_at_random_ends_alike(whole, tmp_path):
+    out, found = whole
+    generator, told = random.Random(3), list[tuple[str, int]]()
+
+    def die(label: str, seed: int, rounds: int) -> None:
+        told.append((label, rounds))
+        if generator.random() < 0.15:
+            raise KeyboardInterrupt
+
+    deaths = 0
+    while True:
+        try:
+            again = fs.search(TABLES, SPACE, out=tmp_path / "killed", trials=10, jobs=1, watch=die)
+            break
+        except KeyboardInterrupt:
+            deaths += 1
+    assert deaths > 2
+    assert again.best == found.best
+    for name in (TABLE, FIGURES, BEST):
+        assert (tmp_path / "killed" / name).read_bytes() == (out / name).read_bytes()
+    assert rounds_run(tmp_path / "killed") == rounds_run(out)
+    # More of them go on from there, and nothing that is there runs again.
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*/*/model.safetensors")}
+    more = fs.search(TABLES, SPACE, out=tmp_path / "killed", trials=12, jobs=1)
+    assert list(more.cells) == [called(number) for number in range(12)]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+@pytest.mark.slow
+def test_another_search_in_the_same_folder_is_refused(whole):
+    out, _ = whole
+    with pytest.raises(SpecError, match=r"--search = .*this folder's search has .*log:0\.0001"):
+        fs.search(TABLES, {**SPACE, "training.lr": "log:0.01..0.5"}, out=out, trials=10)
+    with pytest.raises(SpecError, match="SPEC = "):
+        fs.search({**TABLES, "seed": 1}, SPACE, out=out, trials=10, seeds=[0])
+    with pytest.raises(SpecError, match="--seeds = "):
+        fs.search(TABLES, SPACE, out=out, trials=10, seeds=[0, 1])
+
+
+@pytest.mark.slow
+def test_what_does_not_go_together_and_what_took_no_step_is_never_best(tmp_path):
+    table = {**TABLES, "model": {"name": "mlp", "hidden": [8, 8, 8]}}
+    space = {"training.lr": "choice:0.1,1e17", "training.rounds": "choice:1,2"}
+    found = fs.search(table, space, out=tmp_path / "lr", trials=6, seeds=[0, 1], jobs=1, prune=False)
+    assert {cell.settings["training.lr"] for cell in found.cells.values()} == {0.1, 1e17}
+    for label, cell in found.cells.items():
+        assert (label in found.notes) == (cell.settings["training.lr"] == 1e17)
+        assert len(found.histories[label]) == 2
+    assert found.cells[found.best].settings["training.lr"] == 0.1
+    assert "never took a step" in (tmp_path / "lr" / TABLE).read_text()
+
+    pair = {"method.name": "choice:fedavg,scaffold", "training.momentum": "choice:0,0.9"}
+    with pytest.raises(SpecError):  # an end that is impossible by itself is refused at once
+        fs.search(
+            TABLES, {"method.name": "choice:scaffold,fedavg", "training.momentum": "choice:0.9,0"}, out=tmp_path / "no"
+        )
+    found = fs.search(TABLES, pair, out=tmp_path / "pair", trials=8, jobs=1)
+    refused = [label for label, note in found.notes.items() if "SCAFFOLD" in note]
+    assert refused, "this search has to meet the pair for the test to say anything"
+    assert {tuple(found.cells[label].settings.values()) for label in refused} == {("scaffold", 0.9)}
+    assert all(found.histories[label] == [] for label in refused)
+    assert found.best not in refused
+
+
+SPEC = "[partition]\nclients = 4\n[training]\nrounds = 30\nlocal_epochs = 1\n[model]\nhidden = [8]\n"
+SPEC += "[evaluation]\nvalidation = 0.2\ncheckpoint_every = 1\n"
+COMMAND = (
+    "-m",
+    "fedstrata",
+    "sweep",
+    "spec.toml",
+    "--search",
+    "training.lr=log:0.001..0.5",
+    "--trials",
+    "6",
+    "--quiet",
+)
+
+
+def rounds_in(out: Path) -> int:
+    """How many rounds its runs have written down."""
+    return sum(rounds_done(path.parent) for path in out.glob("*/*/metrics.jsonl"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_after_kill_9_no_trial_is_lost_or_repeated(tmp_path, jobs):
+    """The whole session is killed at random, workers too, again and again."""
+    (tmp_path / "spec.toml").write_text(SPEC)
+    command = (*COMMAND, "--jobs", str(jobs))
+    generator, finished = random.Random(jobs), dict[str, int]()
+    kills = 0
+    while True:
+        goal = rounds_in(tmp_path / "out") + generator.randint(10, 50)
+        with started(*command, "--out", "out", cwd=tmp_path) as process:
+            while rounds_in(tmp_path / "out") < goal and process.process.poll() is None:
+                time.sleep(0.01)
+            if process.process.poll() is not None:
+                assert process.ended() == 0, process.said
+                break
+            process.process.send_signal(signal.SIGKILL)
+            assert process.ended() == -signal.SIGKILL
+            assert process.leaves_nothing()
+            kills += 1
+        models = {path.parts[-3]: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*/*/summary.json")}
+        assert {label: models[label] for label in finished} == finished
+        finished = models
+    assert kills > 1
+    found = trials(tmp_path / "out")
+    assert [trial.number for trial in found] == list(range(6))
+    assert all(trial.state.is_finished() for trial in found)
+    shown = json.loads((tmp_path / "out" / FIGURES).read_text())
+    assert [cell["label"] for cell in shown["cells"]] == [called(number) for number in range(6)]
+    if jobs == 1:
+        with started(*command, "--out", "whole", cwd=tmp_path) as process:
+            assert process.ended() == 0, process.said
+        for name in (TABLE, FIGURES, BEST):
+            assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_the_command_line_says_what_it_takes(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base = ["sweep", "--set", "evaluation.validation=0.2", "--quiet"]
+    for arguments, message in [
+        (["--search", "training.lr"], "--search = 'training.lr': expected SECTION.KEY=RANGE"),
+        (["--search", "training.lr=0.1"], "--search = '0.1': training.lr takes uniform:…"),
+        (["--search", "training.lr=log:0.1..1", "--search", "training.lr=log:0.1..1"], "is there twice"),
+        (
+            ["--search", "training.lr=log:0.1..1", "--trials", "0"],
+            "--trials = 0: expected a whole number of at least 1",
+        ),
+        (["--search", "training.lr=log:0.1..1", "--set", "seed=0,1"], "beside --search give --search seed=choice:…"),
+    ]:
+        assert main([*base, *arguments]) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
