@@ -402,7 +402,8 @@ def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_pa
     data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
     with pytest.warns(UserWarning, match="runs take turns in this process, for they use what is its own and this proc"):
         compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)
-    assert models(tmp_path) == models(in_turn[0])  # the same data, handed over
+    there = models(in_turn[0])  # with the same data, handed over; another test may have added a seed
+    assert models(tmp_path) == {run: there[run] for run in there if "seed-2" not in run}
 
 
 def test_with_data_of_ones_own_it_goes_on_with_the_same_data_alone(unreported, tmp_path):
