@@ -439,6 +439,11 @@ def test_one_that_never_took_a_step_is_marked_and_the_others_end(tmp_path, trace
     assert "| wild † |" in text
     assert "| away † |" in text
     assert "| fedavg |" in text
-    assert "† No reply could be used in 1 run of wild, 1 run of away: their models never took a step." in text
+    sentence = "† No reply could be used in 1 run of wild, 1 run of away: their models never took a step."
+    assert sentence in text
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert sentence in page
+    assert "wild †</th>" in page
+    assert "fedavg</th>" in page
     order = json.loads((tmp_path / "out" / "labels.json").read_text())
     assert order == ["wild", "fedavg", "away"]

@@ -148,7 +148,7 @@ def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     more = equal + [column for key in other for column in _columns(rows, key, found)]
     return {
         "data": data,
-        "labels": [(label, look(i)[0], " ".join(map(str, DASHES[look(i)[1]]))) for i, label in enumerate(runs)],
+        "labels": [(row.marked, look(i)[0], " ".join(map(str, DASHES[look(i)[1]]))) for i, row in enumerate(rows)],
         "tables": [(title, columns) for title, columns in (("Summary", summary), ("More measures", more)) if columns],
         "caption": contrasts.caption(found),
         "seeds": list(dict.fromkeys(run.name for each in runs.values() for run in each)),
