@@ -277,3 +277,24 @@ def test_without_the_extra_nothing_is_written(tmp_path, monkeypatch):
         with pytest.raises(ExtraMissingError):
             compare({"a": spec(tracking={tracking: True})}, out=tmp_path / "out", jobs=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("hook", ["add_scalar", "close"])
+def test_a_tracker_that_fails_costs_a_run_nothing(tmp_path, monkeypatch, hook):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"torch.utils.tensorboard.SummaryWriter.{hook}", full)
+    with pytest.warns(UserWarning, match=r"TensorBoard is lost for the rest of this run: OSError: .*No space") as told:
+        history = fs.run(spec(), callbacks=[fs.TensorBoard(dir=tmp_path)])
+    assert len([each for each in told if "is lost" in str(each.message)]) == 1
+    assert len(history) == 7
+
+
+def test_a_run_that_goes_on_with_more_rounds_is_shown_in_the_same_place(tmp_path):
+    shown = fs.TensorBoard(dir=tmp_path / "shown")
+    fs.run(spec(), out=tmp_path / "run", callbacks=[shown])
+    more = spec(training={**TABLE["training"], "rounds": 9, "workers": 1})
+    history = fs.run(more, out=tmp_path / "run", callbacks=[shown], resume=True)
+    (folder,) = (tmp_path / "shown").iterdir()
+    assert scalars(folder) == expected(history)

@@ -58,6 +58,7 @@ def rounds_run(out: Path) -> dict[str, list[int]]:
         ("uniform:0..nan", r"expected uniform:LOW\.\.HIGH"),
         ("uniform:0..inf", r"expected uniform:LOW\.\.HIGH"),
         ("int:0.5..2", "of whole numbers"),
+        ("int:1.." + "9" * 400, "of whole numbers"),
         ("choice:8", "a choice is of at least two different values"),
         ("choice:8, 8", "a choice is of at least two different values"),
     ],
@@ -65,6 +66,15 @@ def rounds_run(out: Path) -> dict[str, list[int]]:
 def test_what_is_no_range(text, problem):
     with pytest.raises(SpecError, match=problem):
         Range.parse("training.lr", text)
+
+
+@pytest.mark.parametrize(("seeds", "problem"), [([], "expected at least one"), ([-1], "seed = -1")])
+def test_seeds_that_are_none_are_refused_before_anything_is_written(tmp_path, seeds, problem):
+    with pytest.raises(SpecError, match=problem):
+        fs.search(TABLES, SPACE, out=tmp_path / "out", trials=2, jobs=1, seeds=seeds)
+    with pytest.raises(SpecError, match=problem):
+        fs.compare({"fedavg": fs.Experiment()}, out=tmp_path / "out", seeds=seeds)
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranges_say_what_specs_can_hold():

@@ -132,7 +132,7 @@ def plan(
     Raises:
         SpecError: The seeds differ, or there is no such reference of these experiments.
     """
-    seeds = [common_seed(experiments)] if seeds is None else seeds
+    seeds = checked_seeds([common_seed(experiments)] if seeds is None else seeds)
     planned = {
         (label, seed): build(Experiment, {**_fields(spec), "seed": seed})
         for label, spec in experiments.items()
@@ -143,6 +143,17 @@ def plan(
             runs = reference_runs(name, {label: planned[label, seed] for label in experiments}, data)
             planned |= {(f"{name}/{run}", seed): spec for run, spec in runs.items()}
     return planned
+
+
+def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    """Seeds that runs can have, at least one.
+
+    Raises:
+        SpecError: There is none, or one is no seed.
+    """
+    if not seeds:
+        raise SpecError("seeds", "expected at least one", [])
+    return tuple(build(Experiment, {"seed": seed}).seed for seed in seeds)
 
 
 def folder_of(out: Path, key: Key) -> Path:

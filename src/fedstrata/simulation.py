@@ -54,6 +54,7 @@ HANDLERS = Handlers(
         fedtan.fit_together,
         client_batch.reserve,
         client_batch.gradient,
+        client_batch.gradient_steps,
         client_batch.fused_gradient,
         client_single.step,
         client_single.FusedSteps,

@@ -14,7 +14,9 @@ import re
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -51,7 +53,50 @@ def _text(value: object) -> object:
 Folder = Annotated[str | None, BeforeValidator(_text)]
 
 
-class TensorBoard(Callback):
+class Tracker(Callback):
+    """Shows a run elsewhere: where that fails, a warning says so once, and the run goes on without it."""
+
+    name: ClassVar[str] = ""
+
+    def on_start(self, simulation: Watched) -> None:
+        """Begin, or go on where the run was shown before."""
+        self.lost = False
+        self._try(lambda: self.begin(simulation))
+
+    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
+        """Show a round."""
+        self._try(lambda: self.show(record))
+
+    def on_close(self, simulation: Watched, history: History, error: BaseException | None) -> None:
+        """End."""
+        self._try(lambda: self.end(simulation, history, error))
+
+    def _try(self, work: Callable[[], None]) -> None:
+        if getattr(self, "lost", False):
+            return
+        try:
+            work()
+        except SpecError:
+            raise
+        except Exception as problem:
+            self.lost = True
+            name, what = type(self).__name__, f"{type(problem).__name__}: {problem}"
+            warnings.warn(f"{name} is lost for the rest of this run: {what}", stacklevel=2)
+
+    @abstractmethod
+    def begin(self, simulation: Watched) -> None:
+        """``on_start``, which may fail."""
+
+    @abstractmethod
+    def show(self, record: Mapping[str, Any]) -> None:
+        """``on_round``, which may fail."""
+
+    @abstractmethod
+    def end(self, simulation: Watched, history: History, error: BaseException | None) -> None:
+        """``on_close``, which may fail."""
+
+
+class TensorBoard(Tracker):
     """Event files for TensorBoard: every number of a round, the settings and, as text, the spec.
 
     Needs the extra ``tracking``.
@@ -69,7 +114,7 @@ class TensorBoard(Callback):
         if importlib.util.find_spec("tensorboard") is None:
             raise ExtraMissingError("TensorBoard", "tracking")
 
-    def on_start(self, simulation: Watched) -> None:
+    def begin(self, simulation: Watched) -> None:
         """Open the files; what they have of rounds that come again is void."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
@@ -77,7 +122,7 @@ class TensorBoard(Callback):
         if self.dir is None and simulation.folder is None:
             raise SpecError("tracking.tensorboard.dir", "needed for a run that has no folder: where do its files go?")
         if self.dir is not None:
-            place = Path(self.dir) / title(simulation)
+            place = Path(self.dir) / kept(simulation.folder, "title", lambda: title(simulation))
         else:
             assert simulation.folder is not None
             place = simulation.folder / "tensorboard"
@@ -94,21 +139,21 @@ class TensorBoard(Callback):
                 writer.add_summary(summary, 0)
         self.writer.flush()
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
+    def show(self, record: Mapping[str, Any]) -> None:
         """Write the numbers of a round, and hand them to the system."""
         assert self.writer is not None
         for name, value in numbers(record).items():
             self.writer.add_scalar(name.replace(".", "/"), value, record["round"])
         self.writer.flush()
 
-    def on_close(self, simulation: Watched, history: History, error: BaseException | None) -> None:
+    def end(self, simulation: Watched, history: History, error: BaseException | None) -> None:
         """Close the files."""
         if (writer := getattr(self, "writer", None)) is not None:
             self.writer = None
             writer.close()
 
 
-class MLflow(Callback):
+class MLflow(Tracker):
     """A run of MLflow: every number of a round as metrics, settings as parameters, the run folder's files as artifacts.
 
     Needs the extra ``tracking``.
@@ -134,14 +179,15 @@ class MLflow(Callback):
         if importlib.util.find_spec("mlflow") is None:
             raise ExtraMissingError("MLflow", "tracking")
 
-    def on_start(self, simulation: Watched) -> None:
+    def begin(self, simulation: Watched) -> None:
         """Begin a run, or find the one that this run had before it was resumed."""
         from mlflow import MlflowClient, get_tracking_uri
 
         with _alone(self.uri or get_tracking_uri()):
             self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
             place = self._experiment()
-        token = self._token(simulation.folder)
+        # Written down before there is a run, so that a kill leaves no second one.
+        token = kept(simulation.folder, "mlflow", lambda: uuid.uuid4().hex)
         found = self.client.search_runs([place], f"tags.`fedstrata.run` = '{token}'", max_results=1)
         if found:
             self.run_id: str | None = found[0].info.run_id
@@ -158,7 +204,7 @@ class MLflow(Callback):
             for name in known.metrics
         }
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
+    def show(self, record: Mapping[str, Any]) -> None:
         """Log the numbers of a round that are not there yet."""
         from mlflow.entities import Metric
 
@@ -171,7 +217,7 @@ class MLflow(Callback):
         for some in _chunks(found):
             self.client.log_batch(self.run_id, metrics=some)
 
-    def on_close(self, simulation: Watched, history: History, error: BaseException | None) -> None:
+    def end(self, simulation: Watched, history: History, error: BaseException | None) -> None:
         """Upload the files, and say how the run ended."""
         run: str | None = getattr(self, "run_id", None)
         if run is None:
@@ -198,16 +244,6 @@ class MLflow(Callback):
                 return str(self.client.create_experiment(self.experiment))
         raise SpecError("tracking.mlflow.experiment", "MLflow neither has it nor makes it", self.experiment)
 
-    def _token(self, folder: Path | None) -> str:
-        """What MLflow's run is found by; written down before there is one, so that a kill leaves no second one."""
-        if folder is None:
-            return uuid.uuid4().hex
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return str(json.loads((folder / TOKEN).read_text(encoding="utf-8"))["mlflow"])
-        token = uuid.uuid4().hex
-        write_json(folder / TOKEN, {"mlflow": token})
-        return token
-
     def _tell_settings(self, settings: Mapping[str, str], known: Mapping[str, str]) -> None:
         """Log what is not there; MLflow's parameters never change, and more rounds are seen by their metrics."""
         from mlflow.entities import Param
@@ -215,6 +251,21 @@ class MLflow(Callback):
         new = [Param(_allowed(key), value) for key, value in settings.items() if _allowed(key) not in known]
         for some in _chunks(new):
             self.client.log_batch(self.run_id, params=some)
+
+
+def kept(folder: Path | None, key: str, make: Callable[[], str]) -> str:
+    """By what name a tracker knows a run: written into its folder, and read there when it is resumed."""
+    if folder is None:
+        return make()
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        found = json.loads((folder / TOKEN).read_text(encoding="utf-8"))
+        known = found if isinstance(found, dict) else {}
+    if not isinstance(known.get(key), str):
+        known[key] = make()
+        write_json(folder / TOKEN, known)
+    name: str = known[key]
+    return name
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 import logging
-import math
 import os
 import statistics
 import tomllib
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedstrata.callbacks import Callback, Watched
-from fedstrata.comparison import Watcher, check, folder_of, forks, is_done, refuse_lost, run_to_end
+from fedstrata.comparison import Watcher, check, checked_seeds, folder_of, forks, is_done, refuse_lost, run_to_end
+from fedstrata.config import LARGEST
 from fedstrata.errors import ExtraMissingError, SpecError, nearest
 from fedstrata.grid_search import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
 from fedstrata.history import History, numbers
@@ -90,7 +90,7 @@ class Range:
             ends = (int(low), int(high)) if kind == "int" else (float(low), float(high))
         except ValueError:
             ends = (0, -1)
-        finite = all(map(math.isfinite, ends)) and ends[0] < ends[1]
+        finite = all(-LARGEST <= end <= LARGEST for end in ends) and ends[0] < ends[1]
         if not dots or not finite or (kind == "log" and ends[0] <= 0):
             least = " with 0 < LOW" if kind == "log" else " of whole numbers" if kind == "int" else ""
             raise SpecError("--search", f"{key}: expected {kind}:LOW..HIGH with LOW < HIGH{least}", text)
@@ -165,7 +165,7 @@ def search(
         raise SpecError("--trials", "expected a whole number of at least 1", trials)
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
-    setup = Setup(dict(table), ranges, tuple([spec.seed] if seeds is None else seeds), Path(out), prune)
+    setup = Setup(dict(table), ranges, checked_seeds([spec.seed] if seeds is None else seeds), Path(out), prune)
     with occupied(setup.out), ExitStack() as shown:
         study = shown.enter_context(opened(setup.out / STUDY, setup.about))
         if progress:

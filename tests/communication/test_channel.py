@@ -16,7 +16,7 @@ from fedstrata.clients.handling import handles
 from fedstrata.clients.store import StateStore
 from fedstrata.communication.channel import Channel
 from fedstrata.communication.codecs import Communication
-from fedstrata.communication.messages import Coefficients, Encoded
+from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply
 from fedstrata.engines.local import LocalEngine
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import Failure
@@ -26,6 +26,7 @@ from fedstrata.handlers.encoded import MEMORY, MODEL, PENDING
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.records import record
 from fedstrata.simulation import Simulation, make_context
+from fedstrata.stratify.messages import GradientReply
 
 N = 4
 
@@ -350,3 +351,96 @@ def test_codecs_learn_as_much_on_digits_with_a_fraction_of_the_bytes() -> None:
     assert cheap[-1]["accuracy"] > dense[-1]["accuracy"] - 0.02
     assert sum(r["bytes_up"] for r in cheap) < 0.03 * sum(r["bytes_up"] for r in dense)
     assert sum(r["bytes_down"] for r in cheap) < 0.08 * sum(r["bytes_down"] for r in dense)
+
+
+class Liars(LocalEngine):
+    """The local engine, in which client 0 answers as the test says."""
+
+    lie: Any = None
+
+    def ask(self, requests: Mapping[ClientId, Request], *, together: bool, group: Any = None) -> Any:
+        outcomes = dict(super().ask(requests, together=together))
+        for client, outcome in outcomes.items():
+            if client == 0:
+                outcomes[client] = self.lie(outcome)
+        return outcomes
+
+
+def without_answer(answer: Any) -> Any:
+    return replace(answer, reply=None) if isinstance(answer, EncodedReply) else answer
+
+
+def with_junk(answer: Any) -> Any:
+    if isinstance(answer, EncodedReply) and isinstance(answer.reply, GradientReply):
+        return replace(answer, reply=replace(answer.reply, gradient={"junk": torch.ones(2)}))
+    return answer
+
+
+def enormous(answer: Any) -> Any:
+    if isinstance(answer, EncodedReply) and answer.reply is None:
+        payload = {name: {part: t * 0 + 3e38 for part, t in parts.items()} for name, parts in answer.payload.items()}
+        return replace(answer, payload=payload)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("lie", "method", "up", "counts"),
+    [
+        (without_answer, "fedavg", "qsgd", False),
+        (without_answer, "fedavg", {"name": "powersgd", "start": 9}, False),
+        (with_junk, {"name": "stratify", "cap": 10}, CODECS["powersgd"], True),
+        (with_junk, {"name": "stratify", "cap": 10}, "none", True),
+        (enormous, "fedavg", CODECS["powersgd"], True),
+    ],
+)
+def test_one_client_that_lies_costs_nobody_else(lie: Any, method: Any, up: Any, counts: bool) -> None:
+    table = {**BASE, "availability": "always", "method": method, "communication": {"up": up, "down": "bf16"}}
+    table["training"] = {**BASE["training"], "clients_per_round": 6, "rounds": 2}
+    spec = fs.Experiment.from_table(table)
+    engine = Liars(make_context(fs.prepare(spec)), StateStore())
+    engine.lie = lie
+    history = fs.run(spec, engine=engine)
+    for each in history:
+        assert each["clients_failed"] == (0 if counts else 1)
+        assert each["clients_returned"] >= 5
+    assert all(bool(t.isfinite().all()) for t in history.params.values())
+
+
+@pytest.mark.parametrize("label", CODECS)
+def test_a_change_that_is_not_finite_is_refused_before_a_codec_hides_it(label: str) -> None:
+    world = World(up=CODECS[label])
+    world.ask()
+    memory = world.store.get(1).get(MEMORY)
+    good = truth
+
+    def bad(client: ClientId, round: int, like: Params) -> Params:
+        found = good(client, round, like)
+        if client == 1:
+            next(iter(found.values())).view(-1)[:3] = float("nan")
+        return found
+
+    globals()["truth"] = bad
+    try:
+        assert set(world.ask()) == {0, 2, 3}
+    finally:
+        globals()["truth"] = good
+    assert "NaN or infinity" in world.federation.events[0]["reason"]
+    assert world.store.get(1).get(MEMORY) is memory
+
+
+def test_a_sum_that_nobody_finishes_together_is_void() -> None:
+    world = World(up=CODECS["powersgd"])
+    world.engine.lost = {Coefficients: {2}}
+    world.federation.begin(1)
+    request = Tell(1, Weights(world.params, {}))
+    assert world.federation.ask_sum(dict.fromkeys(range(N), request), together=True) is None
+    assert all(MEMORY not in world.store.get(client) for client in range(N))
+
+
+def test_a_listener_hears_the_answers_behind_a_sum() -> None:
+    heard: list[dict[ClientId, Any]] = []
+    world = World(up="bf16")
+    world.federation.listener = lambda round, replies: heard.append(dict(replies))
+    world.ask(summed=True)
+    assert [sorted(replies) for replies in heard] == [[0, 1, 2, 3]]
+    torch.testing.assert_close(heard[0][2].change, truth(2, 1, world.params), atol=0.02, rtol=0.01)

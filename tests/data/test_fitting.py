@@ -123,10 +123,25 @@ def test_statistics_travel():
         ({"count": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
         ({"samples": -1}, "below 0"),
         ({"counts": {}}, "counts of the columns"),
+        ({"squares": torch.full((4,), -1.0, dtype=torch.float64)}, "below 0"),
+        ({"count": torch.full((4,), 10.0, dtype=torch.float64)}, "10 values of 9 samples"),
+        ({"low": torch.full((4,), math.nan, dtype=torch.float64)}, "a smallest value"),
+        ({"low": torch.full((4,), -math.inf, dtype=torch.float64)}, "a smallest value"),
+        ({"high": torch.full((4,), -1e9, dtype=torch.float64)}, "a smallest value"),
+        (
+            {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.ones(3, 2, dtype=torch.complex64))},
+            "counts of the columns",
+        ),
+        (
+            {"counts": dict.fromkeys(["median", "frequent", "kind"], torch.full((3, 2), 9.0, dtype=torch.float64))},
+            "more values than samples",
+        ),
         ({"counts": dict.fromkeys(["median", "frequent", "kind"], torch.zeros(3))}, "counts of the columns"),
     ],
 )
 def test_statistics_of_something_else_are_refused(change, problem):
-    found = of(known(np.random.default_rng(0), 9), "standard", COLUMNS).statistics([np.arange(9)])
+    rows = of(known(np.random.default_rng(0), 9), "unit" if {"low", "high"} & change.keys() else "standard", COLUMNS)
+    found = rows.statistics([np.arange(9)])
+    rows.refuse_unlike(found)
     with pytest.raises(DataError, match=problem):
-        found.refuse_unlike(type(found)(**{**vars(found), **change}))
+        rows.refuse_unlike(type(found)(**{**vars(found), **change}))

@@ -608,3 +608,24 @@ def test_the_learning_rate_follows_the_size_of_a_batch(start, balanced, rule, fa
 def test_settings_of_batches_are_refused_where_there_are_none(balanced, settings, message):
     with pytest.raises(fs.SpecError, match=message):
         prepare(spec_of("iid", **settings), data=balanced)
+
+
+def test_local_steps_with_batchnorm_are_the_same_however_sums_are_computed(balanced):
+    """Statistics are those of the union batch in every step."""
+    found = []
+    for execution in ("fused", "per-client"):
+        spec = spec_of("dirichlet", clients=3, batch_size=60, local_steps=3, training={"execution": execution})
+        found.append(fs.run(spec, data=balanced, model=with_batchnorm()).params)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_clients_step_with_the_rate_of_the_server(start, balanced):
+    """So that one client that holds all of a batch is where its own steps led."""
+    rates = []
+    for lr, more in ((0.1, {"lr_rule": "linear"}), (0.4, {})):
+        spec = spec_of("iid", clients=1, batch_size=80, local_steps=2, cap=16, training={"lr": lr}, **more)
+        started = start(spec, balanced)
+        started.step()
+        rates.append(started.state.weights.params)
+    for name, tensor in rates[0].items():
+        torch.testing.assert_close(tensor, rates[1][name], atol=1e-6, rtol=1e-5)

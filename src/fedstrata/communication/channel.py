@@ -88,6 +88,8 @@ class Reader:
             if answer.reply is not None:
                 raise ReplyRefusedError("an answer before the second sum")
             return
+        if answer.reply is None:
+            raise ReplyRefusedError("the answer is missing beside its change")
         reply = self.read(answer)
         if any(not bool(torch.isfinite(tensor).all()) for tensor in self.decoded(answer).values()):
             raise ReplyRefusedError("a change that is beyond all numbers when it is decoded")
@@ -135,10 +137,14 @@ class Channel:
         if not answers or reader is None:
             return None
         clients = list(answers)
-        if reader.codec.linear:
-            rests = [replace(answer, payload={}) for answer in answers.values()]
-            return Summed(reader.read(replace(reduce(records.add, rests), payload=_payloads(answers))), clients)
-        return Summed(reduce(records.add, [reader.read(answer) for answer in answers.values()]), clients)
+        weights, replies = reader.request.weights, {client: reader.read(answer) for client, answer in answers.items()}
+        if federation.listener is not None:
+            federation.listener(federation.round, replies)
+        if not reader.codec.linear:
+            return Summed(reduce(records.add, replies.values()), clients)
+        # Of the answers only what was checked is added up, and of the changes what travelled.
+        rest = reduce(records.add, [reply.taken_apart(weights)[1] for reply in replies.values()])
+        return Summed(reader.read(EncodedReply(rest, _payloads(answers))), clients)
 
     def _ask(
         self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **how: Any
@@ -165,9 +171,8 @@ class Channel:
             return {}, None
         frame = codec.orthonormal(_payloads(answers))
         reader = replace(reader, forms=second, frame=frame, first=False)
-        answers = federation.exchange(
-            dict.fromkeys(answers, Coefficients(exchange, frame, reader)), quorum=how.get("quorum", 0)
-        )
+        how = {key: value for key, value in how.items() if key != "work"}  # which is done
+        answers = federation.exchange(dict.fromkeys(answers, Coefficients(exchange, frame, reader)), **how)
         if answers:
             self.state = replace(self.state, basis=codec.next_basis(_payloads(answers), basis))
         return answers, reader
@@ -212,7 +217,8 @@ class Channel:
             return
         self._round, self._source = round, params
         state, version = self.state, self.state.version + 1
-        if version == 0 or (isinstance(self.down, WithMemory) and round < self.down.start):
+        plain = isinstance(self.down, WithMemory) and round < self.down.start
+        if version == 0 or plain or not all(bool(tensor.isfinite().all()) for tensor in params.values()):
             params = {name: tensor.clone() for name, tensor in params.items()}
             self.state = replace(state, version=version, digest=digest_of(b"", params), params=params, changes=[])
             return
@@ -247,4 +253,5 @@ def _payloads(answers: Mapping[ClientId, EncodedReply]) -> Payload:
 
 
 def _wide(payload: Payload) -> Payload:
-    return {name: {part: tensor.float() for part, tensor in parts.items()} for name, parts in payload.items()}
+    # No sum of numbers that float32 can hold is beyond float64: nobody's part makes it infinite.
+    return {name: {part: tensor.double() for part, tensor in parts.items()} for name, parts in payload.items()}

@@ -281,7 +281,7 @@ class PowerSGD(WithMemory):
 
     def orthonormal(self, summed: Payload) -> Params:
         """P of the first sum, its columns orthonormal."""
-        return {name: self.rounded(torch.linalg.qr(parts["p"].float()).Q) for name, parts in summed.items()}
+        return {name: self.rounded(torch.linalg.qr(parts["p"].double()).Q.float()) for name, parts in summed.items()}
 
     def coefficients(self, change: Params, frame: Params) -> Payload:
         """The second sum's part, Q_k = M_kᵀ P, and what travels as it is."""
@@ -300,9 +300,9 @@ class PowerSGD(WithMemory):
         """Q of the next exchange: that of this one's sum, of length 1; that before where nothing came."""
         found = {}
         for name, q in before.items():
-            new = payload[name]["q"].float()
+            new = payload[name]["q"].double()
             norm = new.norm()
-            found[name] = self.rounded(new / norm) if norm > 0 else q
+            found[name] = self.rounded((new / norm).float()) if norm > 0 else q
         return found
 
     def forms(self, like: Params) -> Forms:

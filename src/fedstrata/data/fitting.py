@@ -6,6 +6,7 @@ same numbers; and both leave out what is held out, which is known only after the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -79,6 +80,10 @@ class Statistics(Message):
         Raises:
             DataError: No training sample has a value.
         """
+        if column.impute is None:
+            raise DataError(
+                f"column {name!r}: values are missing; accepted: all of them, or a rule such as impute = 'mean'"
+            )
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[place]:
@@ -101,12 +106,24 @@ class Statistics(Message):
             mine, theirs = getattr(self, name), getattr(other, name)
             if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
                 raise DataError(f"statistics of shape {list(theirs.shape)}; expected {list(mine.shape)}")
-        tables = [table for table in other.counts.values() if table.dim() == 2 and table.shape[1] == 2]
-        if other.counts.keys() != self.counts.keys() or len(tables) < len(other.counts):
+        tables = list(other.counts.values())
+        formed = all(each.dim() == 2 and each.shape[1] == 2 and each.dtype == torch.float64 for each in tables)
+        if other.counts.keys() != self.counts.keys() or not formed:
             raise DataError(f"counts of the columns {sorted(other.counts)}; expected {sorted(self.counts)}")
         sums = [other.count, other.mean, other.squares, *tables]
-        if other.samples < 0 or not all(bool(each.isfinite().all()) for each in sums) or (other.count < 0).any():
-            raise DataError("statistics that are not finite, or counts below 0")
+        if not all(bool(each.isfinite().all()) for each in sums):
+            raise DataError("statistics that are not finite")
+        numbers = [other.count, *(table[:, 1] for table in tables)]
+        if other.samples < 0 or (other.squares < 0).any() or any(bool((each < 0).any()) for each in numbers):
+            raise DataError("counts or sums of squares below 0")
+        if any(float(table[:, 1].sum()) > other.samples for table in tables):
+            raise DataError(f"more values than samples, which are {other.samples}")
+        some = other.count > 0 if len(other.low) else other.count[:0] > 0
+        low, high = other.low[some], other.high[some]
+        if not bool((low.isfinite() & high.isfinite() & (low <= high)).all()):
+            raise DataError("a smallest value that is not finite, or above the largest one")
+        if len(other.low) and not bool(((other.low[~some] == math.inf) & (other.high[~some] == -math.inf)).all()):
+            raise DataError("ends of a column without values")
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +161,18 @@ class Unfitted:
         return reduce(
             lambda whole, rows: whole + self._of(self.train[torch.tensor(rows)]), groups, self._of(self.train[:0])
         )
+
+    def refuse_unlike(self, other: Statistics) -> None:
+        """What another party sends must be what such data would give.
+
+        Raises:
+            DataError: It is of other columns, holds what no counting gives, or lacks values where none may be missing.
+        """
+        self.statistics(()).refuse_unlike(other)
+        for place, (name, column) in enumerate(self._columns()):
+            count = float(other.count[place])
+            if count > other.samples or (column.impute is None and count < other.samples):
+                raise DataError(f"column {name!r}: {count:g} values of {other.samples} samples")
 
     def _of(self, samples: Tensor) -> Statistics:
         # NumPy's sums are the same whatever the number of threads.

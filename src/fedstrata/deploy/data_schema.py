@@ -99,7 +99,15 @@ def survey_of(survey: Survey, data: Path | None) -> Statistics:
         raise UnusableDataError(f"{problem}evaluation.client_test")
     _, held = hold_out(spec.evaluation, own, whole, spec.seed, brought=brought, everybody=False)
     assert own.unfitted is not None
-    return own.unfitted.statistics(trained_on(own, whole, held))
+    rows = list(trained_on(own, whole, held))
+    if own.unfitted.needed and (left := sum(map(len, rows))) < FEWEST:
+        problem = f"{left} training samples are left beside what is held out; accepted: {FEWEST} or more, for the mean "
+        raise UnusableDataError(f"{problem}of one is its value")
+    found = own.unfitted.statistics(rows)
+    if own.unfitted.needed and bool(((found.count > 0) & (found.count < FEWEST)).any()):
+        problem = "of a column only one training sample has a value, which its mean would tell; accepted: no value, or "
+        raise UnusableDataError(f"{problem}{FEWEST} and more")
+    return found
 
 
 def _own(
@@ -182,7 +190,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
     if resume and path.exists():
         engine.statistics = records.decode(path.read_bytes())
     else:
-        engine.survey(unfitted.statistics([]), tests=prepared.held.own_test is not None)
+        engine.survey(unfitted, tests=prepared.held.own_test is not None)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(path, records.encode(engine.statistics))
     assert engine.statistics is not None

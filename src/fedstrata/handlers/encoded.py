@@ -84,6 +84,8 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     whole: Reply = client.context.handlers.alone(type(question))(client, question)
     change, reply = whole.taken_apart(question.weights)
     change, as_it_is = parted(change, codec, client.context.objective)
+    if not all(bool(tensor.isfinite().all()) for tensor in change.values()):
+        raise FedstrataError("its change holds NaN or infinity, which a codec would hide")
     reply = reply.put_together(question.weights, as_it_is)
     # Who changes nothing, having nothing to train on or being asked something else, keeps what earlier changes lost.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.of_data()

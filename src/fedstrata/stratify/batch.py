@@ -16,7 +16,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.records import Tree
-from fedstrata.stratify.messages import Gradient, GradientReply, Reserve, ReserveReply
+from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.selection import select_batches
 from fedstrata.training.sgd import clipped
@@ -50,16 +50,20 @@ def batch_epoch(
     """
     training = federation.config.training
     plan.reserve(np.arange(len(plan.wanted)))
+    lr = training.lr_at(federation.round) * ((server.lr if server else None) or 1.0) * scale
     stepper = Stepper(
         server or ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay),
         weights.params,
         state,
-        lr=training.lr_at(federation.round) * ((server.lr if server else None) or 1.0) * scale,
+        lr=lr,
     )
     together = has_batchnorm(federation.config.model.module)
     seen, loss, transfers = 0, 0.0, 0
     for batch in range(plan.batches):
-        total = _batch(federation, plan, batch, weights, together, local_steps)
+        request = Gradient(federation.round, batch, weights)
+        if local_steps > 1:
+            request = GradientSteps(federation.round, batch, weights, local_steps, lr)
+        total = _batch(federation, plan, request, together, local_steps)
         if total is None:
             continue
         reply: GradientReply = total.reply
@@ -81,10 +85,10 @@ def batch_epoch(
 
 
 def _batch(
-    federation: Federation, plan: BatchPlan, batch: int, weights: Weights, together: bool, local_steps: int
+    federation: Federation, plan: BatchPlan, request: Gradient, together: bool, local_steps: int
 ) -> Summed | None:
     """The sum over one batch; who fails is left out and its later positions are given to others."""
-    request = Gradient(federation.round, batch, weights, local_steps)
+    batch = request.batch
     while work := plan.work(batch):
         if together and sum(work.values()) < 2:
             # Nobody's fault: the others of the batch are not there, and BatchNorm needs two samples.

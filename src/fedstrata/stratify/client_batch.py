@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata import records
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles, handles_sum
@@ -21,10 +21,11 @@ from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.records import record
 from fedstrata.rng import SERVER, torch_seeded
-from fedstrata.stratify.messages import Gradient, GradientReply, Reserve, ReserveReply, Steps
+from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps, Reserve, ReserveReply, Steps
 from fedstrata.training.local import is_plain, manual_sgd_of
 
 Ints = NDArray[np.int64]
+Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
 """Names under which a client keeps its pools, and the label behind each placeholder where labels are masked."""
@@ -145,6 +146,18 @@ def set_aside(client: Client, batch: int) -> Ints:
 @handles(Gradient)
 def gradient(client: Client, request: Gradient) -> GradientReply:
     """The client's part of a batch; BatchNorm's statistics are those of all parts together."""
+    return _part(client, request, summed_gradient)
+
+
+@handles(GradientSteps)
+def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
+    """The same along some steps."""
+    return _part(client, request, stepped)
+
+
+def _part(
+    client: Client, request: Q, compute: Callable[[ClientContext, Model, Params, Q, Ints], GradientReply]
+) -> GradientReply:
     indices = set_aside(client, request.batch)
     weights, model, group = request.weights, client.model, client.group
     with (
@@ -152,21 +165,21 @@ def gradient(client: Client, request: Gradient) -> GradientReply:
         model.loaded(weights.params, weights.buffers, train=True) as params,
         _seeded(client.context, request, client.number),
     ):
-        return stepped(client.context, model, params, request, indices)
+        return compute(client.context, model, params, request, indices)
 
 
-def stepped(context: ClientContext, model: Model, params: Params, request: Gradient, indices: Ints) -> GradientReply:
-    """The sum of the gradients along ``local_steps`` steps on the client's own part; of one step, the gradient.
+def stepped(
+    context: ClientContext, model: Model, params: Params, request: GradientSteps, indices: Ints
+) -> GradientReply:
+    """The sum of the gradients along some steps on the client's own part.
 
-    With η the round's learning rate and n samples a step is w ← w − (η / n) g. A step of the server with η along the
-    sum over clients, divided by all samples, then leads to the mean of the clients' models, by their samples.
+    With n samples a step is w ← w − (η / n) g. A step of the server with the same η along the sum over clients, divided
+    by all samples, then leads to the mean of the clients' models, by their samples.
     """
     first = reply = summed_gradient(context, model, params, request, indices)
-    if request.local_steps == 1:
-        return first
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}
-    rate = context.config.training.lr_at(request.round) / max(len(indices), 1)
-    for _ in range(request.local_steps - 1):
+    rate = request.lr / max(len(indices), 1)
+    for _ in range(request.steps - 1):
         with torch.no_grad():
             torch._foreach_add_(list(params.values()), list(reply.gradient.values()), alpha=-rate)
         reply = summed_gradient(context, model, params, request, indices)
@@ -180,9 +193,6 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
 
     Nine times as fast as a pass a client, with 100 clients and an MLP (``benchmarks/fast_paths.py``).
     """
-    if any(request.local_steps > 1 for request in requests.values()):
-        # Each goes its own way from the second step on.
-        return reduce(records.add, [gradient(client, requests[number]) for number, client in clients.items()])
     indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
     client = next(iter(clients.values()))
     context, request = client.context, requests[client.number]

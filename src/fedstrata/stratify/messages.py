@@ -121,7 +121,6 @@ class Gradient(ModelRequest):
         round: The epoch, counted from 1.
         batch: Which batch of the epoch.
         weights: The global model.
-        local_steps: Steps that a client takes on its own part; the answer is the sum of the gradients on the way.
     """
 
     reply_type: ClassVar[type[Reply]] = GradientReply
@@ -129,7 +128,6 @@ class Gradient(ModelRequest):
     round: int
     batch: int
     weights: Weights
-    local_steps: int = 1
 
     def changes(self) -> Params:
         """The gradient."""
@@ -141,6 +139,19 @@ class Gradient(ModelRequest):
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
             raise ReplyRefusedError(f"{reply.samples} samples in a batch")
+
+
+@record
+class GradientSteps(Gradient):
+    """The same over some steps of each client on its own part of the batch: the sum of the gradients on the way.
+
+    Args:
+        steps: How many, at least 2.
+        lr: The server's learning rate, with which clients step too.
+    """
+
+    steps: int = 2
+    lr: float = 0.0
 
 
 @record

@@ -818,9 +818,14 @@ def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables
     _write(files["south"], cells, range(20), sorted(set(cells) - {"site"}))
     assert "16 training samples; accepted: 20 or more, as by min_size" in _refusal(spec, files, None, tmp_path)
     _write(files["south"], cells, range(40), list(cells))
-    other = tmp_path / "other"
+    other, few = tmp_path / "other", tmp_path / "few"
     other.mkdir()
+    few.mkdir()
     assert "column 'site': rows of 3 clients, north and south among them; acc" in _refusal(build(), files, None, other)
+    # The mean of one sample is that sample.
+    _write(files["south"], cells, range(4), sorted(set(cells) - {"site"}))
+    held = build(evaluation={"client_test": 0.75}, partition={"name": "natural", "min_size": 1})
+    assert "accepted: 2 " in _refusal(held, files, None, few)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from fedstrata import records
-from fedstrata.data.fitting import Statistics
+from fedstrata.data.fitting import Statistics, Unfitted
 from fedstrata.engines.local import refuse_random
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import (
@@ -110,13 +110,13 @@ class NVFlareEngine(Engine):
         self._journeys = 0
         self._pool = ThreadPoolExecutor(min(len(self._sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
-    def survey(self, nothing: Statistics, *, tests: bool) -> Statistics:
+    def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
         """What the training samples of all sites come to, added up in the order of their clients.
 
         A site whose data are not what the spec says takes no part, and a note says why.
 
         Args:
-            nothing: Statistics of no samples, as the spec's data would have them.
+            unfitted: No samples, as the spec describes them.
             tests: Whether sites must have samples to measure models on.
 
         Raises:
@@ -125,12 +125,12 @@ class NVFlareEngine(Engine):
         """
         asked = {site: self._clients_of(site) for site in dict.fromkeys(self.homes)}
         bodies = {site: Survey(self._spec, clients, self.config.clients, tests) for site, clients in asked.items()}
-        self.statistics = nothing
+        self.statistics = unfitted.statistics(())
         for site, outcome in self._all(bodies, Surveyed).items():
             try:
                 if isinstance(outcome, FedstrataError):
                     raise outcome
-                nothing.refuse_unlike(outcome.statistics)
+                unfitted.refuse_unlike(outcome.statistics)
                 self.statistics += outcome.statistics
             except FedstrataError as error:
                 self._leave_out(site, error)
