@@ -152,18 +152,17 @@ def table_of(study: str) -> list[str]:
     }
     best = set(front(ends))
     lines = [
-        "| method | codec | seeds | accuracy, % | GB up | GB down | front | seconds |",
-        "|---|---|---:|---:|---:|---:|:---:|---:|",
+        "| method | codec | seeds | accuracy, % | GB up | GB down | front |",
+        "|---|---|---:|---:|---:|---:|:---:|",
     ]
     for label, of in found.items():
         method, codec = label.split(" | ")
         accuracies = [100 * c["accuracy"][-1] for c in of]
         spread = f" ± {statistics.stdev(accuracies):.1f}" if len(of) > 1 else ""
         up, down = (statistics.mean(c[key][-1] for c in of) for key in ("up", "down"))
-        seconds = statistics.mean(c["seconds"] for c in of)
         lines.append(
             f"| {method} | {codec} | {len(of)} | {statistics.mean(accuracies):.1f}{spread} | {up:.3f} | {down:.3f} "
-            f"| {'yes' if label in best else ''} | {seconds:.0f} |"
+            f"| {'yes' if label in best else ''} |"
         )
     missing = [label for label in cells(study) if label not in found]
     if missing:
