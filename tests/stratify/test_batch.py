@@ -533,28 +533,22 @@ def test_a_last_batch_of_one_joins_the_batch_before_it(start, balanced):
 
 
 def test_gradients_of_several_batches_at_one_model_are_one_larger_batch(start, balanced):
-    """So that a larger ``batch_size`` is what saves exchanges: of the schedule the same samples are trained."""
-    small, large = (start(spec_of("iid", batch_size=size), balanced) for size in (20, 100))
-    weights = small.state.weights
-    summed: dict[str, torch.Tensor] = {}
-    for started, batches in ((small, 5), (large, 1)):
-        federation, holders = started.federation, started.state.holders
+    """So that a larger ``batch_size`` is all that collecting batches before an exchange could give."""
+    sums = []
+    for batches in (5, 1):
+        started = start(spec_of("iid", clients=1), balanced)  # a single holder: the same samples in the same order
+        federation, weights = started.federation, started.state.weights
         federation.begin(1)
         wanted = np.tile(np.arange(5), 20)
-        plan = BatchPlan(federation, holders, wanted, 100 // batches, weighted=False)
-        plan.reserve(np.arange(100))
+        plan = BatchPlan(federation, started.state.holders, wanted, len(wanted) // batches, weighted=False)
+        plan.reserve(np.arange(len(wanted)))
         total: dict[str, torch.Tensor] = {}
         for batch in range(batches):
             reply = federation.ask_sum(dict.fromkeys(plan.work(batch), Gradient(1, batch, weights))).reply
             total = {name: total.get(name, 0) + tensor for name, tensor in reply.gradient.items()}
-        if summed:
-            owners = [started.store.get(client)["stratify"].places for client in range(10)]
-            assert sum(map(len, owners)) == 100
-        else:
-            summed = total
-    first, second = (torch.cat([t.flatten() for t in each.values()]) for each in (summed, total))
-    # Other clients may hold the positions, so that the samples are others of the same labels: near, not the same.
-    assert torch.nn.functional.cosine_similarity(first, second, dim=0) > 0.5
+        sums.append(total)
+    assert max(float(tensor.abs().max()) for tensor in sums[0].values()) > 1
+    torch.testing.assert_close(sums[0], sums[1], atol=1e-4, rtol=1e-5)
 
 
 def test_two_local_steps_by_hand(start, balanced):
@@ -568,8 +562,7 @@ def test_two_local_steps_by_hand(start, balanced):
     mean = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
     samples = 0
     for client in range(3):
-        if not isinstance(kept := started.store.get(client).get("stratify"), object) or kept is None:
-            continue
+        kept = started.store.get(client)["stratify"]
         own = prepare(spec, data=balanced).assignment[client][kept.places]
         with torch.no_grad():
             for name, parameter in module.named_parameters():
