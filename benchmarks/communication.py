@@ -56,6 +56,11 @@ METHODS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
         BATCHES,
         ["powersgd, rank 1", "powersgd, rank 2", "top-k", "qsgd"],
     ),
+    "stratify, 6 epochs": (
+        {"name": "stratify", "batch_size": 400},
+        {**BATCHES, "rounds": 6},
+        ["powersgd, rank 1"],
+    ),
     "stratify, 18 epochs": (
         {"name": "stratify", "batch_size": 400},
         {**BATCHES, "rounds": 18},
