@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 import warnings
@@ -103,7 +104,9 @@ def run(out: Path, studies: list[str], only: list[str], seeds: list[int]) -> Non
                 cell = {"spec": fs.Experiment.from_table({**spec, "seed": seed}).to_spec(), **curve(history)}
                 done = load() | {key: cell | {"seconds": round(time.time() - began), "torch": torch.__version__}}
                 rows = [f"{json.dumps(name)}: {json.dumps(done[name])}" for name in sorted(done)]
-                RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+                half = RESULTS.with_suffix(f".{os.getpid()}")
+                half.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+                half.replace(RESULTS)
                 print(key, cell["accuracy"][-1], cell["up"][-1], cell["down"][-1], flush=True)
 
 
