@@ -6,7 +6,7 @@
 ``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
 ``table`` writes its tables between the marks of the page.
 
-MNIST, an MLP of 784-200-10, union batches of 32 samples, Dirichlet(0.5) among 20 or 100 clients, three epochs. A cell is
+MNIST, an MLP of 784-200-10, union batches of 32 samples, Dirichlet(0.5) among 20 or 100 clients, 3 epochs. A cell is
 a number of clients, a ``privacy.min_samples`` and a seed; its smallest parts are attacked, drawn from all epochs.
 """
 
