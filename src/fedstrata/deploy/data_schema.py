@@ -81,18 +81,20 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
 
 
-def survey_of(survey: Survey, data: Path | None) -> Statistics:
+def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Statistics:
     """What the samples that a site trains on come to, if they are what the spec says.
 
     Args:
         survey: The question.
         data: The site's own file.
+        least: Fewest samples behind a number, by the site's own rules; the spec may want more.
 
     Raises:
         SpecError: The spec is wrong, or a site lacks a data file.
         UnusableDataError: The file is missing, damaged or not what the spec says.
     """
     spec = Experiment.from_table(parse_toml(survey.spec))
+    least = max(least, FEWEST, spec.privacy.min_samples)
     own, whole, brought = _own(spec, data, survey.clients, survey.total)
     if survey.tests and brought is None and spec.evaluation.client_test is None:
         problem = "there are no test samples, and the server has none; accepted: x_test and y_test, or a test part by "
@@ -100,13 +102,14 @@ def survey_of(survey: Survey, data: Path | None) -> Statistics:
     _, held = hold_out(spec.evaluation, own, whole, spec.seed, brought=brought, everybody=False)
     assert own.unfitted is not None
     rows = list(trained_on(own, whole, held))
-    if own.unfitted.needed and (left := sum(map(len, rows))) < FEWEST:
-        problem = f"{left} training samples are left beside what is held out; accepted: {FEWEST} or more, for the mean "
+    if own.unfitted.needed and (left := sum(map(len, rows))) < least:
+        problem = f"{left} training samples are left beside what is held out; accepted: {least} or more, for the mean "
         raise UnusableDataError(f"{problem}of one is its value")
     found = own.unfitted.statistics(rows)
-    if own.unfitted.needed and bool(((found.count > 0) & (found.count < FEWEST)).any()):
-        problem = "of a column only one training sample has a value, which its mean would tell; accepted: no value, or "
-        raise UnusableDataError(f"{problem}{FEWEST} and more")
+    if own.unfitted.needed and bool(((found.count > 0) & (found.count < least)).any()):
+        few = "only one training sample has" if least == FEWEST else f"fewer than {least} training samples have"
+        problem = f"of a column {few} a value, which its mean would tell; accepted: no value, or "
+        raise UnusableDataError(f"{problem}{least} and more")
     return found
 
 

@@ -74,12 +74,14 @@ class Trained:
         steps: K, the steps really taken.
         model: The client's model, for features under ``params``.
         batches: Calls to get the local data batch by batch, in a fixed order.
+        least: Fewest samples behind anything that is sent.
     """
 
     params: Params
     steps: int
     model: Model
     batches: Batches
+    least: int = 1
 
 
 class Objective(Setting):

@@ -29,7 +29,7 @@ from fedstrata.federation.questions import Fact
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.calibrated import idle_clients, log_prior
-from fedstrata.objectives.prototypes import Table, averaged, class_means, feature_size, merged, no_prototypes
+from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, of_enough
 from fedstrata.records import Tree
 
 
@@ -153,7 +153,8 @@ class Rebalanced(PerSample):
         """Class means of features under the trained model (Eq. 21)."""
         if not self.mu:
             return {}, None
-        table: Table = class_means(trained.model, trained.params, trained.batches, len(context.counts))
+        table = class_means(trained.model, trained.params, trained.batches, len(context.counts))
+        table = of_enough(table, trained.least)
         return {"prototypes": table}, table if self.keep_prototypes else None
 
     @staticmethod

@@ -107,6 +107,9 @@ class Stratify(Method):
             if normalises and (self.batch_size or config.training.batch_size) == 1:
                 raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
             return
+        if config.privacy.min_samples > 1:
+            problem = f"method.mode = {self.mode!r} passes a model on after single samples; use 1, or 'batch'"
+            raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
         if self.chunk_size * config.clients > MOST_CELLS:
             problem = f"a chunk is a table of positions and clients; at most {MOST_CELLS // config.clients} with these"
             raise SpecError("method.chunk_size", problem, self.chunk_size)
@@ -192,6 +195,8 @@ class Stratify(Method):
                 scale=self._scale(config),
                 local_steps=self.local_steps,
             )
+            if plan.held_back or config.privacy.min_samples > 1:
+                metrics["held_back"] = plan.held_back
         metrics |= communication(weights, metrics["transfers"], config.clients, federation.round)
         return StratifyState(weights, holders, optimizer), metrics | {"scheduled": len(wanted)}
 
