@@ -80,7 +80,11 @@ class Declaration:
             for question in asked:
                 yield f"  - It sends {question.says} ({_often(question)}; {question.label})."
         told = " and ".join(_TOLD[fact] for fact in sorted(self.tells))
-        yield f"The answers tell in the clear {told}." if told else "No answer tells labels or numbers of samples as such."
+        yield (
+            f"The answers tell in the clear {told}."
+            if told
+            else "No answer tells labels or numbers of samples as such."
+        )
         yield "Models and gradients can themselves tell something of the samples that they were computed from."
 
 
@@ -120,9 +124,13 @@ def declaration_of(
     asked = method.declared(agreed)
     asked = None if asked is None else encoded(asked, spec.communication)
     questions = joined(asked, evaluation_questions(spec.evaluation, rounds, elsewhere=own))
-    needed = own and (data.normalize != "none" and data.shift is None or _imputes(spec))
-    survey = "how many training samples it has, and of each column how many values there are, their mean, their squared "
-    survey += "distance from it and, where the spec needs them, the least and the greatest value and how often each comes"
+    needed = own and ((data.normalize != "none" and data.shift is None) or _imputes(spec))
+    survey = (
+        "how many training samples it has, and of each column how many values there are, their mean, their squared "
+    )
+    survey += (
+        "distance from it and, where the spec needs them, the least and the greatest value and how often each comes"
+    )
     return Declaration(hash_of(spec), method.name, rounds, questions, survey if needed else "", method.hides)
 
 

@@ -14,7 +14,7 @@ from fedstrata import records
 from fedstrata.asks import Declaration, declaration_of
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.federation.messages import ClientId, Request
-from fedstrata.federation.questions import PHASES, Agreed, Phase, Question, Rule
+from fedstrata.federation.questions import PHASES, Phase, Question, Rule
 from fedstrata.spec import Experiment, parse_toml
 
 LOG = logging.getLogger(__name__)
@@ -159,9 +159,20 @@ class Spent:
     """
 
     def __init__(self, folder: Path, job: str) -> None:
-        self._path = folder / "spent" / f"{job}.json"
+        self._path = folder / ".spent" / f"{job}.json"
         found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         self.starts, self.exchanges, self.bytes = (int(found.get(key, 0)) for key in ("starts", "exchanges", "bytes"))
+
+    def start(self, policy: Policy | None) -> None:
+        """The job begins, or goes on, once more.
+
+        Raises:
+            RuleError: It did so too often.
+        """
+        if policy is not None and self.starts >= policy.starts:
+            raise RuleError("policy.starts", f"the job began {self.starts} times; accepted: {policy.starts} at most")
+        self.starts += 1
+        self.save()
 
     def save(self) -> None:
         """Write it down; in one step, so that a crash leaves the old or the new."""
@@ -207,39 +218,20 @@ class Guard:
         policy: The site's; None for none.
         spent: What the job has had so far.
         round: The round after which the run goes on; 0 where it begins.
-        before: What ``memory`` gave after that round: questions that are put once in a run.
     """
 
-    def __init__(
-        self, asked: Declaration, policy: Policy | None, spent: Spent, round: int = 0, before: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, asked: Declaration, policy: Policy | None, spent: Spent, round: int = 0) -> None:
         self.asked, self.policy, self.spent = asked, policy, spent
         self.position: Position = (round, len(PHASES) - 1 if round else 0)
         self._kinds: dict[type[Request], list[tuple[int, Question]]] = {}
         for number, question in enumerate(asked.questions or ()):
             self._kinds.setdefault(question.kind, []).append((number, question))
         self._phase: dict[tuple[ClientId, int], int] = {}
-        self._run: dict[str, int] = dict(before or {})
+        self._run: dict[str, int] = {}
         self._rules: dict[tuple[ClientId, type[Rule]], Rule] = {}
         self._same: dict[tuple[ClientId, int], bytes] = {}
         self._digest: tuple[Request | None, bytes] = (None, b"")
         self._journeys_over = -1
-        self._most = None if policy is None else int(policy.megabytes * 1e6)
-
-    @classmethod
-    def of(
-        cls, spec: Experiment, agreed: Agreed, own_data: bool, policy: Policy | None, spent: Spent, round: int
-    ) -> Guard:
-        """For a run that was admitted, with all that was agreed.
-
-        Raises:
-            RuleError: The job began, or went on, too often.
-        """
-        if policy is not None and spent.starts >= policy.starts:
-            raise RuleError("policy.starts", f"the job began {spent.starts} times; accepted: {policy.starts} at most")
-        spent.starts += 1
-        spent.save()
-        return cls(declaration_of(spec, agreed=agreed, own_data=own_data), policy, spent, round)
 
     @property
     def round(self) -> int:
@@ -255,9 +247,7 @@ class Guard:
         """Go on from a checkpoint's ``memory``."""
         self._run = dict(before)
 
-    def check(
-        self, client: ClientId, request: Request, *, relay: bool = False, together: bool = False
-    ) -> Match | None:
+    def check(self, client: ClientId, request: Request, *, relay: bool = False, together: bool = False) -> Match | None:
         """Whether a question may be answered; nothing is counted yet.
 
         Args:
@@ -332,11 +322,11 @@ class Guard:
         Raises:
             RuleError: There were too many.
         """
-        if self._most is not None and self.spent.bytes + size > self._most:
-            assert self.policy is not None
-            most = f"{self.policy.megabytes:g} MB at most"
-            raise RuleError("policy.megabytes", f"the answers would come to {(self.spent.bytes + size) / 1e6:g} MB; accepted: {most}")
-        self.spent.bytes += size
+        total = self.spent.bytes + size
+        if self.policy is not None and total > self.policy.megabytes * 1e6:
+            accepted = f"{self.policy.megabytes:g} MB at most"
+            raise RuleError("policy.megabytes", f"all answers would come to {total / 1e6:g} MB; accepted: {accepted}")
+        self.spent.bytes = total
 
     def save(self, round: int) -> None:
         """Refuse to store the states of a round that there is not.
@@ -401,7 +391,9 @@ class Guard:
         position = round, PHASES.index(question.phase)
         if question.phase == "enrolment":
             if position != (0, 0) or self.position != (0, 0):
-                raise RuleError("phase", f"{label} is asked before the first round; this is round {max(round, self.round)}")
+                raise RuleError(
+                    "phase", f"{label} is asked before the first round; this is round {max(round, self.round)}"
+                )
         elif not 1 <= round <= rounds:
             raise RuleError("rounds", f"{label} of round {round}; accepted: 1 to {rounds}")
         elif position < self.position:

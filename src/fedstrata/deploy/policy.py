@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 from fedstrata.asks import UNDECLARED, Declaration
 from fedstrata.config import Setting, build
 from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.settings import Privacy
 from fedstrata.spec import line_of, placed, read_toml
 
 FILE = Path("local") / "policy.toml"
@@ -90,7 +92,9 @@ class Policy(Setting):
             raise RuleError("policy.rounds", f"{asked.rounds} rounds; accepted: {self.rounds} at most")
         for question in asked.questions:
             if question.single and self.min_samples > 1:
-                problem = f"{question.label} trains a model on one sample at a time; accepted: {self.min_samples} or more"
+                problem = (
+                    f"{question.label} trains a model on one sample at a time; accepted: {self.min_samples} or more"
+                )
                 raise RuleError("policy.min_samples", problem)
         for rule, fact, accepted in (
             ("masking", "labels", "labels that are masked, and no evaluation at the sites"),
@@ -99,6 +103,12 @@ class Policy(Setting):
             if getattr(self, rule) and fact in asked.tells:
                 who = next((q.label for q in asked.questions if fact in q.tells), "the survey of the sites' data")
                 raise RuleError(f"policy.{rule}", f"{who} tells {fact} in the clear; accepted: {accepted}")
+
+    def least(self, privacy: Privacy) -> Privacy:
+        """The larger of a spec's minimum and this one."""
+        if self.min_samples <= privacy.min_samples:
+            return privacy
+        return privacy.model_copy(update={"min_samples": self.min_samples, "below": self.below})
 
     @classmethod
     def read(cls, root: Path) -> Policy:
@@ -127,7 +137,7 @@ def _commented(policy: Policy) -> Iterator[str]:
     meanings = {key: meaning.replace("``", "'") for key, _, _, meaning in rows(Policy)}
     yield "# What this site accepts, whatever a job says. The site may change any line; it is read when a job begins."
     for key, value in policy.model_dump().items():
-        comment = f"# {meanings[key]}"
+        comment = textwrap.fill(meanings[key], 100, initial_indent="# ", subsequent_indent="# ")
         yield f"{comment}\n# {key} = []" if value is None else f"{comment}\n{tomli_w.dumps({key: value}).strip()}"
 
 
@@ -145,7 +155,9 @@ def approve(kit: Path, job: str) -> bool:
         SpecError: There is no such kit, or its policy cannot be read.
     """
     if not (kit / FILE.parent).is_dir():
-        raise SpecError("--kit", f"no folder of a site, as 'fedstrata deploy' writes it: there is no {FILE.parent}", str(kit))
+        raise SpecError(
+            "--kit", f"no folder of a site, as 'fedstrata deploy' writes it: there is no {FILE.parent}", str(kit)
+        )
     policy = Policy.read(kit)
     if job in policy.approved:
         return False
@@ -175,6 +187,7 @@ def require_hash(text: str) -> str:
         SpecError: It is none.
     """
     if len(text) != 16 or any(letter not in "0123456789abcdef" for letter in text):
-        raise SpecError("job", "expected a spec, or its hash as 'fedstrata asks' prints it: 16 digits from 0 to f", text)
+        raise SpecError(
+            "job", "expected a spec, or its hash as 'fedstrata asks' prints it: 16 digits from 0 to f", text
+        )
     return text
-

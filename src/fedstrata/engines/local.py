@@ -106,6 +106,11 @@ class LocalEngine(Engine):
         except Exception as error:
             return failure(error)
 
+    def behind(self, number: ClientId) -> int | None:
+        """Samples behind the last answer of a client, as its handler said; None where nothing is known of it."""
+        client = self._pending.get(number)
+        return None if client is None else client.behind
+
     def _size(self, number: ClientId) -> int:
         sizes = self.context.config.sizes
         return 1 if sizes is None else int(sizes[number])

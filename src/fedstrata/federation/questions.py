@@ -107,8 +107,8 @@ class Question:
         due: Whether it may come in a round, where it does not in every one.
         rule: What the order of questions must be; see ``Rule``.
         relay: Whether it comes with a travelling model.
-        together: Whether clients may answer as a group, whose sums over a batch the server forms; the very same question
-            may then come again, for a group that breaks begins anew.
+        together: Whether clients may answer as a group, whose sums over a batch the server forms. The very same
+            question may then come again: a group that breaks begins anew.
         single: Whether an answer is of single samples by design.
         tells: What the answer says in the clear.
         inside: The question that it carries, where it is an envelope for one.

@@ -23,7 +23,6 @@ from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
-
 ASKING = {
     "method": ("run_round", "init", "handlers"),
     "client_sampler": ("select", "init", "handlers"),
@@ -265,7 +264,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Question(Fit, self.update_of(objective), where=where, tells=self.tells))
 
     def with_samplers(self, agreed: Agreed, training: Question) -> Questions | None:
-        """What the samplers ask, and one more question, which is about training; None where a choice is not declared."""
+        """What the samplers ask, and one more question, about training; None where a choice is not declared."""
         parts: list[Questions | None] = [
             choice.questions(agreed) if asks_no_more(type(choice), "questions", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))

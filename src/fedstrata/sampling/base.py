@@ -99,7 +99,7 @@ class ClientSampler(Setting):
             raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """What it asks clients beside the training itself; None where that is not declared, and no site answers then."""
+        """What it asks clients beside the training; None where that is not declared, and no site answers then."""
         return None
 
     def learns(self, config: FederationConfig) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstrata.federation.questions import Bound, Question, Questions, Rule
+from fedstrata.federation.questions import Bound, Fact, Question, Questions, Rule
 from fedstrata.stratify.masking.messages import (
     Assign,
     Compare,
@@ -23,7 +23,7 @@ from fedstrata.stratify.masking.messages import (
 )
 from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Reserve, Steps
 
-SIZES = frozenset({"sizes"})
+SIZES: frozenset[Fact] = frozenset({"sizes"})
 
 
 class Epoch(Rule):
@@ -82,7 +82,7 @@ def batch_questions(window: Bound, lr: Bound | None, local_steps: int, **when: A
     common: dict[str, Any] = {"times": None, "rule": Epoch, **when}
     says = "for which of the positions that it was asked to fill it has no sample left"
     reserve = Question(Reserve, says, where={"window": window}, tells=SIZES, **common)
-    says = "the summed gradient over its samples in a batch, their number and their summed loss; its part may be one sample"
+    says = "the summed gradient over its samples in a batch, perhaps a single one, with their number and summed loss"
     if lr is None:
         return reserve, Question(Gradient, says, together=True, **common)
     says = f"{says}; along {local_steps} steps on them"
