@@ -58,6 +58,8 @@ def encoded(questions: Questions, communication: Communication) -> Questions:
         found.append(replace(question, kind=Encoded, inside=question, where=where, rule=Sums))
     changes = [q for q in questions if issubclass(q.kind, ModelRequest) and q.kind.changes is not ModelRequest.changes]
     if in_two and changes:
-        says = "the second part of an encoded change"
-        found.append(Question(Coefficients, says, times=None, rule=Sums, together=any(q.together for q in changes)))
+        often = [question.times for question in changes]
+        times = None if None in often else sum(each or 0 for each in often)
+        says, together = "the second part of an encoded change", any(question.together for question in changes)
+        found.append(Question(Coefficients, says, times=times, rule=Sums, together=together))
     return tuple(found)

@@ -4,90 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedstrata import records
 from fedstrata.asks import Declaration, declaration_of
+from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
 from fedstrata.spec import Experiment, parse_toml
 
-LOG = logging.getLogger(__name__)
-
 BUNDLED = ("digits",)
 """Data sets that come with scikit-learn, so that naming one reads nothing of a site's."""
 
 
-@dataclass(frozen=True)
-class Answered:
-    """Something that leaves a site.
+class Books(Protocol):
+    """Where a site writes what it answered and what it refused; ``fedstrata.deploy.ledger``."""
 
-    Args:
-        job: The hash of the job's spec.
-        what: The question, or what else was asked.
-        caller: Who gets it: the server, or another site.
-        client: Whose answer it is; None where it is no client's.
-        round: The round; 0 before the first.
-        size: Its bytes.
-        samples: Samples behind it; None where nobody counted them.
-    """
-
-    job: str
-    what: str
-    caller: str
-    client: ClientId | None
-    round: int
-    size: int
-    samples: int | None = None
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Something that was not answered.
-
-    Args:
-        job: The hash of the job's spec; empty where none has begun.
-        what: What was asked.
-        caller: By whom.
-        client: Of which client; None where of none.
-        round: The last round that was begun.
-        rule: The rule that it breaks.
-        reason: In words.
-    """
-
-    job: str
-    what: str
-    caller: str
-    client: ClientId | None
-    round: int
-    rule: str
-    reason: str
-
-
-class Ledger(Protocol):
-    """The books of a site, which say what left it and what was refused."""
-
-    def answered(self, answer: Answered) -> None:
-        """Something is about to leave; called before it does."""
-
-    def refused(self, refusal: Refusal) -> None:
-        """Something was refused."""
-
-
-class SiteLog:
-    """A ledger that writes refusals to the site's log, and keeps no books."""
-
-    def answered(self, answer: Answered) -> None:
-        """Nothing."""
-
-    def refused(self, refusal: Refusal) -> None:
-        """A line in the log."""
-        LOG.warning("refused to %s: %s: %s", refusal.caller, refusal.what, refusal.reason)
+    def append(self, entries: Iterable[Entry]) -> object:
+        """Write entries; called before the answers that they are about leave."""
 
 
 def admitted(

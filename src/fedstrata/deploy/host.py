@@ -19,7 +19,8 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
 from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, survey_of
-from fedstrata.deploy.guard import Answered, Guard, Ledger, Match, Refusal, SiteLog, Spent, admitted
+from fedstrata.deploy.guard import Books, Guard, Match, Spent, admitted
+from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
@@ -95,7 +96,7 @@ class Host:
         policy: What the site accepts, whatever a job declares; None for whatever is declared.
         catalog: Data sets and files that a spec may name; None for any.
         undeclared: Whether a method that does not declare what it asks is answered all the same: in a simulation.
-        ledger: The site's books; refusals go to its log unless given.
+        ledger: The site's book of what it answered and refused; none is kept unless given.
     """
 
     def __init__(
@@ -113,12 +114,13 @@ class Host:
         policy: Policy | None = None,
         catalog: Collection[str] | None = (),
         undeclared: bool = False,
-        ledger: Ledger | None = None,
+        ledger: Books | None = None,
     ) -> None:
         self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
         self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
         self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
-        self.ledger: Ledger = SiteLog() if ledger is None else ledger
+        self.ledger = ledger
+        self._entries: list[Entry] = []
         self._lock = threading.Lock()
         self._run: _Run | None = None
 
@@ -137,14 +139,27 @@ class Host:
             # Whatever it is must not end the site, and the server must learn of it.
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
+                self._write()
             return records.encode(Refused(self.message_of(error)))
 
     def _leaving(self, answer: Message) -> bytes:
-        """The bytes of an answer, if the policy lets so many leave."""
+        """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
         data = records.encode(answer)
         if self._run is not None:
             self._run.guard.leave(len(data))
+        self._write()
         return data
+
+    def note(self, kind: str, **about: Any) -> None:
+        """Something for the book; see ``Entry``."""
+        if self.ledger is not None:
+            run = "" if self._run is None else self._run.guard.asked.job
+            self._entries.append(Entry(**{"run": run, "kind": kind, **about}))
+
+    def _write(self) -> None:
+        entries, self._entries = self._entries, []
+        if self.ledger is not None and entries:
+            self.ledger.append(entries)
 
     def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
         """Write down that something was refused.
@@ -155,8 +170,9 @@ class Host:
             caller: By whom.
             client: Of which client; None where of none.
         """
-        job, round = ("", 0) if self._run is None else (self._run.guard.asked.job, self._run.guard.round)
-        self.ledger.refused(Refusal(job, what, caller, client, round, error.rule, error.reason))
+        LOG.warning("site %s: %s of %s: %s", self.name, what, caller, error)
+        round = None if self._run is None else self._run.guard.round
+        self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 
     def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
         """What a job asks, if this site takes part in it.
@@ -201,7 +217,8 @@ class Host:
             asked = self.admit(body.spec, body.total, own_data=True)
             least = FEWEST if self.policy is None else self.policy.min_samples
             surveyed = Surveyed(survey_of(body, self.data, least=least))
-            self.ledger.answered(Answered(asked.job, Survey.__name__, SERVER, None, 0, records.size(surveyed)))
+            samples = surveyed.statistics.samples
+            self.note(Survey.__name__, run=asked.job, samples=samples, bytes=records.size(surveyed))
             return surveyed
         run = self._running()
         for news in envelope.news:
@@ -229,8 +246,8 @@ class Host:
             raise RuleError("relay", f"the model after hop {fetch.hop} is for whoever has its ticket")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.journey)
-        size = records.size(left.weights)
-        self.ledger.answered(Answered(run.guard.asked.job, Fetch.__name__, caller, left.client, run.guard.round, size))
+        about = {"samples": left.samples, "bytes": records.size(left.weights), "to": "" if caller == SERVER else caller}
+        self.note(Fetch.__name__, client=left.client, round=run.guard.round, **about)
         return left.weights
 
     def _running(self) -> _Run:
@@ -323,9 +340,8 @@ class _Run:
             if ask.group:
                 group = SiteGroup(ask.group, ask.places, lambda part: self.host.send(SERVER, part), self.host.patience)
             outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
-        for client in allowed:
-            outcome = self._outcome(outcomes[client])
-            outcomes[client] = self._told(client, requests[client], outcome, self.engine.behind(client))
+        for client, request in allowed.items():
+            outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
         self._waiting = [outcomes[client] for client in ask.clients]
         return self._next_answers()
 
@@ -353,15 +369,24 @@ class _Run:
         self.host.refused(error, type(request).__name__, SERVER, client)
         return Failed(f"site {self.host.name}: {error}", bystander=False, refused=True)
 
-    def _told(self, client: ClientId, request: Request, outcome: Any, samples: int | None) -> Any:
-        """An answer that leaves, once the books have it."""
-        if not isinstance(outcome, Failed):
-            match = self._matches.get(client)
-            self.guard.answered(match, outcome)
-            what = type(request).__name__ if match is None else match.question.label
-            size, job, round = records.size(outcome), self.guard.asked.job, self.guard.round
-            self.host.ledger.answered(Answered(job, what, SERVER, client, round, size, samples))
-        return outcome
+    def _told(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
+        """An outcome as it travels, once the book has it."""
+        match = self._matches.get(client)
+        about: dict[str, Any] = {"client": client, "round": self.guard.round}
+        if match is not None:
+            about |= {"phase": match.question.phase}
+        travels = self._outcome(outcome)
+        if not isinstance(travels, Failed):
+            self.guard.answered(match, travels)
+            epsilon = None if match is None else match.question.epsilon
+            about |= {"samples": samples, "bytes": records.size(travels), "epsilon": epsilon}
+        elif "privacy.min_samples" in travels.reason:
+            about |= {"refused": "privacy.min_samples"}
+        else:
+            error = outcome.error if isinstance(outcome, Failure) else None
+            about |= {"failed": "no answer" if error is None else type(error).__name__}
+        self.host.note(type(request).__name__ if match is None else match.question.label, **about)
+        return travels
 
     def more(self, more: More) -> Answers:
         """Those answers of the last exchange that did not fit into the messages before."""
@@ -397,10 +422,8 @@ class _Run:
             assert hop.weights is not None
             self.guard.take(match)
             outcome = self.engine.hop(hop.client, task, hop.weights)
-            if isinstance(outcome, Failure):
-                return Hopped(self._outcome(outcome), None)
-            weights, reply = outcome
-            return Hopped(self._told(hop.client, task, self._outcome(reply), self.engine.behind(hop.client)), weights)
+            weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
+            return Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
         if self.stay.number != hop.journey:
             self.stay = _Stay(hop.journey, self.context, self.store)
         try:
@@ -408,8 +431,7 @@ class _Run:
         except (FedstrataError, OSError) as error:
             return Unmoved(self.host.message_of(error))
         self.guard.take(match)
-        outcome = self._outcome(self.stay.work(hop, task, weights))
-        return Hopped(self._told(hop.client, task, outcome, self.stay.samples), None)
+        return Hopped(self._told(hop.client, task, self.stay.work(hop, task, weights), self.stay.samples), None)
 
     def _weights(self, hop: Hop) -> Weights:
         """The travelling model: sent along, left here, or fetched from the site that has it."""
@@ -461,6 +483,7 @@ class _Left:
         ticket: Whoever has it may have the model.
         weights: The model.
         client: Who worked.
+        samples: Behind what it did.
         state: That client's new state.
     """
 
@@ -468,6 +491,7 @@ class _Left:
     ticket: str
     weights: Weights
     client: ClientId
+    samples: int
     state: Mapping[str, Tree]
 
 
@@ -494,7 +518,7 @@ class _Stay:
         if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
             return Failure(defect, refused=True)
         self.samples = client.behind
-        self._new = _Left(hop.hop, hop.ticket, moved, hop.client, client.state)
+        self._new = _Left(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
         return reply
 
     def keep(self, news: Kept) -> None:

@@ -16,6 +16,7 @@ from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
+from fedstrata.deploy.ledger import PLACE, Ledger
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.engines.nvflare.engine import NVFlareEngine
@@ -154,6 +155,7 @@ class Site:
             policy=None if settings.simulated else Policy.read(root),
             catalog=None if settings.simulated else settings.catalog,
             undeclared=settings.simulated,
+            ledger=None if settings.simulated else Ledger(root / PLACE),
         )
 
     @collab.publish  # type: ignore[untyped-decorator]

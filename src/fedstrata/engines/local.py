@@ -106,10 +106,10 @@ class LocalEngine(Engine):
         except Exception as error:
             return failure(error)
 
-    def behind(self, number: ClientId) -> int | None:
-        """Samples behind the last answer of a client, as its handler said; None where nothing is known of it."""
+    def behind(self, number: ClientId) -> int:
+        """Samples behind the last answer of a client, as its handler said; 0 where it did not."""
         client = self._pending.get(number)
-        return None if client is None else client.behind
+        return 0 if client is None else client.behind
 
     def _size(self, number: ClientId) -> int:
         sizes = self.context.config.sizes

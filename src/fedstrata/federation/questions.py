@@ -111,6 +111,7 @@ class Question:
             question may then come again: a group that breaks begins anew.
         single: Whether an answer is of single samples by design.
         tells: What the answer says in the clear.
+        epsilon: ε of local differential privacy that an answer costs; None for none.
         inside: The question that it carries, where it is an envelope for one.
     """
 
@@ -128,6 +129,7 @@ class Question:
     together: bool = False
     single: bool = False
     tells: frozenset[Fact] = frozenset()
+    epsilon: float | None = None
     inside: Question | None = None
 
     @property

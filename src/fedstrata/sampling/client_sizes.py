@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Question
+from fedstrata.federation.questions import Fact, Question
 from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
 
@@ -72,7 +72,8 @@ def size_question(epsilon: float | None, bound: int, **how: Any) -> Question:
     else:
         where = {"bound": bound, "alpha": truth_probability(epsilon, bound)}
         says = f"how many samples it holds, as a random answer below {bound} that hides it (ε = {epsilon:g})"
-    return Question(SizeReport, says, where=where, tells=frozenset(() if epsilon else ("sizes",)), **how)
+    tells = frozenset[Fact](("sizes",) if epsilon is None else ())
+    return Question(SizeReport, says, where=where, tells=tells, epsilon=epsilon, **how)
 
 
 def truth_probability(epsilon: float, bound: int) -> float:
