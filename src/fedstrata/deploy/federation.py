@@ -26,12 +26,14 @@ class SiteEntry(Setting):
         data: Its own data file, as that site sees it; it can be named in the site's own settings instead.
         keys: The folder of the sites' shared keys there, for masked labels.
         allow: Top-level packages from which a spec may name ``module:Class`` there.
+        catalog: Data sets and files there that a spec may name, for a trial in which sites bring none.
         tells: Whether the server may learn how good a model is on its own samples, beside sums that add up.
     """
 
     data: str | None = None
     keys: str | None = None
     allow: list[str] = []
+    catalog: list[str] = []
     tells: bool = False
 
 

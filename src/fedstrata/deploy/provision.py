@@ -12,9 +12,12 @@ from typing import Any
 
 import tomli_w
 
+from fedstrata.asks import hash_of
 from fedstrata.deploy.configuration import CLASSES, write_job
 from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.policy import FILE as POLICY
+from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
@@ -76,6 +79,13 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     run = run_of(spec.to_toml())
     plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, sites.relay == "direct")
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
+    policy = Policy(
+        jobs="approved",
+        approved=[hash_of(spec)],
+        methods=[spec.method.name],
+        rounds=spec.training.rounds,
+        relay=sites.relay,
+    )
     storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server, storage)
@@ -86,9 +96,11 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             patience=sites.patience,
             secure=True,
             allow=site.allow,
+            catalog=site.catalog,
             tells=site.tells,
         )
         _write_settings(out / name, own, storage)
+        (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
 
 

@@ -106,6 +106,11 @@ class LocalEngine(Engine):
         except Exception as error:
             return failure(error)
 
+    def behind(self, number: ClientId) -> int:
+        """Samples behind the last answer of a client, as its handler said; 0 where it did not."""
+        client = self._pending.get(number)
+        return 0 if client is None else client.behind
+
     def _size(self, number: ClientId) -> int:
         sizes = self.context.config.sizes
         return 1 if sizes is None else int(sizes[number])

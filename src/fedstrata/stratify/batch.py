@@ -16,12 +16,25 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.records import Tree
+from fedstrata.settings import Training
 from fedstrata.stratify.messages import GatheredReply, Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.selection import select_batches
 from fedstrata.training.sgd import clipped
 
 Ints = NDArray[np.int64]
+
+
+def rate(training: Training, server: ServerOptimizer | None, scale: float, round: int) -> float:
+    """The learning rate of a round's batches.
+
+    Args:
+        training: Whose rate it comes from.
+        server: The server's optimiser, whose own rate multiplies it.
+        scale: What else multiplies it.
+        round: Which.
+    """
+    return training.lr_at(round) * ((server.lr if server else None) or 1.0) * scale
 
 
 def batch_epoch(
@@ -50,7 +63,7 @@ def batch_epoch(
     """
     training = federation.config.training
     plan.reserve(np.arange(len(plan.wanted)))
-    lr = training.lr_at(federation.round) * ((server.lr if server else None) or 1.0) * scale
+    lr = rate(training, server, scale, federation.round)
     stepper = Stepper(
         server or ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay),
         weights.params,

@@ -371,8 +371,10 @@ class SiteRelay:
         """The hops after which the model can be had, in order: the last of each site."""
         self._outcomes: list[Reply | Failure] = []
         self._clients: list[ClientId] = []
+        self._tickets: list[str] = []
+        """Of the hops that count: who is next shows it to get the model, and nobody else can."""
         self._sites: set[str] = set()
-        self._last: tuple[ClientId, Reply] | None = None
+        self._last: tuple[ClientId, Reply, str] | None = None
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """Send a task; the site fetches the model from where it is."""
@@ -383,9 +385,10 @@ class SiteRelay:
             base = self._trail[-1] if self._trail else -1
             holder = self._home(base) if base >= 0 else ""
             weights = self._weights if base < 0 else None
-            number = len(self._outcomes)
+            number, ticket = len(self._outcomes), secrets.token_hex(16)
+            key = self._tickets[base] if base >= 0 else ""
             exchange = self._engine.next_exchange()
-            body = Hop(exchange, self._number, number, client, task, holder, base, weights, False)
+            body = Hop(exchange, self._number, number, client, task, holder, base, weights, False, ticket, key)
             outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, Unmoved) and base >= 0:
                 # Perhaps those two sites may not talk, or it came damaged: through the server then.
@@ -393,25 +396,27 @@ class SiteRelay:
                 if isinstance(found, FedstrataError):
                     self._lose(base, str(found))
                     continue
-                body = Hop(self._engine.next_exchange(), self._number, number, client, task, "", base, found, False)
+                exchange = self._engine.next_exchange()
+                body = Hop(exchange, self._number, number, client, task, "", base, found, False, ticket)
                 outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, FedstrataError | Unmoved):
                 self._engine.refuse_solitude([outcome])
                 return Failure(outcome.reason if isinstance(outcome, Unmoved) else str(outcome))
             reply = reply_of(outcome.reply, task)
             if not isinstance(reply, Failure):
-                self._last = client, reply
+                self._last = client, reply, ticket
             return reply
 
     def keep(self, accepted: bool) -> None:
         """Let the last hop count, or not."""
         if not accepted or self._last is None:
             return
-        client, reply = self._last
+        client, reply, ticket = self._last
         site, number = self._engine.homes[client], len(self._outcomes)
         self._engine.tell(site, Kept(self._number, number))
         self._outcomes.append(reply)
         self._clients.append(client)
+        self._tickets.append(ticket)
         self._trail = [hop for hop in self._trail if self._home(hop) != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
@@ -430,7 +435,7 @@ class SiteRelay:
         return weights, self._outcomes
 
     def _fetch(self, base: int) -> Weights | FedstrataError:
-        outcome = self._engine.send(self._home(base), Fetch(self._number, base), Weights)
+        outcome = self._engine.send(self._home(base), Fetch(self._number, base, self._tickets[base]), Weights)
         if isinstance(outcome, FedstrataError):
             return outcome
         if defect := defect_of(outcome, lambda found: found.require_like(self._weights)):

@@ -197,6 +197,8 @@ class Hop(Message):
         base: The hop that left it there.
         weights: The model, where it comes along.
         back: Whether the model goes back to the server with the reply, and is forgotten here.
+        ticket: Whoever shows it gets the model that this hop leaves; the server gives it to the next in turn alone.
+        key: The ticket of the hop ``base``, to be shown to its holder.
     """
 
     exchange: int
@@ -208,6 +210,8 @@ class Hop(Message):
     base: int
     weights: Weights | None
     back: bool
+    ticket: str = ""
+    key: str = ""
 
 
 @record
@@ -241,10 +245,12 @@ class Fetch(Message):
     Args:
         journey: Which relay.
         hop: Which hop.
+        ticket: That of the hop.
     """
 
     journey: int
     hop: int
+    ticket: str = ""
 
 
 @record
