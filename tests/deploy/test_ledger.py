@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedstrata.cli import main
-from fedstrata.deploy.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, told_heads, totals
+from fedstrata.deploy.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
 from fedstrata.errors import DataError
 
 WRITER = """
@@ -111,7 +111,7 @@ def head_spoilt(book: Path) -> str:
 def written_anew(book: Path) -> str:
     (book / FILE).unlink()
     head = (book / HEAD).read_text()
-    Ledger(book).append(entries(12))
+    Ledger(book).append(entries(12, "b"))
     (book / HEAD).write_text(head)
     return "entry 10 is another one than its head says: it was written anew"
 
@@ -145,22 +145,22 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(book: Pa
             json.dumps({"site": site, "head": str(of)}) + "\n" for site, of in [("a", head), ("b", Head(99, "0" * 64))]
         )
     )
-    told = told_heads(tmp_path, "a")
-    assert told == [head]
-    assert check(book, told).problems == []
+    reported = heads_of(tmp_path, "a")
+    assert reported == [head]
+    assert check(book, reported).problems == []
     kept = lines(book)[:6]
     (book / FILE).write_bytes(b"".join(kept))
     digest = json.loads(kept[-1])["hash"]
     (book / HEAD).write_text(f"6:{digest}\n")
     assert check(book).problems == []
-    assert check(book, told).problems == ["entries 7 to 11 are missing: the server was told 11, and there are 6"]
+    assert check(book, reported).problems == ["entries 7 to 11 are missing: the server was told 11, and there are 6"]
     # So is one that was written anew in the same length.
     (book / FILE).unlink()
     (book / HEAD).unlink()
-    Ledger(book).append(entries(11))
-    assert check(book, told).problems == ["entry 11 is another one than the server was told: it was written anew"]
+    Ledger(book).append(entries(11, "b"))
+    assert check(book, reported).problems == ["entry 11 is another one than the server was told: it was written anew"]
     with pytest.raises(DataError, match="nothing of site c"):
-        told_heads(tmp_path, "c")
+        heads_of(tmp_path, "c")
 
 
 @pytest.mark.parametrize("left", [1, 30, -1])

@@ -11,21 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
 
-COLUMNS = [
-    "n",
-    "at",
-    "run",
-    "client",
-    "kind",
-    "phase",
-    "round",
-    "samples",
-    "bytes",
-    "epsilon",
-    "refused",
-    "failed",
-    "to",
-]
+OUTCOME = ("refused", "failed", "to")
+COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "bytes", "epsilon", *OUTCOME)
 
 
 def add_ledger(commands: Commands) -> None:
@@ -47,10 +34,10 @@ def add_ledger(commands: Commands) -> None:
 
 
 def _ledger(options: argparse.Namespace) -> int:
-    from fedstrata.deploy.ledger import PLACE, check, told_heads, totals
+    from fedstrata.deploy.ledger import PLACE, check, heads_of, totals
 
-    told = told_heads(options.told, options.site or options.kit.resolve().name) if options.told else []
-    found = check(options.kit / PLACE, told)
+    heads = heads_of(options.told, options.site or options.kit.resolve().name) if options.told else []
+    found = check(options.kit / PLACE, heads)
     if options.csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -67,7 +54,7 @@ def _ledger(options: argparse.Namespace) -> int:
     for problem in found.problems:
         print(f"fedstrata: {problem}", file=sys.stderr)
     if options.verify and not found.problems:
-        print(f"whole: {len(found.entries)} entries" + (", as the server was told" if told else ""))
+        print(f"whole: {len(found.entries)} entries" + (", as the server was told" if heads else ""))
     return 1 if found.problems else 0
 
 

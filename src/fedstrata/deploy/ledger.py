@@ -196,12 +196,12 @@ class Checked:
     notes: list[str] = field(default_factory=list)
 
 
-def check(folder: Path, told: Iterable[Head] = ()) -> Checked:
+def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
     """Read a ledger and compare it with its head, and with those that a server was told.
 
     Args:
         folder: Where it is.
-        told: Heads that a server has.
+        reported: Heads that a server has.
 
     Raises:
         DataError: There is none.
@@ -230,7 +230,7 @@ def check(folder: Path, told: Iterable[Head] = ()) -> Checked:
         problem = "its answer never left, and the next entry will say so"
         found.notes.append(f"a crash tore the line after entry {len(lines)} ({len(torn)} bytes); {problem}")
     whole = not found.problems
-    heads = [("its head says", _own_head(folder, found))] + [("the server was told", head) for head in told]
+    heads = [("its head says", _own_head(folder, found))] + [("the server was told", head) for head in reported]
     for who, head in heads:
         if head is None:
             continue
@@ -258,7 +258,7 @@ def _own_head(folder: Path, found: Checked) -> Head | None:
     return head
 
 
-def told_heads(path: Path, site: str) -> list[Head]:
+def heads_of(path: Path, site: str) -> list[Head]:
     """The heads that a server was told by a site.
 
     Args:
