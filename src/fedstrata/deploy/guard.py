@@ -233,14 +233,17 @@ class Guard:
             return
         key = match.client, match.number
         self._phase[key] = self._phase.get(key, 0) + 1
-        if match.question.per == "run":
-            self._run[_name(*key)] = self._run.get(_name(*key), 0) + 1
         for rule, inner in self._rules_of(match, keep=True):
             rule.asked(inner)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """A question was answered so."""
-        if match is not None and match.question.rule is not None:
+        """A question was answered so; what counts over the whole run are answers, for a client may keep one back."""
+        if match is None:
+            return
+        if match.question.per == "run":
+            name = _name(match.client, match.number)
+            self._run[name] = self._run.get(name, 0) + 1
+        if match.question.rule is not None:
             self._rules[match.client, match.question.rule].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
