@@ -192,8 +192,8 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
             f"is what runs here. {code}\n"
             f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
             f"{data}{4 if data else 3}. `bash startup/start.sh`\n\nWhat this site accepts, whatever a job says, is in "
-            f"`local/policy.toml`: read it first. What the job asks, in plain English: `fedstrata asks SPEC`. A changed "
-            f"one runs here once `fedstrata approve SPEC --kit .` lets it.\n\nWhat a job may name is listed in "
+            f"`local/policy.toml`: read it first. What the job asks, in plain English: `fedstrata asks SPEC`. A "
+            f"changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\nWhat a job may name is listed in "
             f"`local/resources.json`, what an administrator may do in `local/authorization.json`.\n{common}"
         )
     for name, text in texts.items():
