@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
+import fedstrata as fs
 from fedstrata.cli import main
+from fedstrata.deploy.host import SERVER, Host
 from fedstrata.deploy.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
+from fedstrata.deploy.policy import Policy
+from fedstrata.engines.nvflare.engine import NVFlareEngine
+from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.errors import DataError
+from fedstrata.preparation import prepare
+from fedstrata.simulation import run_prepared
 
 WRITER = """
 import sys
@@ -247,6 +254,52 @@ def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pyte
     assert table[1].split(",")[2:6] == ["first", "0", "SizeReport", "round"]
     assert main(["ledger", str(tmp_path), "--verify"]) == 0
     assert capsys.readouterr().out == "whole: 9 entries\n"
+
+
+def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path: Path) -> None:
+    """Two real sites and a real server's engine, in one process: all that crosses are bytes."""
+    spec = fs.Experiment.from_table(
+        {
+            "partition": {"name": "iid", "clients": 3},
+            "data": {"name": "digits", "limit": 90},
+            "model": {"name": "mlp", "hidden": []},
+            "method": {"name": "fedstas", "epsilon": 2.0, "bound": 40, "strata": 2, "fraction": 1.0},
+            "training": {"rounds": 2, "local_steps": 1, "clients_per_round": 3},
+        }
+    )
+    books = {name: Ledger(tmp_path / name / PLACE) for name in "ab"}
+    hosts = {
+        name: Host(name, tmp_path / name, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=book)
+        for name, book in books.items()
+    }
+
+    class Line:
+        def send(self, site: str, data: bytes, patience: float) -> object:
+            return hosts[site].call(SERVER, data)
+
+    folder, prepared = tmp_path / "run", prepare(spec)
+    engine = NVFlareEngine(
+        prepared.config, Line(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", heads=folder / HEADS
+    )
+    history = run_prepared(prepared, folder, engine)
+    assert history[-1]["clients_trained"] == 3
+    for name, clients in (("a", 2), ("b", 1)):
+        found = check(tmp_path / name / PLACE, heads_of(folder, name))
+        assert found.problems == []
+        assert len(heads_of(folder, name)) == 2  # after each round
+        rows = {row["question"]: row for row in totals(found.entries)}
+        assert rows["Fit"]["answers"] == 2 * clients
+        assert rows["SizeReport"]["epsilon"] == pytest.approx(2.0 * 2 * clients)
+        assert {entry["phase"] for entry in found.entries} == {"round"}
+        # Neither a value nor a label is anywhere: the words of the book are its own.
+        assert all(set(entry) <= {"n", "at", *Entry.__dataclass_fields__} for entry in found.entries)
+    # What was cut off afterwards, head and all, the server's folder knows of.
+    book = tmp_path / "a" / PLACE
+    kept = lines(book)[:-1]
+    (book / FILE).write_bytes(b"".join(kept))
+    (book / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['hash']}")
+    assert check(book).problems == []
+    assert "missing: the server was told" in check(book, heads_of(folder, "a")).problems[0]
 
 
 def test_no_kit_no_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

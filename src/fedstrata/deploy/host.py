@@ -144,11 +144,12 @@ class Host:
 
     def _leaving(self, answer: Message) -> bytes:
         """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
-        data = records.encode(answer)
         if self._run is not None:
-            self._run.guard.leave(len(data))
-        self._write()
-        return data
+            self._run.guard.leave(records.size(answer))
+        head = self._write()
+        if isinstance(answer, (Answers, Hopped)):
+            answer = dataclasses.replace(answer, ledger=head)
+        return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
         """Something for the book; see ``Entry``."""
@@ -156,10 +157,10 @@ class Host:
             run = "" if self._run is None else self._run.guard.asked.job
             self._entries.append(Entry(**{"run": run, "kind": kind, **about}))
 
-    def _write(self) -> None:
+    def _write(self) -> str:
+        """Have the book on the disk; its head then."""
         entries, self._entries = self._entries, []
-        if self.ledger is not None and entries:
-            self.ledger.append(entries)
+        return "" if self.ledger is None else str(self.ledger.append(entries) or "")
 
     def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
         """Write down that something was refused.

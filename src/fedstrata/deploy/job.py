@@ -16,7 +16,7 @@ from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
-from fedstrata.deploy.ledger import PLACE, Ledger
+from fedstrata.deploy.ledger import HEADS, PLACE, Ledger
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.engines.nvflare.engine import NVFlareEngine
@@ -103,6 +103,7 @@ class Server:
             run=run_of(text),
             patience=plan.patience,
             direct=plan.direct,
+            heads=folder / HEADS,
         )
         if plan.own_data:
             prepared = surveyed(prepared, engine, folder, resume=resume)

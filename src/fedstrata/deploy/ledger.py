@@ -122,10 +122,6 @@ class Ledger:
             self._write(file, [{"at": now, **entry.table()} for entry in entries])
             return self._head
 
-    def head(self) -> Head:
-        """Where it ends, as far as this process wrote it."""
-        return self._head
-
     def _take_up(self, file: int) -> None:
         """Go on behind the last whole line; a torn one is cut off, and an entry says so."""
         data = self.path.read_bytes()

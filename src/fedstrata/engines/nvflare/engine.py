@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 from fedstrata import records
@@ -78,6 +80,7 @@ class NVFlareEngine(Engine):
         run: Names the run at the sites.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
+        heads: A file for the heads of the sites' books, round by round; none unless given.
     """
 
     keeps_states = True
@@ -93,7 +96,9 @@ class NVFlareEngine(Engine):
         run: str,
         patience: float = math.inf,
         direct: bool = True,
+        heads: Path | None = None,
     ) -> None:
+        self._heads_file, self._heads, self._heads_written = heads, dict[str, str](), dict[str, str]()
         self.config, self.line, self.homes, self.sums = config, line, list(homes), sums
         self.patience, self.direct = patience, direct
         self._run, self._spec = run, spec
@@ -183,6 +188,7 @@ class NVFlareEngine(Engine):
 
     def events(self) -> Iterator[EngineEvent]:
         """What happened since it was last asked."""
+        self._write_heads()
         while self._pending_events:
             yield self._pending_events.pop(0)
 
@@ -252,8 +258,17 @@ class NVFlareEngine(Engine):
             self.tell(site, Settled(self._exchange, [client for client in clients if client in counted]))
         self._asked = {}
 
+    def _write_heads(self) -> None:
+        """What the sites' books had come to: a site that cuts its own off later is found out."""
+        new = {site: head for site, head in self._heads.items() if self._heads_written.get(site) != head}
+        if self._heads_file is not None and new:
+            with self._heads_file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"site": site, "head": head}) + "\n" for site, head in sorted(new.items()))
+        self._heads_written |= new
+
     def close(self) -> None:
         """Wait for nobody."""
+        self._write_heads()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def tell(self, site: str, news: Message) -> None:
@@ -279,6 +294,8 @@ class NVFlareEngine(Engine):
                 self._lost.add(site)
             return type(error)(f"site {site}: {error}")
         self._lost.discard(site)
+        if isinstance(answer, (Answers, Hopped)) and (head := answer.ledger[:100]):
+            self._heads[site] = head
         del self._news[site][: len(news)]
         return answer
 

@@ -166,10 +166,12 @@ class Answers(Message):
     Args:
         outcomes: What came of the next clients.
         left: How many clients' answers did not fit; ``More`` asks for them.
+        ledger: The head of the site's book with these answers in it; empty where it keeps none.
     """
 
     outcomes: list[Any]
     left: int = 0
+    ledger: str = ""
 
 
 @record
@@ -221,10 +223,12 @@ class Hopped(Message):
     Args:
         reply: The reply, or ``Failed``.
         weights: The model, where it was asked for.
+        ledger: See ``Answers``.
     """
 
     reply: Any
     weights: Weights | None
+    ledger: str = ""
 
 
 @record
