@@ -332,6 +332,7 @@ def test_the_books_of_a_job_outlive_its_processes(site: Make) -> None:
     made = site()
     made.ask(fit(made))
     made.ask(fit(made, 2))
+    made.save(2)
     made.start()
     made.begin()
     spent = Spent(made.folder, made.host._running().guard.asked.job)

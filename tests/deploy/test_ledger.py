@@ -272,7 +272,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
         name: Host(
             name, tmp_path / name, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=book
         )
-        for name, b in books.items()
+        for name, book in books.items()
     }
 
     class Line:

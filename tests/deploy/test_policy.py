@@ -90,6 +90,7 @@ def test_so_many_exchanges_and_no_more_also_after_a_restart(tmp_path: Path) -> N
     for _ in range(2):
         (refused,) = site.ask(_fit(site, 3))
         assert "policy.exchanges" in refused.reason
+    site.save(2)
     site.start()
     site.begin(2)
     assert "policy.exchanges" in site.ask(_fit(site, 3))[0].reason

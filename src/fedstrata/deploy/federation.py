@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from fedstrata.config import Setting, build
+from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import PATIENCE
 from fedstrata.errors import SpecError
 from fedstrata.preparation import prepare
@@ -67,6 +68,8 @@ class Sites(Setting):
         server: The server.
         own_data: Whether each site is a client and brings its own data, as the spec's ``[data]`` describes them.
             Otherwise the sites share out the spec's data by its partition: a trial.
+        policy: What the policies in the sites' kits say at first, where it is not the cautious default; each site may
+            change its own.
         site: The sites by name (letters, digits and hyphens); where they bring their own data, in the order of their
             clients' numbers.
     """
@@ -78,6 +81,7 @@ class Sites(Setting):
     days: PositiveInt = 365
     server: ServerEntry = ServerEntry()
     own_data: bool = False
+    policy: Policy = Policy()
     site: dict[str, SiteEntry] = Field(min_length=1)
 
     @model_validator(mode="after")

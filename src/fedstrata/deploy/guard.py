@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,10 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
             level += [(place, each) for each in found if isinstance(each, (dict, list))]
 
 
+SECONDS = 1.0
+"""Between two times that what a job had of a site is written down."""
+
+
 class Spent:
     """What a job has had of a site so far, over all times that it began: in a file that outlives processes.
 
@@ -100,6 +105,7 @@ class Spent:
         self._path = folder / ".spent" / f"{job}.json"
         found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         self.starts, self.exchanges, self.bytes = (int(found.get(key, 0)) for key in ("starts", "exchanges", "bytes"))
+        self._saved = 0.0
 
     def start(self, policy: Policy | None) -> None:
         """The job begins, or goes on, once more.
@@ -119,6 +125,12 @@ class Spent:
         table = {"starts": self.starts, "exchanges": self.exchanges, "bytes": self.bytes}
         part.write_text(json.dumps(table), encoding="utf-8")
         part.replace(self._path)
+        self._saved = time.monotonic()
+
+    def keep(self) -> None:
+        """Write it down now and then: a site that is killed forgets a second at most."""
+        if time.monotonic() - self._saved > SECONDS:
+            self.save()
 
 
 Position = tuple[int, int]
@@ -226,7 +238,7 @@ class Guard:
         if match.position > self.position:
             self.position = match.position
             self._phase, self._rules, self._same = {}, {}, {}
-            self.spent.save()
+            self.spent.keep()
         if match.digest:
             self._same[match.client, match.number] = match.digest
         if match.again:

@@ -211,6 +211,8 @@ class Host:
     def _answer(self, envelope: Envelope) -> Message:
         body = envelope.body
         if isinstance(body, Begin):
+            if self._run is not None:
+                self._run.guard.spent.save()
             self._run = None
             self._run, round, lost = _Run.begin(self, body)
             return Begun(round, lost)

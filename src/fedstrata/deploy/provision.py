@@ -79,13 +79,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     run = run_of(spec.to_toml())
     plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, sites.relay == "direct")
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
-    policy = Policy(
-        jobs="approved",
-        approved=[hash_of(spec)],
-        methods=[spec.method.name],
-        rounds=spec.training.rounds,
-        relay=sites.relay,
-    )
+    policy = policy_of(spec, sites)
     storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server, storage)
@@ -102,6 +96,14 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         _write_settings(out / name, own, storage)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
+
+
+def policy_of(spec: Experiment, sites: Sites) -> Policy:
+    """What the sites' policies say at first: this job and its method alone, and the cautious defaults."""
+    own: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
+    own |= {"rounds": spec.training.rounds, "relay": sites.relay}
+    given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
+    return Policy(**own | given)
 
 
 def _certify(sites: Sites, out: Path) -> None:
@@ -189,7 +191,9 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
             f"# Site {name} of {sites.federation}\n\n1. `{install}`: this, and no code that comes with a job, "
             f"is what runs here. {code}\n"
             f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
-            f"{data}{4 if data else 3}. `bash startup/start.sh`\n\nWhat a job may name is listed in "
+            f"{data}{4 if data else 3}. `bash startup/start.sh`\n\nWhat this site accepts, whatever a job says, is in "
+            f"`local/policy.toml`: read it first. What the job asks, in plain English: `fedstrata asks SPEC`. A "
+            f"changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\nWhat a job may name is listed in "
             f"`local/resources.json`, what an administrator may do in `local/authorization.json`.\n{common}"
         )
     for name, text in texts.items():
