@@ -176,7 +176,8 @@ def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    from fedstrata.deploy.job import Server, folder_of
+    from fedstrata.deploy.ledger import PLACE, check
+from fedstrata.deploy.job import Server, folder_of
 
     old = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
     new = old.replace("rounds = 2", "rounds = 1")
@@ -444,3 +445,9 @@ def test_hospitals_with_mutual_tls_end_with_the_model_of_a_run(tmp_path: Path, m
     assert [record["accuracy"] for record in there] == pytest.approx([record["accuracy"] for record in here])
     model = "model.safetensors"
     assert (tmp_path / "fed" / "result" / model).read_bytes() == (tmp_path / "here" / model).read_bytes()
+    # Each hospital's own book is whole, and as the server was told.
+    for name in names:
+        kit, result = str(tmp_path / "fed" / name), str(tmp_path / "fed" / "result")
+        assert main(["ledger", kit, "--verify", "--told", result]) == 0
+        found = check(tmp_path / "fed" / name / PLACE)
+        assert {"Survey", "Fit", "Evaluate"} <= {entry["kind"] for entry in found.entries}
