@@ -110,7 +110,13 @@ def new_pool(client: Client, round: int, placeholder: int, window: tuple[float, 
 
 
 def refilled(client: Client, pools: Mapping[int, Pool], request: Reserve | Steps) -> dict[int, Pool]:
-    """The pools after those that the request names began anew."""
+    """The pools after those that the request names began anew.
+
+    Raises:
+        FedstrataError: It names more than there are classes, which would fill the client's memory.
+    """
+    if len(request.refill) > client.context.config.classes:
+        raise FedstrataError("more pools begin anew than there are classes")
     result = dict(pools)
     for p in request.refill.tolist():
         refills = result[p].refills + 1 if p in result else 0
@@ -130,6 +136,8 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
         raise FedstrataError("a reservation needs a batch for every position, ascending")
     served, held = np.zeros((2, len(wanted)), dtype=bool)
     asked = np.unique(wanted).tolist()
+    if len(asked) > client.context.config.classes:
+        raise FedstrataError("more placeholders than there are classes")
     for p in asked:
         pools[p] = pools.get(p) or new_pool(client, request.round, p, request.window)
         served[np.flatnonzero(wanted == p)[: len(pools[p].order) - pools[p].used]] = True
