@@ -9,7 +9,7 @@ from typing import Any
 
 from fedstrata.communication.questions import encoded
 from fedstrata.evaluation.questions import evaluation_questions
-from fedstrata.federation.questions import PHASES, Agreed, Fact, Job, Phase, Question, Questions, joined
+from fedstrata.federation.questions import PHASES, Agreed, Fact, Phase, Question, Questions, Terms, joined
 from fedstrata.spec import Experiment
 
 UNDECLARED = "does not declare what it asks (Method.questions), so that no site answers it; simulations run it"
@@ -36,6 +36,7 @@ class Declaration:
         questions: All that a client may be asked; None where the method, or a choice of it, does not declare it.
         survey: What is asked before all rounds of a site that brings its own data; empty for nothing.
         hides: What the method keeps private.
+        extremes: Whether the survey tells the least and the greatest value of something: those of single samples.
     """
 
     job: str
@@ -44,6 +45,7 @@ class Declaration:
     questions: Questions | None
     survey: str = ""
     hides: frozenset[Fact] = frozenset()
+    extremes: bool = False
 
     @property
     def tells(self) -> frozenset[Fact]:
@@ -79,10 +81,10 @@ class Declaration:
                 yield f"{_HEADINGS[phase]}:"
             for question in asked:
                 yield f"  - It sends {question.says} ({_often(question)}; {question.label})."
-        told = " and ".join(_TOLD[fact] for fact in sorted(self.tells))
+        facts = " and ".join(_TOLD[fact] for fact in sorted(self.tells))
         yield (
-            f"The answers tell in the clear {told}."
-            if told
+            f"The answers tell in the clear {facts}."
+            if facts
             else "No answer tells labels or numbers of samples as such."
         )
         yield "Models and gradients can themselves tell something of the samples that they were computed from."
@@ -119,22 +121,35 @@ def declaration_of(
     own = (data.schema is not None or data.shape is not None) if own_data is None else own_data
     if agreed is None:
         classes = data.classes if data.schema is None else len(data.schema.classes or ()) or None
-        agreed = Job(spec.training, clients or getattr(spec.partition, "clients", None) or 1, classes)
+        agreed = Terms(spec.training, clients or getattr(spec.partition, "clients", None) or 1, classes)
     rounds = spec.training.rounds
     asked = method.declared(agreed)
     asked = None if asked is None else encoded(asked, spec.communication)
     questions = joined(asked, evaluation_questions(spec.evaluation, rounds, elsewhere=own))
-    needed = own and ((data.normalize != "none" and data.shift is None) or _imputes(spec))
-    survey = (
-        "how many training samples it has, and of each column how many values there are, their mean, their squared "
+    survey = _survey(spec) if own else ""
+    return Declaration(
+        hash_of(spec),
+        method.name,
+        rounds,
+        questions,
+        survey,
+        method.hides,
+        extremes=bool(survey) and data.normalize == "unit",
     )
-    survey += (
-        "distance from it and, where the spec needs them, the least and the greatest value and how often each comes"
-    )
-    return Declaration(hash_of(spec), method.name, rounds, questions, survey if needed else "", method.hides)
 
 
-def _imputes(spec: Experiment) -> bool:
-    """Whether values that are missing are filled in by what the sites' samples come to."""
-    columns = (spec.data.schema.columns or {}) if spec.data.schema is not None else {}
-    return any(column.impute not in (None, "constant") for column in columns.values())
+def _survey(spec: Experiment) -> str:
+    """What the samples of a site that brings its own come to, as far as the spec needs it; empty for nothing."""
+    data = spec.data
+    columns = (data.schema.columns or {}) if data.schema is not None else {}
+    rules = {column.impute for column in columns.values()} - {None, "constant"}
+    fitted = data.normalize != "none" and data.shift is None
+    if not fitted and not rules:
+        return ""
+    each = "column" if columns else "channel or feature"
+    parts = [f"how many training samples it has; of each {each} how many values there are, their mean and their spread"]
+    if fitted and data.normalize == "unit":
+        parts.append("the least and the greatest value")
+    if rules & {"median", "most-frequent"} or any(column.type == "category" for column in columns.values()):
+        parts.append("how often each category or step of values comes, where the spec asks for it")
+    return ", ".join(parts)

@@ -18,6 +18,7 @@ import tomli_w
 import fedstrata as fs
 from fedstrata.asks import hash_of
 from fedstrata.cli import main
+from fedstrata.data.catalog import names_there
 from fedstrata.deploy.configuration import CLASSES, ERROR, described, raised, write_job
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.host import Host
@@ -388,6 +389,25 @@ def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> Non
         assert {role: (all_["byoc"], all_["shell_commands"]) for role, all_ in rights.items()} == {
             "lead": ("none", "none")
         }
+
+
+@needs_nvflare
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ({"method": {"name": "stratify", "mode": "single"}}, "site.a: would take no part: .*'policy.min_samples'"),
+        ({"data": "mnist"}, "site.a: would take no part: .*'data'.*data.name = 'mnist'"),
+        ({"method": "asking:Counted"}, "site.a: would take no part: .*'declared'"),
+    ],
+    ids=str,
+)
+def test_a_job_that_its_sites_would_refuse_is_not_deployed(tmp_path: Path, table: dict[str, Any], problem: str) -> None:
+    if table.get("data") == "mnist" and "mnist" not in names_there():
+        pytest.skip("needs mnist.npz")
+    spec = fs.Experiment.from_table({"partition": {"name": "iid", "clients": 2}, **table})
+    with pytest.raises(SpecError, match=problem):
+        provision(spec, Sites.model_validate({"site": {"a": {}, "b": {}}}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @needs_nvflare

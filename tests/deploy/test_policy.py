@@ -17,7 +17,7 @@ from fedstrata.deploy.host import SERVER, Host
 from fedstrata.deploy.policy import FILE, Policy, approve
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
-from fedstrata.engines.nvflare.wire import Begun, Fetch, Hopped, Refused
+from fedstrata.engines.nvflare.wire import Begun, Fetch, Hopped, Refused, Survey
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.handlers.sequential import Visit
@@ -27,6 +27,7 @@ from fedstrata.stratify.masking.key_store import KeyRing
 
 PRIVATE = {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 2}}
 MASKED = {"method": {"name": "stratify", "masking": "prf"}}
+UNIT = {"data": {"name": "digits", "normalize": "unit", "shape": [1, 8, 8], "classes": 10}}
 TRAVELLING = {"method": {"name": "stratify", "mode": "single"}}
 
 
@@ -38,6 +39,7 @@ TRAVELLING = {"method": {"name": "stratify", "mode": "single"}}
         ({"methods": []}, {}, "policy.methods", "accepted: none"),
         ({"rounds": 2}, {}, "policy.rounds", "3 rounds; accepted: 2 at most"),
         ({"min_samples": 2}, TRAVELLING, "policy.min_samples", "Steps trains a model on one sample at a time; acc"),
+        ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' tells the least and the greatest"),
         ({"masking": True}, {"method": "stratify"}, "policy.masking", "LabelReport tells labels in the clear; accept"),
         ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit tells labels in the clear"),
         ({"ldp": True}, {}, "policy.ldp", "Fit tells sizes in the clear; accepted: numbers of samples under loc"),
@@ -51,7 +53,7 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
     if job.get("method") == "weighted-of":
         job = {"method": {"name": "fedavg", "client_sampler": "weighted"}}
     site = Site(tmp_path, job, policy=Policy(**{"min_samples": 1, **policy}))
-    refused = site.begin()
+    refused = site.call(Survey(site.spec.to_toml(), [0], 2, False)) if job == UNIT else site.begin()
     assert isinstance(refused, Refused)
     assert f"refused by the rule '{rule}'" in refused.reason
     assert says in refused.reason

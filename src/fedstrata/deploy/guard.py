@@ -36,7 +36,7 @@ def admitted(
     clients: int,
     own_data: bool,
     catalog: Collection[str] | None,
-    undeclared: bool,
+    undeclared: bool = False,
     has_data: bool = False,
 ) -> Declaration:
     """What a job asks, if a site takes part in it; nothing that the spec names has been read when this is decided.

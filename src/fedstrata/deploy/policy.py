@@ -96,6 +96,11 @@ class Policy(Setting):
                     f"{question.label} trains a model on one sample at a time; accepted: {self.min_samples} or more"
                 )
                 raise RuleError("policy.min_samples", problem)
+        if asked.extremes and self.min_samples > 1:
+            problem = (
+                "data.normalize = 'unit' tells the least and the greatest value, which are single samples'; accepted: "
+            )
+            raise RuleError("policy.min_samples", f"{problem}'standard' or 'none', or data.shift and data.scale")
         for rule, fact, accepted in (
             ("masking", "labels", "labels that are masked, and no evaluation at the sites"),
             ("ldp", "sizes", "numbers of samples under local differential privacy (an epsilon), and no others"),

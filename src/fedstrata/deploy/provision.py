@@ -16,8 +16,9 @@ from fedstrata.asks import hash_of
 from fedstrata.deploy.configuration import CLASSES, write_job
 from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.guard import admitted
 from fedstrata.deploy.policy import FILE as POLICY
-from fedstrata.deploy.policy import Policy
+from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
@@ -74,12 +75,18 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()
         if test is None or base_dir is not None or test.exists():  # it may be on the server's machine only
             prepare_server(spec, test, len(homes))
+    policy = policy_of(spec, sites)
+    for name, site in sites.site.items():
+        try:
+            admitted(spec.to_toml(), policy, clients=len(homes), own_data=sites.own_data, catalog=site.catalog)
+        except RuleError as error:
+            problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
+            raise SpecError(f"site.{name}", problem) from None
     out.mkdir(parents=True, exist_ok=True)
     _certify(sites, out)
     run = run_of(spec.to_toml())
     plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, sites.relay == "direct")
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
-    policy = policy_of(spec, sites)
     storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server, storage)

@@ -21,7 +21,7 @@ Fact = Literal["labels", "sizes"]
 
 
 class Agreed(Protocol):
-    """What declarations depend on: a ``FederationConfig``, or a ``Job`` before anything is loaded."""
+    """What declarations depend on: a ``FederationConfig``, or a ``Terms`` before anything is loaded."""
 
     @property
     def training(self) -> Training:
@@ -37,7 +37,7 @@ class Agreed(Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class Terms:
     """What was agreed, as far as a spec alone tells it; see ``Agreed``."""
 
     training: Training
