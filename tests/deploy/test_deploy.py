@@ -22,6 +22,7 @@ from fedstrata.data.catalog import names_there
 from fedstrata.deploy.configuration import CLASSES, ERROR, described, raised, write_job
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.host import Host
+from fedstrata.deploy.ledger import PLACE, check
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.provision import provision
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
@@ -177,8 +178,7 @@ def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    from fedstrata.deploy.ledger import PLACE, check
-from fedstrata.deploy.job import Server, folder_of
+    from fedstrata.deploy.job import Server, folder_of
 
     old = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
     new = old.replace("rounds = 2", "rounds = 1")
