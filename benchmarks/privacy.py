@@ -118,14 +118,18 @@ def tables(done: dict[str, Any]) -> str:
             row.append(spread([100 * of["recognised"] for of in found], "{:.0f}") + " %")
             lines.append(f"| {clients} | {least} | {' | '.join(row)} |")
     lines += ["", f"**What holding them back costs**: after {EPOCHS} epochs.", ""]
-    lines += ["| clients | `min_samples` | accuracy | parts sent | sent by clients | samples trained | held back |"]
-    lines += ["|---:|---:|---:|---:|---:|---:|---:|"]
+    lines += [
+        "| clients | `min_samples` | accuracy | to 1, by seed | parts sent | sent by clients | samples trained | held back |"
+    ]
+    lines += ["|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for (clients, least), group in sorted(cells.items()):
         plain = {one["seed"]: one for one in cells.get((clients, 1), [])}
         same = [(one, plain[one["seed"]]) for one in group if one["seed"] in plain]
         trained = [100 * one["samples"] / before["samples"] for one, before in same]
+        points = [100 * (one["accuracy"] - before["accuracy"]) for one, before in same]
         row = [
             spread([100 * one["accuracy"] for one in group], "{:.2f}") + " %",
+            spread(points, "{:+.2f}").replace("± +", "± ") if least > 1 and points else "–",
             spread([one["transfers"] / 1000 for one in group], "{:.1f}") + " k",
             spread([one["bytes_up"] / 1e9 for one in group], "{:.1f}") + " GB",
             spread(trained, "{:.2f}") + " %" if trained else "–",

@@ -22,6 +22,7 @@ from fedstrata.data.catalog import names_there
 from fedstrata.deploy.configuration import CLASSES, ERROR, described, raised, write_job
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.host import Host
+from fedstrata.deploy.ledger import PLACE, check
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.provision import provision
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
@@ -464,3 +465,9 @@ def test_hospitals_with_mutual_tls_end_with_the_model_of_a_run(tmp_path: Path, m
     assert [record["accuracy"] for record in there] == pytest.approx([record["accuracy"] for record in here])
     model = "model.safetensors"
     assert (tmp_path / "fed" / "result" / model).read_bytes() == (tmp_path / "here" / model).read_bytes()
+    # Each hospital's own book is whole, and as the server was told.
+    for name in names:
+        kit, result = str(tmp_path / "fed" / name), str(tmp_path / "fed" / "result")
+        assert main(["ledger", kit, "--verify", "--told", result]) == 0
+        found = check(tmp_path / "fed" / name / PLACE)
+        assert {"Survey", "Fit", "Evaluate"} <= {entry["kind"] for entry in found.entries}
