@@ -63,7 +63,9 @@ def _recorded(table: dict[str, Any], folder: Path) -> Recorder:
         return recorded(table, folder, data=combinations.data())
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name == "stratify single" else []) for name in ROWS]
+)
 def test_a_job_asks_what_it_declares_and_all_of_it(name: str, tmp_path: Path) -> None:
     engine = _recorded(_table(ROWS[name]), tmp_path)
     assert engine.counts
@@ -87,7 +89,17 @@ def test_enrolment_asks_what_it_declares_and_all_of_it(name: str, tmp_path: Path
     assert [part for part in engine.unused() if not part.startswith("Reserve")] == []
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedtan", "stratify", "fedsts", "fedssar", "power-of-choice", "scaffold"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "fedtan",
+        "power-of-choice",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("fedavg", "stratify", "fedsts", "fedssar", "scaffold")
+        ),
+    ],
+)
 @pytest.mark.parametrize("codec", CODECS)
 def test_encoded_questions_are_declared_as_they_travel(codec: str, method: str, tmp_path: Path) -> None:
     row = {"method": method, **({"norm": "average"} if method == "fedtan" else {})}

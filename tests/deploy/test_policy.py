@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,11 @@ from fedstrata.engines.nvflare.wire import Begun, Fetch, Hopped, Refused, Survey
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.handlers.sequential import Visit
+from fedstrata.jsonl import read_jsonl
 from fedstrata.methods.base import METHODS, effort
 from fedstrata.simulation import run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing
+from fedstrata.stratify.messages import LabelReport
 
 PRIVATE = {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 2}}
 MASKED = {"method": {"name": "stratify", "masking": "prf"}}
@@ -227,9 +230,19 @@ def _spec(row: dict[str, str]) -> fs.Experiment:
     return fs.Experiment.from_table(table)
 
 
-def _at_sites(spec: fs.Experiment, folder: Path, policy: Policy) -> tuple[fs.History, list[Book]]:
-    """Three sites of two clients each."""
+def _at_sites(
+    spec: fs.Experiment,
+    folder: Path,
+    policy: Policy,
+    *,
+    strict: Policy | None = None,
+    method: fs.Method | None = None,
+    out: Path | None = None,
+) -> tuple[fs.History, list[Book]]:
+    """Three sites of two clients each; the last with a policy of its own, and a server that runs another method."""
     prepared, sums, books = fs.prepare(spec), Sums(60.0), [Book(), Book(), Book()]
+    if method is not None:
+        prepared = dataclasses.replace(prepared, spec=spec.model_copy(update={"method": method}))
     keys, hosts = KeyRing(folder / "keys", create=True), dict[str, Host]()
 
     class Line:
@@ -241,10 +254,44 @@ def _at_sites(spec: fs.Experiment, folder: Path, policy: Policy) -> tuple[fs.His
         def carry(target: str, data: bytes, name: str = name) -> object:
             return sums.add_up(name, data) if target == SERVER else hosts[target].call(name, data)
 
-        settings: dict[str, Any] = {"policy": policy, "ledger": book, "keys": keys, "allow": ["combinations"]}
+        own = strict if strict is not None and name == "c" else policy
+        settings: dict[str, Any] = {"policy": own, "ledger": book, "keys": keys, "allow": ["combinations"]}
         hosts[name] = Host(name, folder / name, carry, patience=60.0, **settings)
     engine = NVFlareEngine(prepared.config, Line(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0)
-    return run_prepared(prepared, None, engine), books
+    return run_prepared(prepared, out, engine), books
+
+
+class Nosy(fs.FedAvg):
+    """A server that asks for labels in every round of a job that does not."""
+
+    def run_round(self, federation: Any, state: Any) -> Any:
+        """Ask, and go on."""
+        assert federation.ask(dict.fromkeys(range(6), LabelReport())) == {}
+        return super().run_round(federation, state)
+
+
+def test_a_refused_question_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
+    spec = _spec({"method": "fedavg"})
+    history, books = _at_sites(spec, tmp_path / "sites", Policy(min_samples=1), method=Nosy(), out=tmp_path / "out")
+    refused = [event for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "refused"]
+    assert len(refused) == 6 * 2
+    assert all("refused by the rule 'kind'" in event["reason"] for event in refused)
+    assert [book.refused for book in books] == [["kind"] * 4] * 3
+    here = fs.run(spec)
+    assert all(torch.equal(history.params[key], here.params[key]) for key in here.params)
+
+
+@pytest.mark.parametrize(("strict", "kind"), [({"exchanges": 1}, "failed"), ({"rounds": 1}, "absent")], ids=str)
+def test_a_site_that_refuses_is_absent_and_the_event_names_its_rule(
+    tmp_path: Path, strict: dict[str, Any], kind: str
+) -> None:
+    spec = _spec({"method": "fedavg", "client_sampler": "all"})
+    own = Policy(min_samples=1, **strict)
+    history, _ = _at_sites(spec, tmp_path / "sites", Policy(min_samples=1), strict=own, out=tmp_path / "out")
+    events = [event for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == kind]
+    assert {client for event in events for client in event["clients"]} == {4, 5}
+    assert all(f"refused by the rule 'policy.{next(iter(strict))}'" in event["reason"] for event in events)
+    assert [record["clients_returned"] for record in history] == ([6, 4] if kind == "failed" else [4, 4])
 
 
 def _marked(*short: str) -> list[Any]:
