@@ -115,7 +115,7 @@ def tables(done: dict[str, Any]) -> str:
             shares = [spread([100 * below(one, size) for one in group]) + " %" for size in (2, 4, 8)]
             lines.append(f"| {clients} | {' | '.join(shares)} |")
     lines += ["", "**What the attacks get** from parts of so many samples.", ""]
-    head = "| model | clients | samples | labels right | by chance | off a row | error | of the class's mean | recognised |"
+    head = "| model | clients | samples | labels right | by chance | off a row | error | class mean | recognised |"
     lines += [head, "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for model, those in (("MLP", cells), ("CNN", convolutional)):
         for (clients, least), group in sorted(those.items()):
