@@ -119,7 +119,7 @@ def tables(done: dict[str, Any]) -> str:
             lines.append(f"| {clients} | {least} | {' | '.join(row)} |")
     lines += ["", f"**What holding them back costs**: after {EPOCHS} epochs.", ""]
     lines += [
-        "| clients | `min_samples` | accuracy | to 1, by seed | parts sent | sent by clients | samples trained | held back |"
+        "| clients | `min_samples` | accuracy | to 1, by seed | parts sent | sent by clients | trained | held back |"
     ]
     lines += ["|---:|---:|---:|---:|---:|---:|---:|---:|"]
     for (clients, least), group in sorted(cells.items()):

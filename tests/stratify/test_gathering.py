@@ -39,7 +39,7 @@ def balanced() -> fs.Dataset:
 
 def private(partition="dirichlet", clients=10, *, least=3, below="hold-back", **rest) -> fs.Experiment:
     spec = spec_of(partition, clients=clients, **rest)
-    return spec.model_copy(update={"privacy": fs.spec.Privacy(min_samples=least, below=below)})
+    return spec.model_copy(update={"privacy": fs.Privacy(min_samples=least, below=below)})
 
 
 def sizes_of_parts(started) -> list[int]:
@@ -197,7 +197,7 @@ def test_after_a_client_was_lost_the_others_parts_are_large_enough_too(start, ba
 
 def test_with_a_minimum_of_one_nothing_changes(start, balanced):
     found = []
-    for privacy in (fs.spec.Privacy(), fs.spec.Privacy(below="refuse")):
+    for privacy in (fs.Privacy(), fs.Privacy(below="refuse")):
         spec = spec_of("dirichlet", clients=8).model_copy(update={"privacy": privacy})
         started = start(spec, balanced)
         found.append((started.step(), started.state.weights.params))

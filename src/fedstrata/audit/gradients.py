@@ -126,8 +126,7 @@ class Tap(Engine):
         for client, request in requests.items():
             if not isinstance(request, Gradient) or STATE not in (state := self.engine.store.get(client)):
                 continue
-            held = state[STATE]
-            places = held.places[held.parts.get(request.batch, slice(0))]
+            places = state[STATE].part(request.batch)
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue

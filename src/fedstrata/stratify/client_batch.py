@@ -75,11 +75,16 @@ class Reserved:
     places: Ints
 
     @cached_property
-    def parts(self) -> dict[int, slice]:
-        """Where the part of each batch is in ``places``."""
+    def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Where the part of each batch begins and ends in ``places``: numbers alone, which no collector counts."""
         batches, begins = np.unique(self.batches, return_index=True)
-        ends = [*begins[1:].tolist(), len(self.batches)]
-        return dict(zip(batches.tolist(), map(slice, begins.tolist(), ends), strict=True))
+        numbers, first = batches.tolist(), begins.tolist()
+        return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
+
+    def part(self, batch: int) -> Ints:
+        """The places of a batch's samples; none where nothing was set aside for it."""
+        begins, ends = self._bounds
+        return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
 
 def places_of(client: Client, placeholder: int) -> Ints:
@@ -210,7 +215,7 @@ def set_aside(client: Client, batch: int) -> Ints:
         WithheldError: There are fewer than ``privacy.min_samples``.
     """
     state: Reserved = client.state[STATE]
-    indices: Ints = client.indices[state.places[state.parts.get(batch, slice(0))]]
+    indices: Ints = client.indices[state.part(batch)]
     client.release(len(indices))
     return indices
 

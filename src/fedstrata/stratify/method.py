@@ -70,7 +70,8 @@ class Stratify(Method):
         pretraining: Hybrid mode: rounds of batches; half of all rounds unless given.
         stream: Hybrid mode: the part of every client's samples that arrives later.
         masking: How the server learns who shares a label: ``none`` (labels in the clear), ``prf`` (a keyed hash),
-            ``ckks`` (compared under encryption) or ``ckks-paper`` (as printed, for comparison). All train alike.
+            ``ckks`` (compared under encryption) or ``ckks-paper`` (as printed, for comparison). All train alike
+            under the same keys.
     """
 
     paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
