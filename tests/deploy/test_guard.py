@@ -15,7 +15,7 @@ from asked import CLIENTS, Site
 
 import fedstrata as fs
 from fedstrata.communication.messages import Coefficients, Encoded
-from fedstrata.deploy.guard import Spent
+from fedstrata.deploy.guard import Spent, admitted
 from fedstrata.engines.nvflare.wire import Begun, Failed, Fetch, Hopped, Refused
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
@@ -378,6 +378,12 @@ def test_a_spec_names_no_file_of_a_site(site: Make, monkeypatch: pytest.MonkeyPa
     assert "root:" not in refused.reason
     assert made.book.refused == ["data"]
     assert read == []
+
+
+def test_a_column_may_be_called_file() -> None:
+    columns = {"file": "category", "age": {"range": [0, 9]}}
+    table = {"data": {"name": "a.csv", "schema": {"label": "sick", "classes": ["no", "yes"], "columns": columns}}}
+    admitted(fs.Experiment.from_table(table).to_toml(), None, clients=2, own_data=True, catalog=())
 
 
 def test_a_site_lists_what_a_spec_may_name(site: Make, tmp_path: Path) -> None:

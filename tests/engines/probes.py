@@ -103,11 +103,15 @@ def garble() -> None:
     """Let the next message of this process, after the answer to this one, be none that can be read."""
     encode = records.encode
 
-    def once(value: object) -> bytes:
+    def garbled(value: object) -> bytes:
         records.encode = encode
         return b"\x80\x04garbage"
 
-    records.encode = once
+    def answer(value: object) -> bytes:
+        records.encode = garbled
+        return encode(value)
+
+    records.encode = answer
 
 
 def counted(client: Client, request: Probe, value: float = 0.0) -> Counted:

@@ -354,8 +354,8 @@ class Attacker:
         means = torch.stack([self.own[c].mean(dim=0) for c in labels.tolist()])
         recognised = []
         for own, other in zip(mine, theirs, strict=True):
-            others = self.own[int(labels[own])][:STRANGERS]
-            recognised.append(float(errors[own, other]) < float(_errors(others, drawn[other : other + 1]).min()))
+            unknown = self.own[int(labels[own])][:STRANGERS]
+            recognised.append(float(errors[own, other]) < float(_errors(unknown, drawn[other : other + 1]).min()))
         return {
             "labels": _right(guess, labels),
             "labels_chance": float(np.mean(chance)),

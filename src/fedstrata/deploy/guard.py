@@ -77,7 +77,8 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
     name = section.get("name", BUNDLED[0]) if isinstance(section, dict) else section
     if data and name not in (*BUNDLED, *catalog):
         raise RuleError("data", f"data.name = {name!r} names what lies at this site or is fetched for it; {where}")
-    level: list[tuple[str, Any]] = [("", table)]
+    # What a table's columns are called is no file.
+    level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
         place, found = level.pop()
         if isinstance(found, dict):

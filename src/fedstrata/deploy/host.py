@@ -121,6 +121,8 @@ class Host:
         self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
         self.ledger = ledger
         self._entries: list[Entry] = []
+        self._noting = threading.Lock()
+        """Another site may fetch a model while this one works."""
         self._lock = threading.Lock()
         self._run: _Run | None = None
 
@@ -155,11 +157,13 @@ class Host:
         """Something for the book; see ``Entry``."""
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.asked.job
-            self._entries.append(Entry(**{"run": run, "kind": kind, **about}))
+            with self._noting:
+                self._entries.append(Entry(**{"run": run, "kind": kind, **about}))
 
     def _write(self) -> str:
         """Have the book on the disk; its head then."""
-        entries, self._entries = self._entries, []
+        with self._noting:
+            entries, self._entries = self._entries, []
         return "" if self.ledger is None else str(self.ledger.append(entries) or "")
 
     def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
