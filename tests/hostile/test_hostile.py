@@ -85,9 +85,9 @@ def asks_for_the_truth_under_a_bound(target: Target) -> Any:
 
 
 def asks_again_until_the_mean_is_the_truth(target: Target) -> Any:
-    """E[R] = α n + (1 − α) M / 2, over four hundred answers with noise of their own."""
+    """E[R] = α n + (1 − α) M / 2, over two hundred answers with noise of their own."""
     alpha, replies = 0.5, []
-    for round in range(1, 401):
+    for round in range(1, 201):
         if (reply := got(*target.ask(SizeReport(round, 50, alpha)))) is None:
             return None
         replies.append(reply)
