@@ -14,6 +14,7 @@ import fedstrata as fs
 from fedstrata import records
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles, handles_hop
+from fedstrata.engines.nvflare.wire import Answers, Hopped
 from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.records import record
@@ -100,11 +101,12 @@ def misbehave(client: Client, request: Probe, reply: Counted) -> Any:
 
 
 def garble() -> None:
-    """Let the next message of this process, after the answer to this one, be none that can be read."""
+    """Let what this process sends after the answer to this message be none that can be read, up to its next answer."""
     encode = records.encode
 
     def garbled(value: object) -> bytes:
-        records.encode = encode
+        if isinstance(value, (Answers, Hopped)):
+            records.encode = encode
         return b"\x80\x04garbage"
 
     def answer(value: object) -> bytes:
