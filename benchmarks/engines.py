@@ -27,6 +27,7 @@ from fedstrata.deploy.local_deployment import try_out
 from fedstrata.deploy.simulator import simulate
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.methods.base import Method
 from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
@@ -70,6 +71,12 @@ class Echo(Method):
 
     paper: ClassVar[str] = "none"
     handlers = (add,)
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """All of it, any number of times."""
+        size = Question(SizeReport, "its number of samples", times=None)
+        hop = Question(Steps, "the model as it came", times=None, relay=True)
+        return size, hop, Question(Add, "64 ones", times=None, together=True)
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
         """The model never changes."""
@@ -148,7 +155,7 @@ def main() -> None:
     if options.deploy:
         with tempfile.TemporaryDirectory() as place:
             own = {"allow": ["engines"]}
-            table = {"server": {"port": 18542, **own}, "site": {"a": own, "b": own}}
+            table = {"server": {"port": 18542, **own}, "policy": {"min_samples": 1}, "site": {"a": own, "b": own}}
             folder = try_out(
                 _echo(2), Sites.model_validate(table), Path(place) / "fed", base_dir=HERE, tell=lambda line: None
             )

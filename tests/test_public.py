@@ -12,11 +12,12 @@ import fedstrata as fs
 NAMES = """
     Aggregator Always Assignment Availability BSMFedAvg Bernoulli Callback Classes ClientSampler ClusteredSampling
     Codec Communication Data DataError DataSampler Dataset Dirichlet Domains EarlyStopping Evaluation Experiment
-    FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit Given
-    Grouped Groups History IID KeepBest MLflow MOON MeanBySize Method Metric Model Natural Objective Partition
-    Persistent Population PowerLaw PowerOfChoice Predictions Predictor ReBaFL Recipe RunFolder SCAFFOLD SFL Schema
-    Selection Shards Simulation SingleClient SpecError Stratify TensorBoard Trace Training Weights __version__ compare
-    from_arrays from_dataframe load load_runs numbers plot prepare record run search setting_of sweep uniforms
+    FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling FedTAN Federation Fit
+    Given Grouped Groups History IID KeepBest MLflow MOON MeanBySize Method Metric Model Natural Objective Partition
+    Persistent Population PowerLaw PowerOfChoice Predictions Predictor Privacy ReBaFL Recipe RunFolder SCAFFOLD SFL
+    Schema Selection Shards Simulation SingleClient SpecError Stratify TensorBoard Trace Training Weights
+    __version__ compare from_arrays from_dataframe load load_runs numbers plot prepare record run search setting_of
+    sweep uniforms
 """
 PUBLIC = NAMES.split()
 

@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
     from fedstrata.sampling.base import Selection as Selection
+    from fedstrata.settings import Privacy as Privacy
     from fedstrata.settings import Training as Training
     from fedstrata.simulation import Simulation as Simulation
     from fedstrata.spec import Experiment as Experiment
@@ -119,6 +120,7 @@ _HOMES = {
     "History": "history",
     "numbers": "history",
     "Training": "settings",
+    "Privacy": "settings",
     "Evaluation": "evaluation.settings",
     "Metric": "evaluation.metrics",
     "Predictions": "evaluation.predictions",

@@ -47,6 +47,10 @@ class ReplyRefusedError(FedstrataError):
     """A reply that arrived and cannot be used: not finite, wrong shapes, missing tensors."""
 
 
+class WithheldError(FedstrataError):
+    """A client does not answer, because too little data would be behind the answer or its site does not allow it."""
+
+
 class QuorumError(FedstrataError):
     """Fewer clients answered than the method needs."""
 

@@ -161,6 +161,7 @@ def assemble(
         server_data=ServerData(dataset, _all_but_the_servers(everybody, held)) if sizes_known else None,
         weight_diversity=spec.evaluation.weight_diversity,
         random=_draws_random_numbers(made, dataset),
+        privacy=spec.privacy,
     )
     # A copy, for what ``check`` keeps is this run's.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})

@@ -27,7 +27,7 @@ from fedstrata.nn.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.partitions import PARTITIONS
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
-from fedstrata.settings import Training
+from fedstrata.settings import Privacy, Training
 from fedstrata.tracking import MLflow, TensorBoard, Tracking
 
 SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
@@ -42,6 +42,7 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "evaluation.metrics": METRICS,
     "communication": Communication,
     "communication.codec": CODECS,
+    "privacy": Privacy,
     "callbacks": CALLBACKS,
     "tracking": Tracking,
     "tracking.tensorboard": TensorBoard,

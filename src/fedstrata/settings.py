@@ -9,11 +9,49 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fedstrata.config import MayChange, Setting
+from fedstrata.errors import WithheldError
 
 DEFAULT_EPOCHS = 5
 
 Threads = Annotated[PositiveInt, Field(le=1024)]
 """More than any machine has cores: the system refuses many more, and PyTorch's threads then end the process."""
+
+
+class Privacy(Setting):
+    """The fewest samples behind anything that a client sends.
+
+    A client that has fewer for an update, a count, a loss or a measurement does not answer; of prototypes and labels it
+    leaves out classes with fewer. A site may ask for more than the spec does.
+
+    Args:
+        min_samples: How many: in a client's part of Stratify's batch, in an update, in a class of which a client sends
+            a prototype or a count. Models that travel from sample to sample are refused with more than 1.
+        below: What becomes of a smaller part of Stratify's batch: ``hold-back`` merges it into the client's next part
+            (or the last one before it, where none follows), so that no sample is lost; ``refuse`` gives no answer, and
+            the client is absent for the rest of the epoch.
+    """
+
+    min_samples: PositiveInt = 1
+    below: Literal["hold-back", "refuse"] = "hold-back"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether small parts of batches are merged."""
+        return self.min_samples > 1 and self.below == "hold-back"
+
+    def at_least(self, min_samples: int) -> Privacy:
+        """The same with a minimum that is at least this one, such as a site's own."""
+        return self.model_copy(update={"min_samples": max(self.min_samples, min_samples)})
+
+    def require(self, samples: int) -> None:
+        """Let nothing go out with fewer samples behind it; with a minimum of 1 everything may.
+
+        Raises:
+            WithheldError: There are fewer. The message does not say how many.
+        """
+        if samples < self.min_samples and self.min_samples > 1:
+            problem = f"fewer than privacy.min_samples = {self.min_samples} samples are behind it"
+            raise WithheldError(f"the answer stays here: {problem}")
 
 
 class Training(Setting):

@@ -94,6 +94,7 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
         evaluation=prepared.spec.evaluation,
         communication=prepared.spec.communication,
         personal=method.personal_objective(),
+        privacy=prepared.config.privacy,
         keys=keys,
     )
 

@@ -25,7 +25,7 @@ from fedstrata.methods.fedavg import FedAvg
 from fedstrata.nn.zoo import MLP, AnyModel
 from fedstrata.partitions.base import AnyPartition
 from fedstrata.partitions.schemes import Dirichlet
-from fedstrata.settings import Training
+from fedstrata.settings import Privacy, Training
 from fedstrata.tracking import Tracking
 
 COMPARE = "compare"
@@ -59,6 +59,7 @@ class Experiment(Setting):
         training: How clients train.
         evaluation: When the result is evaluated and stored.
         communication: How models and updates travel.
+        privacy: The fewest samples behind anything that a client sends.
         callbacks: What looks at the run and may end it, such as ``["early-stopping"]``.
         tracking: Where else the run is shown while it goes on; it decides nothing.
 
@@ -76,14 +77,16 @@ class Experiment(Setting):
     training: Training = Training()
     evaluation: Annotated[Evaluation, from_word(Evaluation)] = Evaluation()
     communication: Annotated[Communication, from_word(Communication)] = Communication()
+    privacy: Annotated[Privacy, from_word(Privacy)] = Privacy()
     callbacks: list[AnyCallback] = []
     tracking: Annotated[Tracking, from_word(Tracking)] = Tracking()
 
     def to_spec(self) -> dict[str, Any]:
-        """As nested tables; a spec without codecs, callbacks or tracking says nothing of them."""
+        """As nested tables; newer sections that change nothing are left out."""
         table = super().to_spec()
         silent = {
             "communication": self.communication.plain,
+            "privacy": self.privacy == Privacy(),
             "callbacks": not self.callbacks,
             "tracking": not self.tracking.callbacks,
         }

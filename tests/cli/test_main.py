@@ -19,7 +19,7 @@ clients = 10
 
 BAD = {
     "unknown key": ("[partition]\nalfa = 0.1", "partition.alfa = 0.1: unknown key; accepted here: clients, min_size, alpha, balance, prior; did you mean 'alpha'? (s.toml, line 2)"),
-    "unknown section": ("seed = 1\n[trainin]\nrounds = 2", "trainin = {'rounds': 2}: unknown key; accepted here: seed, data, partition, availability, method, model, training, evaluation, communication, callbacks, tracking; did you mean 'training'? (s.toml, line 2)"),
+    "unknown section": ("seed = 1\n[trainin]\nrounds = 2", "trainin = {'rounds': 2}: unknown key; accepted here: seed, data, partition, availability, method, model, training, evaluation, communication, privacy, callbacks, tracking; did you mean 'training'? (s.toml, line 2)"),
     "a word for a number": ('[training]\nrounds = "five"', "training.rounds = 'five': input should be a valid integer, unable to parse string as an integer (s.toml, line 2)"),
     "a fraction for a whole number": ("[training]\nrounds = 2.5", "training.rounds = 2.5: input should be a valid integer"),
     "a number for a table": ("training = 3", "training = 3: input should be a valid dictionary"),

@@ -16,10 +16,14 @@ import pytest
 import tomli_w
 
 import fedstrata as fs
+from fedstrata.asks import hash_of
 from fedstrata.cli import main
+from fedstrata.data.catalog import names_there
 from fedstrata.deploy.configuration import CLASSES, ERROR, described, raised, write_job
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.host import Host
+from fedstrata.deploy.ledger import PLACE, check
+from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.provision import provision
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.deploy.simulator import _sites_before
@@ -388,6 +392,37 @@ def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> Non
 
 
 @needs_nvflare
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ({"method": {"name": "stratify", "mode": "single"}}, "site.a: would take no part: .*'policy.min_samples'"),
+        ({"data": "mnist"}, "site.a: would take no part: .*'data'.*data.name = 'mnist'"),
+        ({"method": "asking:Counted"}, "site.a: would take no part: .*'declared'"),
+    ],
+    ids=str,
+)
+def test_a_job_that_its_sites_would_refuse_is_not_deployed(tmp_path: Path, table: dict[str, Any], problem: str) -> None:
+    if table.get("data") == "mnist" and "mnist" not in names_there():
+        pytest.skip("needs mnist.npz")
+    spec = fs.Experiment.from_table({"partition": {"name": "iid", "clients": 2}, **table})
+    with pytest.raises(SpecError, match=problem):
+        provision(spec, Sites.model_validate({"site": {"a": {}, "b": {}}}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@needs_nvflare
+def test_a_site_accepts_the_job_that_it_was_made_for(kits: Path) -> None:
+    spec = fs.Experiment.from_toml(HOSPITALS / "hospitals.toml")
+    for name in ("cleveland", "hungary"):
+        policy = Policy.read(kits / name)
+        assert (policy.jobs, policy.approved) == ("approved", [hash_of(spec)])
+        assert (policy.methods, policy.rounds, policy.relay) == (["fedavg"], spec.training.rounds, "direct")
+        assert policy.min_samples == 2, "as the example's file of sites says"
+        assert "local/policy.toml" in (kits / name / "README.md").read_text()
+    assert not (kits / "server" / "local" / "policy.toml").exists()
+
+
+@needs_nvflare
 def test_the_job_has_no_source_and_no_path_of_a_site(kits: Path) -> None:
     files = [path for path in (kits / "admin" / "job").rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".json", ".toml"}
@@ -420,7 +455,9 @@ def test_hospitals_with_mutual_tls_end_with_the_model_of_a_run(tmp_path: Path, m
         port = probe.getsockname()[1]
     names = ("hungary", "switzerland")
     sites = "".join(f'[site.{name}]\ndata = "{HOSPITALS}/sites/{name}.csv"\n' for name in names)
-    (tmp_path / "sites.toml").write_text(f"own_data = true\n[server]\nport = {port}\n{sites}")
+    # Of one column Hungary has three values only.
+    head = f"own_data = true\npolicy = {{ min_samples = 2 }}\n[server]\nport = {port}"
+    (tmp_path / "sites.toml").write_text(f"{head}\n{sites}")
     deploy = ["deploy", spec, *settings, "--sites", str(tmp_path / "sites.toml")]
     assert main([*deploy, "--out", str(tmp_path / "fed"), "--try"]) == 0
     there, here = fs.History.load(tmp_path / "fed" / "result"), fs.History.load(tmp_path / "here")
@@ -428,3 +465,9 @@ def test_hospitals_with_mutual_tls_end_with_the_model_of_a_run(tmp_path: Path, m
     assert [record["accuracy"] for record in there] == pytest.approx([record["accuracy"] for record in here])
     model = "model.safetensors"
     assert (tmp_path / "fed" / "result" / model).read_bytes() == (tmp_path / "here" / model).read_bytes()
+    # Each hospital's own book is whole, and as the server was told.
+    for name in names:
+        kit, result = str(tmp_path / "fed" / name), str(tmp_path / "fed" / "result")
+        assert main(["ledger", kit, "--verify", "--told", result]) == 0
+        found = check(tmp_path / "fed" / name / PLACE)
+        assert {"Survey", "Fit", "Evaluate"} <= {entry["kind"] for entry in found.entries}

@@ -14,6 +14,7 @@ import fedstrata as fs
 from fedstrata import records
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles, handles_hop
+from fedstrata.engines.nvflare.wire import Answers, Hopped
 from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.records import record
@@ -100,14 +101,19 @@ def misbehave(client: Client, request: Probe, reply: Counted) -> Any:
 
 
 def garble() -> None:
-    """Let the next message of this process, after the answer to this one, be none that can be read."""
+    """Let what this process sends after the answer to this message be none that can be read, up to its next answer."""
     encode = records.encode
 
-    def once(value: object) -> bytes:
-        records.encode = encode
+    def garbled(value: object) -> bytes:
+        if isinstance(value, (Answers, Hopped)):
+            records.encode = encode
         return b"\x80\x04garbage"
 
-    records.encode = once
+    def answer(value: object) -> bytes:
+        records.encode = garbled
+        return encode(value)
+
+    records.encode = answer
 
 
 def counted(client: Client, request: Probe, value: float = 0.0) -> Counted:

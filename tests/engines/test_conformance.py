@@ -61,7 +61,7 @@ def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True,
         def carry(target: str, data: bytes, name: str = name) -> object:
             return sums.add_up(name, data) if target == SERVER else hosts[target].call(name, data)
 
-        hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True)
+        hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True)
     spec, homes = prepared.spec.to_toml(), list("aabb")
     engine = NVFlareEngine(prepared.config, Line(), homes, sums, spec=spec, run="run", patience=patience, direct=direct)
     engine.restore(0)

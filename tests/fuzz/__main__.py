@@ -39,6 +39,7 @@ PARTS = {
     "data": 4,
     "messages": 6,
     "choices": 6,
+    "questions": 3,
     "checkpoints": 5,
     "folders": 5,
     "kills": 4,

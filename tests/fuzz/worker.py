@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 
 import torch
-from tests.fuzz import choices, files, folders, kills, specs, wire
+from tests.fuzz import choices, files, folders, kills, questions, specs, wire
 from tests.fuzz.cases import DIFFERENT, TRACEBACK, Family, SilentDifferenceError, chance_of
 
 FAMILIES: dict[str, Family] = {
@@ -24,6 +24,7 @@ FAMILIES: dict[str, Family] = {
         files.FAMILY,
         wire.FAMILY,
         choices.FAMILY,
+        questions.FAMILY,
         folders.CHECKPOINTS,
         folders.FOLDERS,
         kills.RUNS,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from batches import PARTITIONS, Spoilt, assert_same, centralised, order_of, spec_of
 from limits import within
 from torch import nn
 
@@ -24,12 +25,6 @@ from fedstrata.simulation import make_context
 from fedstrata.stratify.batch import BatchPlan
 from fedstrata.stratify.client_batch import new_pool
 from fedstrata.stratify.messages import Gradient, Reserve
-
-PARTITIONS = {
-    "#C=1": {"name": "classes", "per_client": 1},
-    "dirichlet": {"name": "dirichlet", "alpha": 0.3},
-    "iid": {"name": "iid"},
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,49 +45,9 @@ def skewed() -> fs.Dataset:
     return fs.from_arrays(x, y, x[:30], y[:30])
 
 
-def spec_of(partition: str | dict, clients: int = 10, availability: object = "always", **rest: object) -> fs.Experiment:
-    split = PARTITIONS[partition] if isinstance(partition, str) else partition
-    training = {"batch_size": 20, "lr": 0.1, **rest.pop("training", {})}  # type: ignore[dict-item]
-    table = {"partition": {"clients": clients, **split}, "training": training, "model": {"name": "mlp", "hidden": [16]}}
-    return fs.Experiment.from_table(table | {"method": {"name": "stratify", **rest}, "availability": availability})
-
-
 def with_batchnorm() -> nn.Module:
     with torch_seeded(0, "module"):
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
-
-
-def order_of(started, spec, data) -> list[np.ndarray]:
-    """The samples of every batch of the epoch, in the order in which the parts are put together: by client."""
-    assignment = prepare(spec, data=data).assignment
-    parts: dict[int, list[np.ndarray]] = {}
-    for client in sorted(started.store):
-        kept = started.store.get(client)["stratify"]
-        for batch in np.unique(kept.batches).tolist():
-            parts.setdefault(batch, []).append(assignment[client][kept.places[kept.batches == batch]])
-    return [np.concatenate(parts[batch]) for batch in sorted(parts)]
-
-
-def centralised(module: nn.Module, data, batches, make) -> dict[str, torch.Tensor]:
-    optimizer = make(list(module.parameters()))
-    module.train()
-    for indices in batches:
-        optimizer.zero_grad()
-        x, y = data.inputs(indices), data.labels(torch.from_numpy(indices))
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
-    return {name: tensor.detach() for name, tensor in module.state_dict().items()}
-
-
-def assert_same(started, expected, tolerance) -> None:
-    got = {**started.state.weights.params, **started.state.weights.buffers}
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        if tensor.is_floating_point():
-            error = (got[name] - tensor).norm() / tensor.norm().clamp(min=1e-3)
-            assert error < tolerance, (name, float(error))
-        else:
-            assert torch.equal(got[name], tensor)
 
 
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
@@ -411,19 +366,6 @@ def test_a_client_that_sends_a_gradient_of_garbage_is_done_without(start, balanc
     assert (metrics["clients_failed"], metrics["clients_returned"], engine.asked) == (1, 4, 1)
     assert 950 <= metrics["samples"] < 1000
     assert all(bool(torch.isfinite(w).all()) for w in started.state.weights.params.values())
-
-
-class Spoilt(fs.Dataset):
-    """The same data, whose fourth sample turns out to be no number when it is read."""
-
-    def __init__(self, data: fs.Dataset) -> None:
-        super().__init__(*(getattr(data, key) for key in data.__dataclass_fields__))
-
-    def inputs(self, indices, split="train"):
-        found = super().inputs(indices, split)
-        if split == "train" and torch.is_tensor(indices):
-            found[indices == 3] = float("nan")
-        return found
 
 
 def test_a_client_that_is_away_is_done_without(start, balanced, trace):

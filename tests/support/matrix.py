@@ -48,6 +48,7 @@ _TABLES: dict[str, dict[str, Any]] = {
         "method": {"name": "stratify", "cap": 5},
         "communication": {"up": {"name": "top-k", "fraction": 0.1}, "down": {"name": "powersgd", "rank": 1}},
     },
+    "sum, pools, parts held back": {"method": {"name": "stratify", "cap": 8}, "privacy": {"min_samples": 3}},
     "relay": {"method": "sfl"},
     "relay, pools": {"method": {"name": "stratify", "mode": "single", "cap": 4}},
 }

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.cli.common import add_overrides, experiment, located, show_run
+from fedstrata.cli.common import add_overrides, add_spec, experiment, located, show_run
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -77,4 +77,52 @@ def _keys(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (add_deploy, add_submit, add_keys)
+def add_asks(commands: Commands) -> None:
+    """``fedstrata asks``."""
+    parser = commands.add_parser("asks", help="what a job asks of each site, in plain English")
+    add_spec(parser)
+    parser.add_argument("--json", action="store_true", help="as a table for programs")
+    parser.add_argument(
+        "--policy", type=Path, metavar="KIT", help="say whether a site with this folder would accept it"
+    )
+    parser.set_defaults(work=_asks)
+
+
+def _asks(options: argparse.Namespace) -> int:
+    import json
+
+    from fedstrata.asks import declaration_of
+
+    asked = declaration_of(experiment(options))
+    if options.json:
+        print(json.dumps(asked.table(), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(asked.lines()))
+    if options.policy is not None:
+        from fedstrata.deploy.policy import Policy
+
+        Policy.read(options.policy).check(asked)
+    return 0
+
+
+def add_approve(commands: Commands) -> None:
+    """``fedstrata approve``."""
+    parser = commands.add_parser("approve", help="let a site accept a job, by the hash of its spec")
+    parser.add_argument("job", metavar="HASH|SPEC", help="the hash that 'fedstrata asks' prints, or the spec itself")
+    parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the site's folder that deploy wrote")
+    parser.set_defaults(work=_approve)
+
+
+def _approve(options: argparse.Namespace) -> int:
+    from fedstrata.asks import hash_of
+    from fedstrata.deploy.policy import FILE, approve, require_hash
+    from fedstrata.spec import Experiment
+
+    file = Path(options.job)
+    job = hash_of(Experiment.from_toml(file)) if file.is_file() else require_hash(options.job)
+    new = approve(options.kit, job)
+    print(f"{options.kit / FILE}: job {job} is {'now' if new else 'already'} approved; it is read when a job begins")
+    return 0
+
+
+COMMANDS = (add_deploy, add_submit, add_keys, add_asks, add_approve)

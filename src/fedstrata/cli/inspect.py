@@ -155,11 +155,11 @@ def _strata(options: argparse.Namespace) -> int:
 
 
 def add_audit(commands: Commands) -> None:
-    """``fedstrata audit prototypes``."""
+    """``fedstrata audit prototypes`` and ``gradients``."""
     audits = commands.add_parser("audit", help="what a run gives away: attacks on what clients sent")
-    parser = audits.add_subparsers(required=True, metavar="WHAT").add_parser(
-        "prototypes", help="draw clients' images from the prototypes that they sent"
-    )
+    kinds = audits.add_subparsers(required=True, metavar="WHAT")
+    _add_audit_gradients(kinds)
+    parser = kinds.add_parser("prototypes", help="draw clients' images from the prototypes that they sent")
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/audit)")
     parser.add_argument("--clients", type=int, default=3, help="clients to attack, at most (default: 3)")
@@ -173,6 +173,38 @@ def add_audit(commands: Commands) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(work=_audit_prototypes)
+
+
+def _add_audit_gradients(kinds: Commands) -> None:
+    parser = kinds.add_parser("gradients", help="labels and images from the parts of Stratify's batches, by their size")
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/audit)")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="samples in a part (default: 1 2 4 8)")
+    parser.add_argument("--parts", type=int, default=12, help="parts of each size, at most (default: 12)")
+    parser.add_argument("--steps", type=int, default=300, help="optimisation steps of each inversion (default: 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(work=_audit_gradients)
+
+
+def _audit_gradients(options: argparse.Namespace) -> int:
+    from fedstrata.audit.gradients import SIZES, audit_gradients, to_markdown, write
+    from fedstrata.report.progress import Progress
+
+    with Progress(options.quiet) as progress:
+        audit = audit_gradients(
+            options.run,
+            sizes=options.sizes or SIZES,
+            parts=options.parts,
+            steps=options.steps,
+            seed=options.seed,
+            watch=lambda done, total, text: progress.show("audit", done, total, text),
+        )
+    out = options.out or options.run / "audit"
+    write(audit, out)
+    print(to_markdown(audit), end="")
+    print(f"written to {out}: gradients.md, gradients.json")
+    return 0
 
 
 def _audit_prototypes(options: argparse.Namespace) -> int:

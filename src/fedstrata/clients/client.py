@@ -46,6 +46,18 @@ class Client:
         self.model = model or context.config.model
         self.indices: NDArray[np.int64] = context.assignment[number]
 
+        self.behind = 0
+        """Samples behind the answer, as its handler said; for the books of the client's site."""
+
+    def release(self, samples: int) -> None:
+        """Let an answer go out that so many samples are behind; every handler calls it before it looks at them.
+
+        Raises:
+            WithheldError: There are fewer than ``privacy.min_samples``.
+        """
+        self.context.privacy.require(samples)
+        self.behind = samples
+
     def __len__(self) -> int:
         return len(self.indices)
 

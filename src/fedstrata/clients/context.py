@@ -13,6 +13,7 @@ from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.partitions.base import Assignment
+from fedstrata.settings import Privacy
 
 if TYPE_CHECKING:
     from fedstrata.clients.handling import Handlers
@@ -30,6 +31,7 @@ class ClientContext:
         assignment: Which samples belong to whom.
         objective: What clients minimise.
         handlers: What clients know to answer.
+        privacy: The fewest samples behind what these clients send: the spec's, or a larger minimum of their site's.
         prepared: What was made ready once for all clients of the process, by what made it; see ``once``.
         held: What nobody trains on, each client's own test part among it.
         evaluation: By what models are measured.
@@ -49,6 +51,7 @@ class ClientContext:
     communication: Communication = field(default_factory=Communication)
     personal: Objective = field(default_factory=CrossEntropy)
     tells_values: bool = True
+    privacy: Privacy = field(default_factory=Privacy)
     prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
     keys: Any = field(default=None, compare=False, repr=False)
 

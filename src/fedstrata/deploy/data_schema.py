@@ -81,18 +81,20 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
 
 
-def survey_of(survey: Survey, data: Path | None) -> Statistics:
+def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Statistics:
     """What the samples that a site trains on come to, if they are what the spec says.
 
     Args:
         survey: The question.
         data: The site's own file.
+        least: Fewest samples behind a number, by the site's own rules; the spec may want more.
 
     Raises:
         SpecError: The spec is wrong, or a site lacks a data file.
         UnusableDataError: The file is missing, damaged or not what the spec says.
     """
     spec = Experiment.from_table(parse_toml(survey.spec))
+    least = max(least, FEWEST, spec.privacy.min_samples)
     own, whole, brought = _own(spec, data, survey.clients, survey.total)
     if survey.tests and brought is None and spec.evaluation.client_test is None:
         problem = "there are no test samples, and the server has none; accepted: x_test and y_test, or a test part by "
@@ -100,13 +102,14 @@ def survey_of(survey: Survey, data: Path | None) -> Statistics:
     _, held = hold_out(spec.evaluation, own, whole, spec.seed, brought=brought, everybody=False)
     assert own.unfitted is not None
     rows = list(trained_on(own, whole, held))
-    if own.unfitted.needed and (left := sum(map(len, rows))) < FEWEST:
-        problem = f"{left} training samples are left beside what is held out; accepted: {FEWEST} or more, for the mean "
+    if own.unfitted.needed and (left := sum(map(len, rows))) < least:
+        problem = f"{left} training samples are left beside what is held out; accepted: {least} or more, for the mean "
         raise UnusableDataError(f"{problem}of one is its value")
     found = own.unfitted.statistics(rows)
-    if own.unfitted.needed and bool(((found.count > 0) & (found.count < FEWEST)).any()):
-        problem = "of a column only one training sample has a value, which its mean would tell; accepted: no value, or "
-        raise UnusableDataError(f"{problem}{FEWEST} and more")
+    if own.unfitted.needed and bool(((found.count > 0) & (found.count < least)).any()):
+        few = "only one training sample has" if least == FEWEST else f"fewer than {least} training samples have"
+        problem = f"of a column {few} a value, which its mean would tell; accepted: no value, or "
+        raise UnusableDataError(f"{problem}{least} and more")
     return found
 
 
@@ -210,13 +213,12 @@ def _refuse_telling(spec: Experiment, nothing: Dataset, *, tests: bool) -> None:
     Raises:
         SpecError: It does.
     """
-    evaluation, method = spec.evaluation, spec.method
-    sizes = getattr(getattr(method, "data_sampler", None), "private", False)
-    labels = getattr(method, "masking", "none") not in ("none", None)
+    evaluation, hides = spec.evaluation, spec.method.hides
+    sizes = "sizes" in hides
     what = "sizes" if sizes else "labels"
     for key in ("client_test", "validation"):
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
-        if measures and (sizes or labels):
+        if measures and hides:
             problem = f"what sites answer tells their {what}, which the method keeps private: leave it out, and give "
             raise SpecError(f"evaluation.{key}", problem + "the server test samples", getattr(evaluation, key))
     if sizes and nothing.unfitted is not None and nothing.unfitted.needed:

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from fedstrata.config import Setting, build
+from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import PATIENCE
 from fedstrata.errors import SpecError
 from fedstrata.preparation import prepare
@@ -26,12 +27,14 @@ class SiteEntry(Setting):
         data: Its own data file, as that site sees it; it can be named in the site's own settings instead.
         keys: The folder of the sites' shared keys there, for masked labels.
         allow: Top-level packages from which a spec may name ``module:Class`` there.
+        catalog: Data sets and files there that a spec may name, for a trial in which sites bring none.
         tells: Whether the server may learn how good a model is on its own samples, beside sums that add up.
     """
 
     data: str | None = None
     keys: str | None = None
     allow: list[str] = []
+    catalog: list[str] = []
     tells: bool = False
 
 
@@ -65,6 +68,8 @@ class Sites(Setting):
         server: The server.
         own_data: Whether each site is a client and brings its own data, as the spec's ``[data]`` describes them.
             Otherwise the sites share out the spec's data by its partition: a trial.
+        policy: What the policies in the sites' kits say at first, where it is not the cautious default; each site may
+            change its own.
         site: The sites by name (letters, digits and hyphens); where they bring their own data, in the order of their
             clients' numbers.
     """
@@ -76,6 +81,7 @@ class Sites(Setting):
     days: PositiveInt = 365
     server: ServerEntry = ServerEntry()
     own_data: bool = False
+    policy: Policy = Policy()
     site: dict[str, SiteEntry] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hmac
 import logging
 import shutil
 import threading
@@ -11,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata import checkpoint, records
+from fedstrata.asks import Declaration, declaration_of
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
-from fedstrata.deploy.data_schema import UnusableDataError, context_of, survey_of
+from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, survey_of
+from fedstrata.deploy.guard import Books, Guard, Match, Spent, admitted
+from fedstrata.deploy.ledger import Entry
+from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
 from fedstrata.engines.nvflare.wire import (
@@ -48,6 +54,7 @@ from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.process import prepare_process
 from fedstrata.records import Message, Tree
+from fedstrata.spec import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
 LOG = logging.getLogger(__name__)
@@ -58,7 +65,16 @@ LARGEST_ANSWER = 256 << 20
 SERVER = "server"
 """Who may ask questions; other sites may only fetch the model of a relay."""
 
-HARMLESS = (FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError, UnusableDataError)
+HARMLESS = (
+    FedstrataError,
+    SpecError,
+    WireError,
+    ReplyRefusedError,
+    SiteLostError,
+    SiteRefusedError,
+    UnusableDataError,
+    RuleError,
+)
 """What tells others of their own messages and of the spec, and of data only why they are not what the spec says."""
 
 
@@ -77,6 +93,10 @@ class Host:
             add up it is told in any case.
         frank: Whether the server is told the text of whatever goes wrong. Otherwise of what goes wrong with its own
             messages and spec only; the rest may say something of the site's data and files, and stays in its log.
+        policy: What the site accepts, whatever a job declares; None for whatever is declared.
+        catalog: Data sets and files that a spec may name; None for any.
+        undeclared: Whether a method that does not declare what it asks is answered all the same: in a simulation.
+        ledger: The site's book of what it answered and refused; none is kept unless given.
     """
 
     def __init__(
@@ -91,23 +111,90 @@ class Host:
         allow: Collection[str] | None = (),
         tells: bool = False,
         frank: bool = False,
+        policy: Policy | None = None,
+        catalog: Collection[str] | None = (),
+        undeclared: bool = False,
+        ledger: Books | None = None,
     ) -> None:
         self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
         self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
+        self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
+        self.ledger = ledger
+        self._entries: list[Entry] = []
+        self._noting = threading.Lock()
+        """Another site may fetch a model while this one works."""
         self._lock = threading.Lock()
         self._run: _Run | None = None
 
     def call(self, caller: str, data: object) -> bytes:
-        """The answer to bytes of the server or of another site; ``Refused`` to what is not understood."""
+        """The answer to bytes of the server or of another site; ``Refused`` to what is not understood or allowed."""
+        what = "a message"
         try:
             if caller != SERVER:
-                return records.encode(self._part_of_relay(read(data, Fetch)))
+                what = Fetch.__name__
+                return self._leaving(self._part_of_relay(caller, read(data, Fetch)))
             envelope: Envelope = read(data, Envelope)
+            what = type(envelope.body).__name__
             with self._lock, only_from(self._allow):
-                return records.encode(self._answer(envelope))
+                return self._leaving(self._answer(envelope))
         except Exception as error:
             # Whatever it is must not end the site, and the server must learn of it.
+            if isinstance(error, RuleError):
+                self.refused(error, what, caller)
+                self._write()
             return records.encode(Refused(self.message_of(error)))
+
+    def _leaving(self, answer: Message) -> bytes:
+        """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
+        if self._run is not None:
+            self._run.guard.leave(records.size(answer))
+        head = self._write()
+        if isinstance(answer, (Answers, Hopped)):
+            answer = dataclasses.replace(answer, ledger=head)
+        return records.encode(answer)
+
+    def note(self, kind: str, **about: Any) -> None:
+        """Something for the book; see ``Entry``."""
+        if self.ledger is not None:
+            run = "" if self._run is None else self._run.guard.asked.job
+            with self._noting:
+                self._entries.append(Entry(**{"run": run, "kind": kind, **about}))
+
+    def _write(self) -> str:
+        """Have the book on the disk; its head then."""
+        with self._noting:
+            entries, self._entries = self._entries, []
+        return "" if self.ledger is None else str(self.ledger.append(entries) or "")
+
+    def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
+        """Write down that something was refused.
+
+        Args:
+            error: By which rule, and why.
+            what: What was asked.
+            caller: By whom.
+            client: Of which client; None where of none.
+        """
+        LOG.warning("site %s: %s of %s: %s", self.name, what, caller, error)
+        round = None if self._run is None else self._run.guard.round
+        self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
+
+    def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
+        """What a job asks, if this site takes part in it.
+
+        Raises:
+            RuleError: It does not.
+            SpecError: The spec is wrong.
+        """
+        return admitted(
+            spec,
+            self.policy,
+            clients=clients,
+            own_data=own_data,
+            catalog=self._catalog,
+            undeclared=self._undeclared,
+            has_data=self.data is not None,
+        )
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
         """What others learn of an error; see ``frank``.
@@ -128,16 +215,23 @@ class Host:
     def _answer(self, envelope: Envelope) -> Message:
         body = envelope.body
         if isinstance(body, Begin):
+            if self._run is not None:
+                self._run.guard.spent.save()
             self._run = None
             self._run, round, lost = _Run.begin(self, body)
             return Begun(round, lost)
         if isinstance(body, Survey):
-            return Surveyed(survey_of(body, self.data))
+            asked = self.admit(body.spec, body.total, own_data=True)
+            least = FEWEST if self.policy is None else self.policy.min_samples
+            surveyed = Surveyed(survey_of(body, self.data, least=least))
+            samples = surveyed.statistics.samples
+            self.note(Survey.__name__, run=asked.job, samples=samples, bytes=records.size(surveyed))
+            return surveyed
         run = self._running()
         for news in envelope.news:
             run.learn(news)
         if isinstance(body, Fetch):
-            return self._part_of_relay(body)
+            return self._part_of_relay(SERVER, body)
         if isinstance(body, Ask):
             return run.ask(body)
         if isinstance(body, More):
@@ -149,11 +243,19 @@ class Host:
             return Done()
         raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
 
-    def _part_of_relay(self, fetch: Fetch) -> Weights:
-        weights = self._running().stay.model_after(fetch)
-        if weights is None:
+    def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
+        """The model that a hop left, for the one whose turn it is."""
+        run = self._running()
+        left = run.stay.left_by(fetch.journey, fetch.hop)
+        if left is None:
             raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
-        return weights
+        if not left.ticket or not hmac.compare_digest(left.ticket.encode(), fetch.ticket.encode()):
+            raise RuleError("relay", f"the model after hop {fetch.hop} is for whoever has its ticket")
+        if caller == SERVER:
+            run.guard.fetched_by_server(fetch.journey)
+        about = {"samples": left.samples, "bytes": records.size(left.weights), "to": "" if caller == SERVER else caller}
+        self.note(Fetch.__name__, client=left.client, round=run.guard.round, **about)
+        return left.weights
 
     def _running(self) -> _Run:
         if self._run is None:
@@ -162,19 +264,24 @@ class Host:
 
     def context(self, begin: Begin) -> ClientContext:
         """What the clients of this site share."""
-        return context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
+        context = context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
+        if self.policy is None:
+            return context
+        return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
 
 
 class _Run:
     """One run at one site."""
 
-    def __init__(self, host: Host, folder: Path, context: ClientContext, clients: list[ClientId]) -> None:
+    def __init__(self, host: Host, folder: Path, context: ClientContext, clients: list[ClientId], guard: Guard) -> None:
         self.host, self.folder, self.context, self.clients = host, folder, context, set(clients)
+        self.guard = guard
         self.store = StateStore()
         self.engine = LocalEngine(context, self.store)
         self.stay = _Stay(0, context, self.store)
         self._exchange = 0
         self._waiting: list[Any] = []
+        self._matches: dict[ClientId, Match | None] = {}
 
     @classmethod
     def begin(cls, host: Host, begin: Begin) -> tuple[_Run, int, list[ClientId]]:
@@ -185,9 +292,15 @@ class _Run:
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
+        own = begin.statistics is not None
+        asked = host.admit(begin.spec, begin.total, own_data=own)
+        spent = Spent(host.folder, asked.job)
+        spent.start(host.policy)
         context = host.context(begin)
         prepare_process(context.config.training.threads)
-        run = cls(host, host.folder / begin.run, context, begin.clients)
+        spec = Experiment.from_table(parse_toml(begin.spec))
+        asked = declaration_of(spec, agreed=context.config, own_data=own)
+        run = cls(host, host.folder / begin.run, context, begin.clients, Guard(asked, host.policy, spent, begin.round))
         if begin.round == 0:
             shutil.rmtree(run.folder, ignore_errors=True)
             return run, 0, []
@@ -195,12 +308,15 @@ class _Run:
         if found is None:
             return run, 0, begin.clients
         here = run.clients.intersection(found.state["lived"])
+        run.guard.remember(found.state.get("asked", {}))
         found.only(here).restore(run.store)
         return run, found.round, sorted(run.clients - here)
 
     def save(self, round: int) -> None:
         """Write the clients' states, and who lives here: also a client without a state has lost nothing."""
-        checkpoint.save(self.folder, round, {"lived": sorted(self.clients)}, self.store)
+        self.guard.save(round)
+        state = {"lived": sorted(self.clients), "asked": self.guard.memory}
+        checkpoint.save(self.folder, round, state, self.store)
 
     def learn(self, news: object) -> None:
         """What became of an earlier answer; again, where it is known already."""
@@ -217,16 +333,67 @@ class _Run:
     def ask(self, ask: Ask) -> Answers:
         """The answers of the clients of this site."""
         self._next(ask.exchange)
-        if len(ask.clients) != len(ask.which) or not all(0 <= n < len(ask.requests) for n in ask.which):
+        different = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
+        if not different or not all(0 <= n < len(ask.requests) for n in ask.which):
             raise WireError("questions and clients do not match")
         asked = zip(ask.clients, ask.which, strict=True)
         requests = {client: self._request(client, ask.requests[n]) for client, n in asked}
-        group = None
-        if ask.group:
-            group = SiteGroup(ask.group, ask.places, lambda part: self.host.send(SERVER, part), self.host.patience)
-        outcomes = self.engine.ask(requests, together=group is not None, group=group)
-        self._waiting = [self._outcome(outcomes[client]) for client in ask.clients]
+        self._waiting = []
+        self.engine.commit([])
+        self.guard.begin_exchange()
+        allowed, outcomes = self._allowed(requests, together=bool(ask.group))
+        if allowed:
+            group = None
+            if ask.group:
+                group = SiteGroup(ask.group, ask.places, lambda part: self.host.send(SERVER, part), self.host.patience)
+            outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
+        for client, request in allowed.items():
+            outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
+        self._waiting = [outcomes[client] for client in ask.clients]
         return self._next_answers()
+
+    def _allowed(
+        self, requests: Mapping[ClientId, Request], *, together: bool
+    ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
+        """The questions that may be answered, and why the others may not; of a group all or none."""
+        allowed: dict[ClientId, Request] = {}
+        refused: dict[ClientId, Any] = {}
+        self._matches = {}
+        for client, request in requests.items():
+            try:
+                self._matches[client] = match = self.guard.check(client, request, together=together)
+                self.guard.take(match)
+                allowed[client] = request
+            except RuleError as error:
+                refused[client] = self._refusal(client, request, error)
+        if together and refused:
+            void = Failed("another client of its group was refused", bystander=True)
+            return {}, {client: refused.get(client, void) for client in requests}
+        return allowed, refused
+
+    def _refusal(self, client: ClientId, request: Request, error: RuleError) -> Failed:
+        """A question that is not answered, in the site's books and for the server."""
+        self.host.refused(error, type(request).__name__, SERVER, client)
+        return Failed(f"site {self.host.name}: {error}", bystander=False, refused=True)
+
+    def _told(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
+        """An outcome as it travels, once the book has it."""
+        match = self._matches.get(client)
+        about: dict[str, Any] = {"client": client, "round": self.guard.round}
+        if match is not None:
+            about |= {"phase": match.question.phase}
+        travels = self._outcome(outcome)
+        if not isinstance(travels, Failed):
+            self.guard.answered(match, travels)
+            epsilon = None if match is None else match.question.epsilon
+            about |= {"samples": samples, "bytes": records.size(travels), "epsilon": epsilon}
+        elif "privacy.min_samples" in travels.reason:
+            about |= {"refused": "privacy.min_samples"}
+        else:
+            error = outcome.error if isinstance(outcome, Failure) else None
+            about |= {"failed": "no answer" if error is None else type(error).__name__}
+        self.host.note(type(request).__name__ if match is None else match.question.label, **about)
+        return travels
 
     def more(self, more: More) -> Answers:
         """Those answers of the last exchange that did not fit into the messages before."""
@@ -249,33 +416,41 @@ class _Run:
         """One task of a relay."""
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
+        if hop.back and hop.weights is None:
+            raise WireError("a hop without a model")
+        try:
+            self.guard.hop(hop.journey, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
+            self.guard.begin_exchange()
+            match = self.guard.check(hop.client, task, relay=True)
+        except RuleError as error:
+            return Hopped(self._refusal(hop.client, task, error), None)
+        self._matches = {hop.client: match}
         if hop.back:
-            if hop.weights is None:
-                raise WireError("a hop without a model")
+            assert hop.weights is not None
+            self.guard.take(match)
             outcome = self.engine.hop(hop.client, task, hop.weights)
-            if isinstance(outcome, Failure):
-                return Hopped(self._outcome(outcome), None)
-            weights, reply = outcome
-            return Hopped(reply, weights)
+            weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
+            return Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
         if self.stay.number != hop.journey:
             self.stay = _Stay(hop.journey, self.context, self.store)
         try:
             weights = self._weights(hop)
         except (FedstrataError, OSError) as error:
             return Unmoved(self.host.message_of(error))
-        return Hopped(self._outcome(self.stay.work(hop, task, weights)), None)
+        self.guard.take(match)
+        return Hopped(self._told(hop.client, task, self.stay.work(hop, task, weights), self.stay.samples), None)
 
     def _weights(self, hop: Hop) -> Weights:
         """The travelling model: sent along, left here, or fetched from the site that has it."""
         if hop.weights is not None:
             weights = hop.weights
         elif hop.holder == self.host.name:
-            left = self.stay.model_after(Fetch(hop.journey, hop.base))
+            left = self.stay.left_by(hop.journey, hop.base)
             if left is None:
                 raise FedstrataError(f"the model after hop {hop.base} is not here")
-            return left
+            return left.weights
         else:
-            weights = read(self.host.send(hop.holder, records.encode(Fetch(hop.journey, hop.base))), Weights)
+            weights = read(self.host.send(hop.holder, records.encode(Fetch(hop.journey, hop.base, hop.key))), Weights)
         model = self.context.config.model
         if defect := defect_of(weights, lambda found: found.require_like(Weights(model.params(), model.buffers()))):
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
@@ -312,14 +487,18 @@ class _Left:
 
     Args:
         hop: Its number.
+        ticket: Whoever has it may have the model.
         weights: The model.
         client: Who worked.
+        samples: Behind what it did.
         state: That client's new state.
     """
 
     hop: int
+    ticket: str
     weights: Weights
     client: ClientId
+    samples: int
     state: Mapping[str, Tree]
 
 
@@ -331,6 +510,8 @@ class _Stay:
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
         self._new: _Left | None = None
         self._kept: _Left | None = None
+        self.samples = 0
+        """Samples behind the last part."""
 
     def work(self, hop: Hop, task: Request, weights: Weights) -> Any:
         """One client's part."""
@@ -343,7 +524,8 @@ class _Stay:
             return failure(error)
         if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
             return Failure(defect, refused=True)
-        self._new = _Left(hop.hop, moved, hop.client, client.state)
+        self.samples = client.behind
+        self._new = _Left(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
         return reply
 
     def keep(self, news: Kept) -> None:
@@ -362,9 +544,9 @@ class _Stay:
                 self._store.put(client, state)
         self._states, self._new, self._kept = {}, None, None
 
-    def model_after(self, fetch: Fetch) -> Weights | None:
-        """The model that a hop left, the last or the last that counted."""
+    def left_by(self, journey: int, hop: int) -> _Left | None:
+        """What a hop left, the last or the last that counted."""
         for left in (self._new, self._kept):
-            if fetch.journey == self.number and left is not None and left.hop == fetch.hop:
-                return left.weights
+            if journey == self.number and left is not None and left.hop == hop:
+                return left
         return None

@@ -16,6 +16,8 @@ from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
+from fedstrata.deploy.ledger import HEADS, PLACE, Ledger
+from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
@@ -101,6 +103,7 @@ class Server:
             run=run_of(text),
             patience=plan.patience,
             direct=plan.direct,
+            heads=folder / HEADS,
         )
         if plan.own_data:
             prepared = surveyed(prepared, engine, folder, resume=resume)
@@ -150,6 +153,10 @@ class Site:
             allow=settings.packages,
             tells=settings.tells,
             frank=settings.simulated,
+            policy=None if settings.simulated else Policy.read(root),
+            catalog=None if settings.simulated else settings.catalog,
+            undeclared=settings.simulated,
+            ledger=None if settings.simulated else Ledger(root / PLACE),
         )
 
     @collab.publish  # type: ignore[untyped-decorator]

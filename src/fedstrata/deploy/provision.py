@@ -12,9 +12,13 @@ from typing import Any
 
 import tomli_w
 
+from fedstrata.asks import hash_of
 from fedstrata.deploy.configuration import CLASSES, write_job
 from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.guard import admitted
+from fedstrata.deploy.policy import FILE as POLICY
+from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
@@ -71,6 +75,13 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()
         if test is None or base_dir is not None or test.exists():  # it may be on the server's machine only
             prepare_server(spec, test, len(homes))
+    policy = policy_of(spec, sites)
+    for name, site in sites.site.items():
+        try:
+            admitted(spec.to_toml(), policy, clients=len(homes), own_data=sites.own_data, catalog=site.catalog)
+        except RuleError as error:
+            problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
+            raise SpecError(f"site.{name}", problem) from None
     out.mkdir(parents=True, exist_ok=True)
     _certify(sites, out)
     run = run_of(spec.to_toml())
@@ -86,10 +97,20 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             patience=sites.patience,
             secure=True,
             allow=site.allow,
+            catalog=site.catalog,
             tells=site.tells,
         )
         _write_settings(out / name, own, storage)
+        (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
+
+
+def policy_of(spec: Experiment, sites: Sites) -> Policy:
+    """What the sites' policies say at first: this job and its method alone, and the cautious defaults."""
+    own: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
+    own |= {"rounds": spec.training.rounds, "relay": sites.relay}
+    given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
+    return Policy(**own | given)
 
 
 def _certify(sites: Sites, out: Path) -> None:
@@ -177,7 +198,9 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
             f"# Site {name} of {sites.federation}\n\n1. `{install}`: this, and no code that comes with a job, "
             f"is what runs here. {code}\n"
             f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
-            f"{data}{4 if data else 3}. `bash startup/start.sh`\n\nWhat a job may name is listed in "
+            f"{data}{4 if data else 3}. `bash startup/start.sh`\n\nWhat this site accepts, whatever a job says, is in "
+            f"`local/policy.toml`: read it first. What the job asks, in plain English: `fedstrata asks SPEC`. A "
+            f"changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\nWhat a job may name is listed in "
             f"`local/resources.json`, what an administrator may do in `local/authorization.json`.\n{common}"
         )
     for name, text in texts.items():

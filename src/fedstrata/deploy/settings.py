@@ -85,6 +85,8 @@ class SiteSettings(Setting):
             cannot read it; needs certificates.
         states: Where its clients' states are kept; inside its folder unless given.
         allow: Top-level packages, installed at the site, from which a spec may name ``module:Class``.
+        catalog: Data sets and files that a spec may name here, as it names them; none unless listed, but for what comes
+            with scikit-learn.
         tells: Whether the server may learn how good a model is on this site's own samples (``evaluation.client_test``),
             metric by metric. Sums over them, which are added to the other sites', it is told in any case.
         simulated: Whether all this is a simulation on one machine: the job may then say where its files are, and
@@ -97,6 +99,7 @@ class SiteSettings(Setting):
     secure: bool = False
     states: Path | None = None
     allow: list[str] = []
+    catalog: list[str] = []
     tells: bool = False
     simulated: bool = False
 

@@ -12,7 +12,7 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.team import Answer, State, Team, can_fork
-from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.errors import FedstrataError, SpecError, WithheldError
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
@@ -105,6 +105,11 @@ class LocalEngine(Engine):
             return handler(client, request)
         except Exception as error:
             return failure(error)
+
+    def behind(self, number: ClientId) -> int:
+        """Samples behind the last answer of a client, as its handler said; 0 where it did not."""
+        client = self._pending.get(number)
+        return 0 if client is None else client.behind
 
     def _size(self, number: ClientId) -> int:
         sizes = self.context.config.sizes
@@ -309,7 +314,9 @@ def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: 
 
 
 def failure(error: BaseException) -> Failure:
-    """An exception of a client's, with the place where it was raised."""
+    """An exception of a client's, with the place where it was raised; where it withholds its answer, only why."""
+    if isinstance(error, WithheldError):
+        return Failure(str(error), refused=True)
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return Failure(f"{type(error).__name__}: {error}{where}", error)

@@ -14,7 +14,7 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.nn.model import Model
 from fedstrata.partitions.server_data import ServerData
-from fedstrata.settings import Training
+from fedstrata.settings import Privacy, Training
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class FederationConfig:
             there cannot be any.
         weight_diversity: Whether a method that combines models records how far they are from each other.
         random: Whether the model's forward pass draws random numbers while it trains.
+        privacy: The fewest samples behind what clients send, as the spec has it; a site may want more.
     """
 
     seed: int
@@ -44,6 +45,7 @@ class FederationConfig:
     server_data: ServerData | None = field(default=None, repr=False, compare=False)
     weight_diversity: bool = False
     random: bool = False
+    privacy: Privacy = field(default_factory=Privacy)
 
 
 @dataclass(frozen=True)

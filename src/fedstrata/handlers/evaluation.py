@@ -37,6 +37,7 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
     )
     if parts is None:
         raise FedstrataError(f"no samples were held out for {request.part!r}")
+    client.release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.once(statistics))
     weights = personal(client, request) if request.personal else request.weights
     # Without statistics of its own, those of the samples at hand are the only ones.

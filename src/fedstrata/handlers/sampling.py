@@ -32,7 +32,9 @@ from fedstrata.training.local import LocalData, is_plain, train
 def report_size(client: Client, request: SizeReport) -> SizeReply:
     """The number of samples, under local differential privacy where a bound is given."""
     if request.bound == 0:
+        client.release(len(client))
         return SizeReply(len(client))
+    client.behind = len(client)  # whoever kept silent here would tell that it has few
     # In a simulation a spec has one result. At a real site the server, who knows the seed, could take the noise off.
     simulated = client.context.config.sizes is not None
     generator = client.rng("size-privacy", request.round) if simulated else np.random.default_rng()
@@ -42,6 +44,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
     """The gradient of the mean cross-entropy over all samples at the global model, projected and quantized."""
+    client.release(len(client))
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
     data = LocalData(client, np.arange(len(client)))
@@ -80,6 +83,7 @@ class _TrainsLike(CrossEntropy):
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
     """Train as in any round what the objective trains, and keep nothing of it but the sketch."""
+    client.release(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)
     outcome = train(client, request.weights, data, round=request.round, message={}, objective=objective)
@@ -91,6 +95,7 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
     """Mean cross-entropy over all samples at the global model; 0 without samples."""
+    client.release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     total = 0.0
     with client.model.loaded(weights.params, weights.buffers, train=False) as params:

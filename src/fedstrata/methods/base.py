@@ -17,10 +17,19 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights
+from fedstrata.federation.questions import SHARE, Agreed, Fact, Question, Questions, asks_no_more, joined
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
+
+ASKING = {
+    "method": ("run_round", "init", "handlers"),
+    "client_sampler": ("select", "init", "handlers"),
+    "data_sampler": ("keep", "init", "handlers"),
+    "objective": ("client_final", "handlers"),
+}
+"""What decides what is asked, and what is sent beside a model: who overrides it declares that anew."""
 
 
 class Method(Setting):
@@ -51,6 +60,23 @@ class Method(Setting):
     def asks_for_changes(self) -> bool:
         """Whether clients answer with changes of a model that was sent, which codecs are for; not in a relay."""
         return False
+
+    def questions(self, agreed: Agreed) -> Questions | None:
+        """What it asks clients, each request with its bounds; real sites answer nothing else.
+
+        None where that is not declared: such a method runs in a simulation, and no site takes part in it. Who overrides
+        ``run_round``, ``init`` or ``handlers`` declares anew what is asked.
+        """
+        return None
+
+    def declared(self, agreed: Agreed) -> Questions | None:
+        """``questions``, or None where a subclass may ask more than they say."""
+        return self.questions(agreed) if asks_no_more(type(self), "questions", *ASKING["method"]) else None
+
+    @property
+    def hides(self) -> frozenset[Fact]:
+        """What it keeps private, so that no evaluation may tell it."""
+        return frozenset()
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
@@ -230,6 +256,38 @@ class Recipe(Method):
         """Of the model that each client trains."""
         return True
 
+    def questions(self, agreed: Agreed) -> Questions | None:
+        """What the samplers ask, and local training."""
+        _, data, objective, _ = self.choices()
+        kept = data.fixed_share
+        where = {**effort(agreed), "keep": SHARE if kept is None else kept, "counts": not data.private}
+        return self.with_samplers(agreed, Question(Fit, self.update_of(objective), where=where, tells=self.tells))
+
+    def with_samplers(self, agreed: Agreed, training: Question) -> Questions | None:
+        """What the samplers ask, and one more question, about training; None where a choice is not declared."""
+        parts: list[Questions | None] = [
+            choice.questions(agreed) if asks_no_more(type(choice), "questions", *ASKING[name]) else None
+            for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
+        ]
+        said = asks_no_more(type(self.objective), "sends", *ASKING["objective"])
+        return joined(*parts, [training] if said else None)
+
+    def update_of(self, objective: Objective) -> str:
+        """What leaves a client that trained, in words."""
+        counts = "" if self.data_sampler.private else ", with how many samples it used and their mean loss"
+        more = f"; and {objective.sends}" if objective.sends else ""
+        return f"the model as its own training changed it{counts}{more}"
+
+    @property
+    def tells(self) -> frozenset[Fact]:
+        """What an update says in the clear."""
+        return self.objective.tells | frozenset(() if self.data_sampler.private else ("sizes",))
+
+    @property
+    def hides(self) -> frozenset[Fact]:
+        """Sizes, where the data sampler keeps them private."""
+        return frozenset({"sizes"} if self.data_sampler.private else ())
+
     def check(self, config: FederationConfig) -> None:
         """Each choice against the federation, and against the others."""
         sampler, data, objective, aggregator = self.choices()
@@ -308,7 +366,7 @@ class Recipe(Method):
         }
 
 
-def effort(config: FederationConfig) -> dict[str, Any]:
+def effort(config: Agreed) -> dict[str, Any]:
     """What a request says about the work that local training takes, for simulated time."""
     training = config.training
     return {

@@ -7,6 +7,7 @@ from typing import Any
 
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
+from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
 
@@ -23,6 +24,10 @@ class FedAvgFT(Recipe, HeadTuning):
         """There must be samples for the server."""
         super().check(config)
         self.require_samples(config, "method")
+
+    def questions(self, agreed: Agreed) -> Questions | None:
+        """No more than the recipe asks: the head is trained at the server."""
+        return super().questions(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """A recipe's round, then the head."""

@@ -7,6 +7,7 @@ from typing import Any
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
+from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, training_metrics
 from fedstrata.nn.batchnorm import has_batchnorm
@@ -39,6 +40,12 @@ class FedTAN(Recipe):
         for key, plain in (("data_sampler", AllData()), ("objective", CrossEntropy())):
             if getattr(self, key) != plain:
                 raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
+
+    def questions(self, agreed: Agreed) -> Questions | None:
+        """What the sampler asks, and local training that begins together."""
+        says = f"{self.update_of(self.objective)}; and sums over its first batch, layer by layer"
+        training = Question(FitTogether, says, where=effort(agreed), together=True, tells=self.tells)
+        return self.with_samplers(agreed, training)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Select, train together, combine."""

@@ -9,8 +9,9 @@ from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.questions import Agreed, Question, Questions, asks_no_more, joined
 from fedstrata.handlers.sequential import Visit, VisitReply
-from fedstrata.methods.base import Method, effort
+from fedstrata.methods.base import ASKING, Method, effort
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 
@@ -49,6 +50,14 @@ class SFL(Method):
             )
             raise SpecError("method.client_sampler", problem, sampler.name)
         sampler.check(config)
+
+    def questions(self, agreed: Agreed) -> Questions | None:
+        """What the sampler asks, and a visit of the model in every round."""
+        sampler = self.client_sampler
+        known = asks_no_more(type(sampler), "questions", *ASKING["client_sampler"])
+        says = "the travelling model as its own training changed it, with how many samples it used and their mean loss"
+        visit = Question(Visit, says, where=effort(agreed), relay=True, tells=frozenset({"sizes"}))
+        return joined(sampler.questions(agreed) if known else None, [visit])
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
         """The sampler's own beginning."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
+from fedstrata.federation.questions import Fact
 from fedstrata.nn.model import Model
 from fedstrata.records import Tree
 
@@ -73,12 +74,14 @@ class Trained:
         steps: K, the steps really taken.
         model: The client's model, for features under ``params``.
         batches: Calls to get the local data batch by batch, in a fixed order.
+        least: Fewest samples behind anything that is sent.
     """
 
     params: Params
     steps: int
     model: Model
     batches: Batches
+    least: int = 1
 
 
 class Objective(Setting):
@@ -90,6 +93,19 @@ class Objective(Setting):
     additive: ClassVar[frozenset[str]] = frozenset()
     """Groups of a client's message that are changes, of which one may say later what another left out: only these
     travel by a codec with a memory."""
+
+    @property
+    def sends(self) -> str:
+        """What ``client_final`` sends beside the trained model, in words for ``fedstrata asks``; empty for nothing.
+
+        Who overrides that hook overrides this one too, or no site answers.
+        """
+        return ""
+
+    @property
+    def tells(self) -> frozenset[Fact]:
+        """What a client's message says in the clear."""
+        return frozenset()
 
     # At the server.
 

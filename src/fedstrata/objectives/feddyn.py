@@ -26,6 +26,11 @@ class Dynamic(CrossEntropy):
 
     alpha: PositiveFloat = 0.01
 
+    @property
+    def sends(self) -> str:
+        """Nothing: what it keeps of its model stays with the client."""
+        return ""
+
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
         """The server's h = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}

@@ -51,6 +51,11 @@ class Contrastive(PerSample):
     mu: NonNegativeFloat = 1.0
     temperature: PositiveFloat = 0.5
 
+    @property
+    def sends(self) -> str:
+        """Nothing: what it keeps of its model stays with the client."""
+        return ""
+
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """The received buffers, which training changes."""
         return {**received, "buffers": weights.buffers}

@@ -86,6 +86,20 @@ def merged(own: Table, theirs: Table) -> Table:
     }
 
 
+def of_enough(table: Table, least: int) -> Table:
+    """Without the classes of which there are fewer samples.
+
+    >>> of_enough({"means": torch.tensor([[1.0], [5.0]]), "samples": torch.tensor([3.0, 1.0])}, 2)
+    {'means': tensor([[1.],
+            [0.]]), 'samples': tensor([3., 0.])}
+    """
+    enough = table["samples"] >= least
+    return {
+        "means": torch.where(enough[:, None], table["means"], 0.0),
+        "samples": torch.where(enough, table["samples"], 0.0),
+    }
+
+
 def averaged(before: Table, tables: Iterable[Table]) -> Table:
     """Eq. 23: the mean by samples; a class that nobody reported keeps its last prototype.
 

@@ -25,10 +25,11 @@ from torch import Tensor
 from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
+from fedstrata.federation.questions import Fact
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.calibrated import idle_clients, log_prior
-from fedstrata.objectives.prototypes import Table, averaged, class_means, feature_size, merged, no_prototypes
+from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, of_enough
 from fedstrata.records import Tree
 
 
@@ -58,6 +59,16 @@ class Rebalanced(PerSample):
     transfer: NonNegativeFloat = 1.0
     relaxed: bool = True
     keep_prototypes: bool = True
+
+    @property
+    def sends(self) -> str:
+        """The prototypes."""
+        return "the mean feature of its samples of each class, with how many there are" if self.mu else ""
+
+    @property
+    def tells(self) -> frozenset[Fact]:
+        """Prototypes come with n_k(c)."""
+        return frozenset({"labels", "sizes"} if self.mu else ())
 
     def tells_counts(self, config: FederationConfig) -> bool:
         """Prototypes come with n_k(c)."""
@@ -142,7 +153,8 @@ class Rebalanced(PerSample):
         """Class means of features under the trained model (Eq. 21)."""
         if not self.mu:
             return {}, None
-        table: Table = class_means(trained.model, trained.params, trained.batches, len(context.counts))
+        table = class_means(trained.model, trained.params, trained.batches, len(context.counts))
+        table = of_enough(table, trained.least)
         return {"prototypes": table}, table if self.keep_prototypes else None
 
     @staticmethod

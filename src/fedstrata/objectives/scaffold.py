@@ -31,6 +31,11 @@ class Scaffold(Objective):
         if training.clip is not None:
             raise SpecError("training.clip", "SCAFFOLD's control variates need unclipped gradients", training.clip)
 
+    @property
+    def sends(self) -> str:
+        """Δc."""
+        return "the change of its control variate, a mean of gradients over its samples"
+
     def tells_counts(self, config: FederationConfig) -> bool:
         """The model and Δc_k together give K, which tells the samples where it is not the same for all."""
         return config.training.local_steps is None

@@ -15,6 +15,7 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.records import Tree
 
 
@@ -97,6 +98,10 @@ class ClientSampler(Setting):
         if self.tells_sizes:
             raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
 
+    def questions(self, agreed: Agreed) -> Questions | None:
+        """What it asks clients beside the training; None where that is not declared, and no site answers then."""
+        return None
+
     def learns(self, config: FederationConfig) -> bool:
         """Whether it needs the models that participants send back; see ``observe``."""
         return False
@@ -169,6 +174,10 @@ class Uniform(ClientSampler):
 
     replacement: bool = False
 
+    def questions(self, agreed: Agreed) -> Questions:
+        """Nothing."""
+        return ()
+
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """A uniform draw among those who may be invited."""
         candidates = federation.candidates()
@@ -187,6 +196,15 @@ class DataSampler(Setting):
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` where the settings do not fit the federation."""
+
+    def questions(self, agreed: Agreed) -> Questions | None:
+        """What it asks clients; None where that is not declared, and no site answers then."""
+        return None
+
+    @property
+    def fixed_share(self) -> float | None:
+        """The share of its samples that every participant keeps in every round; None where it is found out."""
+        return None
 
     def init(self, federation: Federation) -> Tree:
         """The state before the first round."""
@@ -210,6 +228,15 @@ class DataSampler(Setting):
 
 class AllData(DataSampler):
     """Everybody uses everything."""
+
+    @property
+    def fixed_share(self) -> float:
+        """All."""
+        return 1.0
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """Nothing."""
+        return ()
 
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]

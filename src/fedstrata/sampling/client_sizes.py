@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from fedstrata.federation.federation import Federation
+from fedstrata.federation.questions import Fact, Question
 from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
 
@@ -56,6 +57,23 @@ def ask_sizes(
     request = SizeReport(federation.round, bound, alpha)
     replies = federation.ask({int(client): request for client in clients})
     return {client: reply.samples for client, reply in replies.items()}, bound, alpha
+
+
+def size_question(epsilon: float | None, bound: int, **how: Any) -> Question:
+    """What ``ask_sizes`` asks, as it is declared.
+
+    Args:
+        epsilon: ε; None where clients answer plainly.
+        bound: M.
+        how: When and how often; see ``Question``.
+    """
+    if epsilon is None:
+        where, says = {"bound": 0, "alpha": 1.0}, "how many samples it holds"
+    else:
+        where = {"bound": bound, "alpha": truth_probability(epsilon, bound)}
+        says = f"how many samples it holds, as a random answer below {bound} that hides it (ε = {epsilon:g})"
+    tells = frozenset[Fact](("sizes",) if epsilon is None else ())
+    return Question(SizeReport, says, where=where, tells=tells, epsilon=epsilon, **how)
 
 
 def truth_probability(epsilon: float, bound: int) -> float:

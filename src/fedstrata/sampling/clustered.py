@@ -20,9 +20,10 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.client_sizes import Sizes
+from fedstrata.sampling.client_sizes import Sizes, size_question
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 
 Algorithm = Literal[1, 2]
@@ -106,6 +107,10 @@ class Clustered(ClientSampler):
     def learns(self, config: FederationConfig) -> bool:
         """Algorithm 2 compares updates."""
         return self.algorithm == 2
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """The sizes, once."""
+        return (size_question(None, 0, phase="enrolment"),)
 
     def init(self, federation: Federation) -> Tree:
         """The sizes; no updates yet."""

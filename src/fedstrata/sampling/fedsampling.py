@@ -12,9 +12,10 @@ from pydantic import Field, PositiveInt
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
-from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total
+from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total, size_question
 from fedstrata.sampling.ldp import FedSTaSData
 
 
@@ -23,6 +24,10 @@ class Everyone(ClientSampler):
 
     def check(self, config: FederationConfig) -> None:
         """Nothing can be wrong."""
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """Nothing."""
+        return ()
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """All of them."""
@@ -63,6 +68,10 @@ class FedSamplingData(DataSampler):
     def check(self, config: FederationConfig) -> None:
         """Warn where M clips."""
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """The participants' sizes: once, or in every round."""
+        return (size_question(self.epsilon, self.bound, per="run" if self.reuse else "phase"),)
 
     def init(self, federation: Federation) -> Tree:
         """No answers yet."""

@@ -14,6 +14,7 @@ from pydantic import Field, PositiveInt
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import allocate
@@ -64,6 +65,12 @@ class FedSSARSampler(ClientSampler):
     def learns(self, config: FederationConfig) -> bool:
         """Sketches are of participants' models."""
         return True
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """Those who are not known yet train once."""
+        length = f"{self.coordinates} random combinations of" if self.coordinates else ""
+        says = f"{length} the parameters of a model that it trained on its samples".strip()
+        return (Question(Sketch, says, where={"coordinates": self.coordinates}),)
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""

@@ -10,9 +10,10 @@ from pydantic import Field, PositiveInt
 
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
+from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.records import Tree, record
 from fedstrata.sampling.base import DataSampler
-from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total
+from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total, size_question
 
 
 @record
@@ -61,6 +62,10 @@ class FedSTaSData(DataSampler):
                 "are kept than requested; a larger M avoids that and adds noise",
                 stacklevel=2,
             )
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """The participants' sizes, in every round."""
+        return (size_question(self.epsilon, self.bound),)
 
     def init(self, federation: Federation) -> Tree:
         """No estimate yet."""

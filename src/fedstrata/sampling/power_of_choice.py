@@ -9,9 +9,10 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
-from fedstrata.sampling.client_sizes import Sizes
+from fedstrata.sampling.client_sizes import Sizes, size_question
 from fedstrata.sampling.messages import LossReport
 
 
@@ -39,6 +40,11 @@ class PowerOfChoice(ClientSampler):
     def tells_sizes(self) -> bool:
         """Clients are drawn by size."""
         return True
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """The sizes, once; the loss of candidates, in every round."""
+        loss = Question(LossReport, "the mean loss of the global model on its training samples")
+        return size_question(None, 0, phase="enrolment"), loss
 
     def init(self, federation: Federation) -> Tree:
         """The sizes."""

@@ -15,6 +15,7 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import Allocation, allocated, spread
@@ -148,6 +149,15 @@ class Stratified(ClientSampler):
         """Updates may stand for gradients."""
         return self._uses_updates(config)
 
+    def questions(self, agreed: Agreed) -> Questions:
+        """Compressed gradients, in every round; nothing where updates stand for them."""
+        if self._uses_updates(agreed):
+            return ()
+        where = {"centres": self.centres, "coordinates": self.coordinates}
+        length = f"{self.coordinates} random combinations of" if self.coordinates else "all of"
+        says = f"{length} the gradient over its samples, rounded to {self.centres} values"
+        return (Question(Compress, says, where=where),)
+
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""
         nobody = np.empty(0, dtype=np.int64)
@@ -272,10 +282,10 @@ class Stratified(ClientSampler):
         # Who was just asked and did not answer is not there: inviting it would waste a place.
         return state.learned(fresh, restored), fresh if refresh == "all" else candidates
 
-    def _refreshes(self, config: FederationConfig) -> str:
+    def _refreshes(self, config: Agreed) -> str:
         return self.refresh or ("all" if config.clients <= LARGE and self.gradients != "updates" else "participants")
 
-    def _uses_updates(self, config: FederationConfig) -> bool:
+    def _uses_updates(self, config: Agreed) -> bool:
         return self._refreshes(config) == "participants" and self.gradients != "asked"
 
 

@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection, with_replacement
-from fedstrata.sampling.client_sizes import Sizes
+from fedstrata.sampling.client_sizes import Sizes, size_question
 
 
 class Weighted(ClientSampler):
@@ -30,6 +31,10 @@ class Weighted(ClientSampler):
     def tells_sizes(self) -> bool:
         """Clients are drawn by size."""
         return True
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """The sizes, once."""
+        return (size_question(None, 0, phase="enrolment"),)
 
     def init(self, federation: Federation) -> Tree:
         """The sizes."""

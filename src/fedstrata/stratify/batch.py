@@ -16,12 +16,25 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.records import Tree
-from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
+from fedstrata.settings import Training
+from fedstrata.stratify.messages import GatheredReply, Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.selection import select_batches
 from fedstrata.training.sgd import clipped
 
 Ints = NDArray[np.int64]
+
+
+def rate(training: Training, server: ServerOptimizer | None, scale: float, round: int) -> float:
+    """The learning rate of a round's batches.
+
+    Args:
+        training: Whose rate it comes from.
+        server: The server's optimiser, whose own rate multiplies it.
+        scale: What else multiplies it.
+        round: Which.
+    """
+    return training.lr_at(round) * ((server.lr if server else None) or 1.0) * scale
 
 
 def batch_epoch(
@@ -50,7 +63,7 @@ def batch_epoch(
     """
     training = federation.config.training
     plan.reserve(np.arange(len(plan.wanted)))
-    lr = training.lr_at(federation.round) * ((server.lr if server else None) or 1.0) * scale
+    lr = rate(training, server, scale, federation.round)
     stepper = Stepper(
         server or ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay),
         weights.params,
@@ -145,6 +158,12 @@ class BatchPlan:
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
         self.weighted = weighted
         self.generator = federation.rng("client-sampling")
+        self.held_back = 0
+        """Positions that nobody trains, because their clients would have sent parts of too few samples."""
+        self._waiting: dict[int, set[int]] = {}
+        """By label, clients that held back samples of it: with more positions they could send them."""
+        self._last: set[int] = set()
+        """Labels of which nobody but such clients has samples left."""
         self._work: list[dict[int, float]] | None = None
         self._asked: set[int] = set()
         self._gone: set[int] = set()
@@ -178,7 +197,8 @@ class BatchPlan:
         self._leave(clients)
         theirs = np.flatnonzero(np.isin(self.owner, list(clients)))
         self.owner[theirs] = -1
-        self.reserve(theirs[self.batch_of[theirs] > batch])
+        later = theirs[self.batch_of[theirs] > batch]
+        self.reserve(later[np.argsort(self.batch_of[later], kind="stable")])
 
     def reserve(self, positions: Ints) -> None:
         """Find a client with an unused sample for each of the positions."""
@@ -209,6 +229,7 @@ class BatchPlan:
                 refill=torch.from_numpy(placeholders[np.array(refill, dtype=np.int64)]),
                 fresh=client not in self._asked,
                 window=self.window,
+                end=self.batches,
             )
         replies: dict[int, ReserveReply] = self.federation.ask(requests)
         self._asked.update(replies)
@@ -219,9 +240,28 @@ class BatchPlan:
             missing = reply.missing.numpy() if reply is not None else np.ones(len(own), dtype=bool)
             self.owner[own[missing]] = -1
             still_open.append(own[missing])
+            if isinstance(reply, GatheredReply):
+                self.batch_of[own[~missing]] = reply.batches.numpy()[~missing]
+                still_open[-1] = own[missing & ~self._given_up(client, own, missing, reply.held.numpy())]
             if reply is not None:
                 self._note_exhausted(client, own, missing, reply)
-        return np.sort(np.concatenate(still_open))
+        left = np.sort(np.concatenate(still_open))
+        return left[np.argsort(self.batch_of[left], kind="stable")]
+
+    def _given_up(
+        self, client: int, own: Ints, missing: NDArray[np.bool_], held: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
+        """What a client held back and nobody else has left; a refill would train other samples twice instead."""
+        wanted = self.wanted[own]
+        for p in np.unique(wanted[held]).tolist():
+            # Who was asked for more than it has, and for whose samples positions are given up, has none left.
+            if p not in self._last or not (missing & ~held & (wanted == p)).any():
+                self._waiting.setdefault(p, set()).add(client)
+        given_up: NDArray[np.bool_] = held & np.isin(wanted, list(self._last))
+        if count := int(given_up.sum()):
+            self.held_back += count
+            self.federation.note("held back", [client], f"{count} positions: too few samples would go with them")
+        return given_up
 
     def _note_exhausted(self, client: int, own: Ints, missing: NDArray[np.bool_], reply: ReserveReply) -> None:
         empty = {int(p) for p in np.unique(self.wanted[own[missing]])}
@@ -238,6 +278,10 @@ class BatchPlan:
         for p in np.unique(self.wanted[positions]).tolist():
             if len(self.available[p]):
                 continue
+            if waiting := self._waiting.pop(p, set()) - self._gone:
+                self.available[p] = np.array(sorted(waiting), dtype=np.int64)
+                self._last.add(p)
+                continue
             if len(self._holding[p]) == 0:
                 count = int((self.wanted[positions] == p).sum())
                 self.federation.note(
@@ -245,6 +289,7 @@ class BatchPlan:
                 )
                 continue
             self.available[p] = self._holding[p]
+            self._last.discard(p)
             for client in self._holding[p].tolist():
                 self._refill.setdefault(client, set()).add(p)
                 self._refilled.add((client, p))

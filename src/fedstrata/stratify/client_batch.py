@@ -15,13 +15,22 @@ from numpy.typing import NDArray
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles, handles_sum
+from fedstrata.errors import FedstrataError
 from fedstrata.federation.messages import ClientId, Params, Reply
 from fedstrata.nn.batchnorm import federated
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.records import record
 from fedstrata.rng import SERVER, torch_seeded
-from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps, Reserve, ReserveReply, Steps
+from fedstrata.stratify.messages import (
+    GatheredReply,
+    Gradient,
+    GradientReply,
+    GradientSteps,
+    Reserve,
+    ReserveReply,
+    Steps,
+)
 from fedstrata.training.local import is_plain, manual_sgd_of
 
 Ints = NDArray[np.int64]
@@ -66,11 +75,16 @@ class Reserved:
     places: Ints
 
     @cached_property
-    def begins(self) -> list[int]:
-        """Where each batch begins in ``batches``; one entry more, for the end of the last."""
-        last = int(self.batches[-1]) if len(self.batches) else -1
-        begins: list[int] = np.searchsorted(self.batches, np.arange(last + 2)).tolist()
-        return begins
+    def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Where the part of each batch begins and ends in ``places``: numbers alone, which no collector counts."""
+        batches, begins = np.unique(self.batches, return_index=True)
+        numbers, first = batches.tolist(), begins.tolist()
+        return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
+
+    def part(self, batch: int) -> Ints:
+        """The places of a batch's samples; none where nothing was set aside for it."""
+        begins, ends = self._bounds
+        return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
 
 def places_of(client: Client, placeholder: int) -> Ints:
@@ -101,7 +115,13 @@ def new_pool(client: Client, round: int, placeholder: int, window: tuple[float, 
 
 
 def refilled(client: Client, pools: Mapping[int, Pool], request: Reserve | Steps) -> dict[int, Pool]:
-    """The pools after those that the request names began anew."""
+    """The pools after those that the request names began anew.
+
+    Raises:
+        FedstrataError: It names more than there are classes, which would fill the client's memory.
+    """
+    if len(request.refill) > client.context.config.classes:
+        raise FedstrataError("more pools begin anew than there are classes")
     result = dict(pools)
     for p in request.refill.tolist():
         refills = result[p].refills + 1 if p in result else 0
@@ -117,29 +137,86 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
         before = Reserved(request.round, {}, _NONE, _NONE)
     pools = refilled(client, before.pools, request)
     batches, wanted = request.batches.numpy(), request.labels.numpy()
+    if len(batches) != len(wanted) or bool((np.diff(batches) < 0).any()):
+        raise FedstrataError("a reservation needs a batch for every position, ascending")
+    served, held = np.zeros((2, len(wanted)), dtype=bool)
+    asked = np.unique(wanted).tolist()
+    if len(asked) > client.context.config.classes:
+        raise FedstrataError("more placeholders than there are classes")
+    for p in asked:
+        pools[p] = pools.get(p) or new_pool(client, request.round, p, request.window)
+        served[np.flatnonzero(wanted == p)[: len(pools[p].order) - pools[p].used]] = True
+    if gathers := client.context.privacy.gathers:
+        batches = batches.copy()
+        batches[served] = gathered(batches[served], before.batches, client.context.privacy.min_samples)
+        held = served & (batches < 0)
+        served &= ~held
     places = np.full(len(wanted), -1, dtype=np.int64)
     exhausted = []
-    for p in np.unique(wanted).tolist():
-        pool = pools.get(p) or new_pool(client, request.round, p, request.window)
-        positions = np.flatnonzero(wanted == p)
-        taken = pool.order[pool.used : pool.used + len(positions)]
-        places[positions[: len(taken)]] = taken
-        pools[p] = Pool(pool.order, pool.used + len(taken), pool.refills)
+    for p in asked:
+        pool, positions = pools[p], np.flatnonzero(served & (wanted == p))
+        places[positions] = pool.order[pool.used : pool.used + len(positions)]
+        pools[p] = Pool(pool.order, pool.used + len(positions), pool.refills)
         if pools[p].used == len(pool.order):
             exhausted.append(p)
-    served = places >= 0
     all_batches = np.concatenate([before.batches, batches[served]])
     all_places = np.concatenate([before.places, places[served]])
     order = np.argsort(all_batches, kind="stable")
     client.state[STATE] = Reserved(request.round, pools, all_batches[order], all_places[order])
-    return ReserveReply(torch.from_numpy(~served), torch.tensor(exhausted, dtype=torch.int64))
+    missing, empty = torch.from_numpy(~served), torch.tensor(exhausted, dtype=torch.int64)
+    return (
+        GatheredReply(missing, empty, torch.from_numpy(batches), torch.from_numpy(held))
+        if gathers
+        else ReserveReply(missing, empty)
+    )
+
+
+def gathered(batches: Ints, before: Ints, least: int) -> Ints:
+    """Merge parts of batches that are too small: each goes into the client's next part, until there is enough.
+
+    What is left at the end, when no part comes after it, joins the one before it. Parts that were set aside earlier
+    stay where they are; batches before the first of the new ones may be over, and nothing is put there.
+
+    Args:
+        batches: Of the new samples, ascending, shape (n,).
+        before: Of the samples that were set aside earlier, in parts that are large enough, ascending.
+        least: Fewest samples of a part.
+
+    Returns:
+        The batch in which each new sample goes out, −1 where it cannot: fewer than ``least`` in all. Shape (n,).
+
+    >>> gathered(np.array([0, 2, 2, 3, 5, 5, 8]), np.array([], dtype=int), 2).tolist()
+    [2, 2, 2, 5, 5, 5, 5]
+    >>> gathered(np.array([1, 6]), np.array([4, 4]), 2).tolist(), gathered(np.array([1]), np.array([0, 0]), 2).tolist()
+    ([4, 4], [-1])
+    """
+    result = np.full(len(batches), -1, dtype=np.int64)
+    if len(batches) == 0:
+        return result
+    theirs, sizes = np.unique(before[before >= batches[0]], return_counts=True)
+    there = dict(zip(theirs.tolist(), sizes.tolist(), strict=True))
+    values, ends = np.unique(batches, return_index=True)
+    end_of = dict(zip(values.tolist(), [*ends[1:].tolist(), len(batches)], strict=True))
+    begin = end = 0
+    last = -1
+    for batch in sorted(there.keys() | end_of.keys()):
+        end = end_of.get(batch, end)
+        if end - begin + there.get(batch, 0) >= least:
+            result[begin:end] = batch
+            begin, last = end, batch
+    result[begin:] = last
+    return result
 
 
 def set_aside(client: Client, batch: int) -> Ints:
-    """The data set's indices that the client keeps for a batch."""
+    """The data set's indices that the client keeps for a batch.
+
+    Raises:
+        WithheldError: There are fewer than ``privacy.min_samples``.
+    """
     state: Reserved = client.state[STATE]
-    places = state.places[slice(*state.begins[batch : batch + 2])] if batch + 1 < len(state.begins) else _NONE
-    indices: Ints = client.indices[places]
+    indices: Ints = client.indices[state.part(batch)]
+    client.release(len(indices))
     return indices
 
 

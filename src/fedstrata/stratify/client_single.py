@@ -55,6 +55,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
         The data set's indices of the samples, in order; how many steps the client took before; and the reply, whose
         loss is not known yet.
     """
+    client.release(1)  # a step on a single sample is what travels on
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
@@ -70,6 +71,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
         if left <= 1 and p not in exhausted:
             exhausted.append(p)
         pools[p] = Pool(pool.order, pool.used + min(left, 1), pool.refills)
+    client.behind = len(places)
     client.state[STATE] = Stepped(request.round, pools, before.steps + len(places))
     reply = StepsReply(torch.tensor(missing), torch.tensor(exhausted, dtype=torch.int64), torch.zeros(()))
     return client.indices[places], before.steps, reply

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_like, require_shape
-from fedstrata.records import record, same
+from fedstrata.records import record, same, unsent
 
 MOST_SAMPLES = 2**40
 """Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""
@@ -60,6 +60,20 @@ class ReserveReply(Reply):
 
 
 @record
+class GatheredReply(ReserveReply):
+    """The same of a client that sends no part of a batch with fewer samples than ``privacy.min_samples``.
+
+    Args:
+        batches: The batch in which each position is trained now, int64; of positions that are not, any number.
+        held: One bool a position: True where it was held back, because too few samples would have gone with it. These
+            are ``missing`` too, and their samples are still in the pool.
+    """
+
+    batches: Tensor
+    held: Tensor
+
+
+@record
 class Reserve(Request):
     """Set samples aside for the batches to come (Stratify, Algorithm 4: training request).
 
@@ -71,6 +85,7 @@ class Reserve(Request):
         fresh: Whether an earlier reservation of this epoch is forgotten first.
         window: The part of each label's samples, in the order in which they arrive, that is there: from and to, in
             [0, 1].
+        end: How many batches the epoch has; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
@@ -81,11 +96,21 @@ class Reserve(Request):
     refill: Tensor
     fresh: bool
     window: tuple[float, float] = (0.0, 1.0)
+    end: int = unsent(2**31)
 
     def check(self, reply: ReserveReply) -> None:
         """One answer a position."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
+        if isinstance(reply, GatheredReply):
+            require_shape(reply.batches, (len(self.labels),), torch.int64, "batches")
+            require_shape(reply.held, (len(self.labels),), torch.bool, "held")
+            moved = reply.batches[~reply.missing]
+            if bool((reply.held & ~reply.missing).any()):
+                raise ReplyRefusedError("a position that is held back and served")
+            # What was trained already cannot grow.
+            if len(moved) and not int(self.batches.min()) <= int(moved.min()) <= int(moved.max()) < self.end:
+                raise ReplyRefusedError("a position in a batch that is over, or that there is not")
 
 
 @record

@@ -12,12 +12,14 @@ from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.questions import Agreed, Fact, Questions, by_round
 from fedstrata.methods.base import Method
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.records import Tree, record
-from fedstrata.stratify.batch import BatchPlan, batch_epoch
+from fedstrata.stratify.batch import BatchPlan, batch_epoch, rate
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 from fedstrata.stratify.masking.enrolment import check as check_masking
+from fedstrata.stratify.questions import batch_questions, enrolment_questions, single_question
 from fedstrata.stratify.schedule import Holders, Rule, frequencies, schedule
 from fedstrata.stratify.single import Route, single_epoch
 
@@ -68,7 +70,8 @@ class Stratify(Method):
         pretraining: Hybrid mode: rounds of batches; half of all rounds unless given.
         stream: Hybrid mode: the part of every client's samples that arrives later.
         masking: How the server learns who shares a label: ``none`` (labels in the clear), ``prf`` (a keyed hash),
-            ``ckks`` (compared under encryption) or ``ckks-paper`` (as printed, for comparison). All train alike.
+            ``ckks`` (compared under encryption) or ``ckks-paper`` (as printed, for comparison). All train alike
+            under the same keys.
     """
 
     paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
@@ -105,6 +108,9 @@ class Stratify(Method):
             if normalises and (self.batch_size or config.training.batch_size) == 1:
                 raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
             return
+        if config.privacy.min_samples > 1:
+            problem = f"method.mode = {self.mode!r} passes a model on after single samples; use 1, or 'batch'"
+            raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
         if self.chunk_size * config.clients > MOST_CELLS:
             problem = f"a chunk is a table of positions and clients; at most {MOST_CELLS // config.clients} with these"
             raise SpecError("method.chunk_size", problem, self.chunk_size)
@@ -123,7 +129,33 @@ class Stratify(Method):
         """Gradients, in batches; a travelling model is none."""
         return self.mode == "batch"
 
-    def _pretraining(self, config: FederationConfig) -> int:
+    @property
+    def hides(self) -> frozenset[Fact]:
+        """Labels, where they are masked."""
+        return frozenset({"labels"} if self.masking != "none" else ())
+
+    def questions(self, agreed: Agreed) -> Questions:
+        """Who holds what, before the first round; then samples set aside and gradients, or steps one by one."""
+        weighted, hybrid = self.selection == "weighted", self.mode == "hybrid"
+        found = enrolment_questions(self.masking, weighted=weighted, classes=agreed.classes)
+        there = by_round("what has arrived" if hybrid else "all", lambda round: self._phase(agreed, round)[1])
+        before = self._pretraining(agreed) if hybrid else None
+        if self.mode != "single":
+            training, scale = agreed.training, self._scale(agreed)
+            lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
+            lr_of = lr if self.local_steps > 1 else None
+            found += batch_questions(there, lr_of, self.local_steps, last=before)
+        if self.mode != "batch":
+            found += (single_question(there, self.chunk_size, first=(before or 0) + 1),)
+        return found
+
+    def _scale(self, agreed: Agreed) -> float:
+        """What the batch size does to the learning rate."""
+        size = self.batch_size or agreed.training.batch_size
+        power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule]
+        return float((size / agreed.training.batch_size) ** power)
+
+    def _pretraining(self, config: Agreed) -> int:
         return self.pretraining or max(1, config.training.rounds // 2)
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
@@ -155,20 +187,21 @@ class Stratify(Method):
             size = self.batch_size or config.training.batch_size
             pairs = has_batchnorm(config.model.module)
             plan = BatchPlan(federation, holders, wanted, size, weighted=weighted, window=window, pairs=pairs)
-            power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule]
             weights, optimizer, metrics = batch_epoch(
                 federation,
                 state.weights,
                 state.optimizer,
                 plan,
                 self.server,
-                scale=(size / config.training.batch_size) ** power,
+                scale=self._scale(config),
                 local_steps=self.local_steps,
             )
+            if plan.held_back or config.privacy.min_samples > 1:
+                metrics["held_back"] = plan.held_back
         metrics |= communication(weights, metrics["transfers"], config.clients, federation.round)
         return StratifyState(weights, holders, optimizer), metrics | {"scheduled": len(wanted)}
 
-    def _phase(self, config: FederationConfig, round: int) -> tuple[bool, tuple[float, float]]:
+    def _phase(self, config: Agreed, round: int) -> tuple[bool, tuple[float, float]]:
         """Whether a round goes sample by sample, and which part of the data is there in it."""
         if self.mode != "hybrid":
             return self.mode == "single", (0.0, 1.0)

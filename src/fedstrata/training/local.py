@@ -173,7 +173,9 @@ def train(
         else:
             after = Weights(params, weights.buffers)
         with torch.no_grad(), computing(training, device.type), _finishing(model, after, objective, chain):
-            extra, kept = objective.client_final(Trained(after.params, len(losses), model, data.in_order), context)
+            least = client.context.privacy.min_samples
+            done = Trained(after.params, len(losses), model, data.in_order, least)
+            extra, kept = objective.client_final(done, context)
     if device != CPU:
         after = Weights(moved(after.params, CPU), moved(after.buffers, CPU))
         extra, kept = moved(extra, CPU), moved(kept, CPU)

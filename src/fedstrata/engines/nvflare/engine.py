@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 from fedstrata import records
@@ -78,6 +80,7 @@ class NVFlareEngine(Engine):
         run: Names the run at the sites.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
+        heads: A file for the heads of the sites' books, round by round; none unless given.
     """
 
     keeps_states = True
@@ -93,7 +96,9 @@ class NVFlareEngine(Engine):
         run: str,
         patience: float = math.inf,
         direct: bool = True,
+        heads: Path | None = None,
     ) -> None:
+        self._heads_file, self._heads, self._heads_written = heads, dict[str, str](), dict[str, str]()
         self.config, self.line, self.homes, self.sums = config, line, list(homes), sums
         self.patience, self.direct = patience, direct
         self._run, self._spec = run, spec
@@ -183,6 +188,7 @@ class NVFlareEngine(Engine):
 
     def events(self) -> Iterator[EngineEvent]:
         """What happened since it was last asked."""
+        self._write_heads()
         while self._pending_events:
             yield self._pending_events.pop(0)
 
@@ -252,8 +258,17 @@ class NVFlareEngine(Engine):
             self.tell(site, Settled(self._exchange, [client for client in clients if client in counted]))
         self._asked = {}
 
+    def _write_heads(self) -> None:
+        """What the sites' books had come to: a site that cuts its own off later is found out."""
+        new = {site: head for site, head in self._heads.items() if self._heads_written.get(site) != head}
+        if self._heads_file is not None and new:
+            with self._heads_file.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"site": site, "head": head}) + "\n" for site, head in sorted(new.items()))
+        self._heads_written |= new
+
     def close(self) -> None:
         """Wait for nobody."""
+        self._write_heads()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def tell(self, site: str, news: Message) -> None:
@@ -279,6 +294,8 @@ class NVFlareEngine(Engine):
                 self._lost.add(site)
             return type(error)(f"site {site}: {error}")
         self._lost.discard(site)
+        if isinstance(answer, (Answers, Hopped)) and (head := answer.ledger[:100]):
+            self._heads[site] = head
         del self._news[site][: len(news)]
         return answer
 
@@ -371,8 +388,10 @@ class SiteRelay:
         """The hops after which the model can be had, in order: the last of each site."""
         self._outcomes: list[Reply | Failure] = []
         self._clients: list[ClientId] = []
+        self._tickets: list[str] = []
+        """Of the hops that count: who is next shows it to get the model, and nobody else can."""
         self._sites: set[str] = set()
-        self._last: tuple[ClientId, Reply] | None = None
+        self._last: tuple[ClientId, Reply, str] | None = None
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """Send a task; the site fetches the model from where it is."""
@@ -383,9 +402,10 @@ class SiteRelay:
             base = self._trail[-1] if self._trail else -1
             holder = self._home(base) if base >= 0 else ""
             weights = self._weights if base < 0 else None
-            number = len(self._outcomes)
+            number, ticket = len(self._outcomes), secrets.token_hex(16)
+            key = self._tickets[base] if base >= 0 else ""
             exchange = self._engine.next_exchange()
-            body = Hop(exchange, self._number, number, client, task, holder, base, weights, False)
+            body = Hop(exchange, self._number, number, client, task, holder, base, weights, False, ticket, key)
             outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, Unmoved) and base >= 0:
                 # Perhaps those two sites may not talk, or it came damaged: through the server then.
@@ -393,25 +413,27 @@ class SiteRelay:
                 if isinstance(found, FedstrataError):
                     self._lose(base, str(found))
                     continue
-                body = Hop(self._engine.next_exchange(), self._number, number, client, task, "", base, found, False)
+                exchange = self._engine.next_exchange()
+                body = Hop(exchange, self._number, number, client, task, "", base, found, False, ticket)
                 outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, FedstrataError | Unmoved):
                 self._engine.refuse_solitude([outcome])
                 return Failure(outcome.reason if isinstance(outcome, Unmoved) else str(outcome))
             reply = reply_of(outcome.reply, task)
             if not isinstance(reply, Failure):
-                self._last = client, reply
+                self._last = client, reply, ticket
             return reply
 
     def keep(self, accepted: bool) -> None:
         """Let the last hop count, or not."""
         if not accepted or self._last is None:
             return
-        client, reply = self._last
+        client, reply, ticket = self._last
         site, number = self._engine.homes[client], len(self._outcomes)
         self._engine.tell(site, Kept(self._number, number))
         self._outcomes.append(reply)
         self._clients.append(client)
+        self._tickets.append(ticket)
         self._trail = [hop for hop in self._trail if self._home(hop) != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
@@ -430,7 +452,7 @@ class SiteRelay:
         return weights, self._outcomes
 
     def _fetch(self, base: int) -> Weights | FedstrataError:
-        outcome = self._engine.send(self._home(base), Fetch(self._number, base), Weights)
+        outcome = self._engine.send(self._home(base), Fetch(self._number, base, self._tickets[base]), Weights)
         if isinstance(outcome, FedstrataError):
             return outcome
         if defect := defect_of(outcome, lambda found: found.require_like(self._weights)):

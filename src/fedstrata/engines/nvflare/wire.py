@@ -166,10 +166,12 @@ class Answers(Message):
     Args:
         outcomes: What came of the next clients.
         left: How many clients' answers did not fit; ``More`` asks for them.
+        ledger: The head of the site's book with these answers in it; empty where it keeps none.
     """
 
     outcomes: list[Any]
     left: int = 0
+    ledger: str = ""
 
 
 @record
@@ -197,6 +199,8 @@ class Hop(Message):
         base: The hop that left it there.
         weights: The model, where it comes along.
         back: Whether the model goes back to the server with the reply, and is forgotten here.
+        ticket: Whoever shows it gets the model that this hop leaves; the server gives it to the next in turn alone.
+        key: The ticket of the hop ``base``, to be shown to its holder.
     """
 
     exchange: int
@@ -208,6 +212,8 @@ class Hop(Message):
     base: int
     weights: Weights | None
     back: bool
+    ticket: str = ""
+    key: str = ""
 
 
 @record
@@ -217,10 +223,12 @@ class Hopped(Message):
     Args:
         reply: The reply, or ``Failed``.
         weights: The model, where it was asked for.
+        ledger: See ``Answers``.
     """
 
     reply: Any
     weights: Weights | None
+    ledger: str = ""
 
 
 @record
@@ -241,10 +249,12 @@ class Fetch(Message):
     Args:
         journey: Which relay.
         hop: Which hop.
+        ticket: That of the hop.
     """
 
     journey: int
     hop: int
+    ticket: str = ""
 
 
 @record

@@ -51,9 +51,15 @@ _WHOLE = 0.1
 
 
 def presented(client: Client) -> tuple[Ints, Ints]:
-    """A client's labels in the order in which it presents them, and how many samples it has of each; both (L,)."""
+    """A client's labels in the order in which it presents them, and how many samples it has of each; both (L,).
+
+    Labels of which it has fewer than ``privacy.min_samples`` are left out, and so is their training.
+    """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
+    enough = counts >= context.privacy.min_samples  # what is counted in fewer samples stays here
+    labels, counts = labels[enough], counts[enough]
+    client.behind = int(counts.sum())
     order = rng(ring_of(context).order_seed(context.config.seed), "label-order", 0, client.number).permutation(
         len(labels)
     )

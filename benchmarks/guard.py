@@ -1,0 +1,104 @@
+"""What a site's checks cost: the time of the guard over the time of a deployed round, with the digits.
+
+Run it as ``python benchmarks/guard.py``, on a quiet machine. One site in this process holds all clients; what crosses
+are bytes, as in a deployment, but no network is waited for, so that the share is larger than it would be there. The
+time of a round is that of the site and the server together; the book of the site writes to a disk and is a row of its
+own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fedstrata as fs
+from fedstrata.deploy.guard import Guard
+from fedstrata.deploy.host import SERVER, Host
+from fedstrata.deploy.ledger import Ledger
+from fedstrata.deploy.policy import Policy
+from fedstrata.engines.nvflare.engine import NVFlareEngine
+from fedstrata.engines.nvflare.sums import Sums
+from fedstrata.simulation import Simulation
+
+CHECKS = ("check", "take", "answered", "begin_exchange", "leave", "hop", "save", "fetched_by_server")
+JOBS: dict[str, dict[str, Any]] = {
+    "fedavg": {"method": "fedavg"},
+    "fedavg, QSGD": {"method": "fedavg", "communication": {"up": "qsgd", "down": "qsgd"}},
+    "fedstas, ε = 3": {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 300}},
+    "sfl": {"method": "sfl"},
+    "stratify, batches": {"method": "stratify"},
+    "stratify, one by one": {"method": {"name": "stratify", "mode": "single"}},
+}
+
+
+class Clock:
+    """Adds up the seconds that some functions take."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, on the clock."""
+
+        def call(*args: Any, **how: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **how)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return call
+
+
+def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, float, float]:
+    """Seconds of a round, of its checks, and of its entries in the site's book: medians."""
+    spec = fs.Experiment.from_table(
+        {
+            **job,
+            "partition": {"name": "iid", "clients": 10},
+            "model": {"name": "mlp", "hidden": [64]},
+            "training": {"rounds": rounds, "execution": "per-client"},
+            "evaluation": {"every": 0, "checkpoint_every": 0},
+        }
+    )
+    prepared, checks, book = fs.prepare(spec), Clock(), Clock()
+    ledger = Ledger(folder / "book")
+    ledger.append = book.timed(ledger.append)  # type: ignore[method-assign]
+    host = Host("a", folder, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=ledger)
+
+    class Line:
+        def send(self, site: str, data: bytes, patience: float) -> object:
+            return host.call(SERVER, data)
+
+    engine = NVFlareEngine(prepared.config, Line(), ["a"] * 10, Sums(60.0), spec=spec.to_toml(), run="run")
+    found: list[tuple[float, float, float]] = []
+    with Simulation(prepared, engine) as simulation:
+        guard: Guard = host._running().guard
+        for name in CHECKS:
+            setattr(guard, name, checks.timed(getattr(guard, name)))
+        for record in simulation:
+            found.append((record["seconds"], checks.seconds, book.seconds))
+            checks.seconds = book.seconds = 0.0
+    whole, checking, writing = (statistics.median(column) for column in zip(*found[1:], strict=True))
+    return whole, checking, writing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    print("| job | a round, ms | checks, ms | share | the book, ms |\n|---|---:|---:|---:|---:|")
+    for name, job in JOBS.items():
+        with tempfile.TemporaryDirectory() as place:
+            whole, checking, writing = measured(job, options.rounds, Path(place))
+        share = checking / whole
+        print(f"| {name} | {1e3 * whole:.1f} | {1e3 * checking:.2f} | {share:.2%} | {1e3 * writing:.1f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

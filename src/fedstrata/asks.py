@@ -1,0 +1,155 @@
+"""What a job asks its clients, all of it together, in plain English and as a table."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fedstrata.communication.questions import encoded
+from fedstrata.evaluation.questions import evaluation_questions
+from fedstrata.federation.questions import PHASES, Agreed, Fact, Phase, Question, Questions, Terms, joined
+from fedstrata.spec import Experiment
+
+UNDECLARED = "does not declare what it asks (Method.questions), so that no site answers it; simulations run it"
+
+_HEADINGS: dict[Phase, str] = {
+    "enrolment": "Before the first round",
+    "round": "In each round in which it takes part",
+    "evaluation": "After a round, to measure the model",
+}
+_TOLD: dict[Fact, str] = {
+    "labels": "which labels a client holds",
+    "sizes": "how many samples a client holds",
+}
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a job asks.
+
+    Args:
+        job: The hash of its spec, by which a site may approve it.
+        method: The method's name.
+        rounds: The last round.
+        questions: All that a client may be asked; None where the method, or a choice of it, does not declare it.
+        survey: What is asked before all rounds of a site that brings its own data; empty for nothing.
+        hides: What the method keeps private.
+        extremes: Whether the survey tells the least and the greatest value of something: those of single samples.
+    """
+
+    job: str
+    method: str
+    rounds: int
+    questions: Questions | None
+    survey: str = ""
+    hides: frozenset[Fact] = frozenset()
+    extremes: bool = False
+
+    @property
+    def tells(self) -> frozenset[Fact]:
+        """What answers say in the clear."""
+        found: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
+        return found.union(*(question.tells for question in self.questions or ()))
+
+    def table(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {
+            "job": self.job,
+            "method": self.method,
+            "rounds": self.rounds,
+            "survey": self.survey or None,
+            "questions": None if self.questions is None else [question.table() for question in self.questions],
+            "tells": sorted(self.tells),
+            "hides": sorted(self.hides),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """In plain English."""
+        yield f"Job {self.job}: method {self.method}, {self.rounds} rounds at most."
+        if self.questions is None:
+            yield f"The method {UNDECLARED}."
+            return
+        yield "A site that takes part answers the following to the server that runs the job, and nothing else."
+        if self.survey:
+            yield "Before anything else, once:"
+            yield f"  - It sends {self.survey}."
+        for phase in PHASES:
+            asked = [question for question in self.questions if question.phase == phase]
+            if asked:
+                yield f"{_HEADINGS[phase]}:"
+            for question in asked:
+                yield f"  - It sends {question.says} ({_often(question)}; {question.label})."
+        facts = " and ".join(_TOLD[fact] for fact in sorted(self.tells))
+        yield (
+            f"The answers tell in the clear {facts}."
+            if facts
+            else "No answer tells labels or numbers of samples as such."
+        )
+        yield "Models and gradients can themselves tell something of the samples that they were computed from."
+
+
+def hash_of(spec: Experiment) -> str:
+    """Names a job by all that its spec says, however it is written; also the name of its run."""
+    return hashlib.sha256(spec.to_toml().encode()).hexdigest()[:16]
+
+
+def _often(question: Question) -> str:
+    often = {1: "once", None: "as often as the method needs it"}.get(question.times, f"at most {question.times} times")
+    if question.per == "run":
+        often += " in the whole run"
+    if question.first > 1 or question.last is not None:
+        last = "the last" if question.last is None else str(question.last)
+        often += f", in rounds {question.first} to {last}"
+    return f"{often}, passing it to the next client or the server" if question.relay else often
+
+
+def declaration_of(
+    spec: Experiment, *, agreed: Agreed | None = None, clients: int | None = None, own_data: bool | None = None
+) -> Declaration:
+    """What a spec asks.
+
+    Args:
+        spec: The experiment.
+        agreed: What server and clients agreed on, where more is known than the spec tells.
+        clients: N, where that is not known either.
+        own_data: Whether the clients are sites that bring their own data; by the spec, which then describes them,
+            unless given.
+    """
+    data, method = spec.data, spec.method
+    own = (data.schema is not None or data.shape is not None) if own_data is None else own_data
+    if agreed is None:
+        classes = data.classes if data.schema is None else len(data.schema.classes or ()) or None
+        agreed = Terms(spec.training, clients or getattr(spec.partition, "clients", None) or 1, classes)
+    rounds = spec.training.rounds
+    asked = method.declared(agreed)
+    asked = None if asked is None else encoded(asked, spec.communication)
+    questions = joined(asked, evaluation_questions(spec.evaluation, rounds, elsewhere=own))
+    survey = _survey(spec) if own else ""
+    return Declaration(
+        hash_of(spec),
+        method.name,
+        rounds,
+        questions,
+        survey,
+        method.hides,
+        extremes=bool(survey) and data.normalize == "unit",
+    )
+
+
+def _survey(spec: Experiment) -> str:
+    """What the samples of a site that brings its own come to, as far as the spec needs it; empty for nothing."""
+    data = spec.data
+    columns = (data.schema.columns or {}) if data.schema is not None else {}
+    rules = {column.impute for column in columns.values()} - {None, "constant"}
+    fitted = data.normalize != "none" and data.shift is None
+    if not fitted and not rules:
+        return ""
+    each = "column" if columns else "channel or feature"
+    parts = [f"how many training samples it has; of each {each} how many values there are, their mean and their spread"]
+    if fitted and data.normalize == "unit":
+        parts.append("the least and the greatest value")
+    if rules & {"median", "most-frequent"} or any(column.type == "category" for column in columns.values()):
+        parts.append("how often each category or step of values comes, where the spec asks for it")
+    return ", ".join(parts)

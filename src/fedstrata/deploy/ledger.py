@@ -1,0 +1,298 @@
+"""A site's own book of what it answered: who asked what, how many samples were behind it, what was refused.
+
+One line of JSON an entry, each with a hash over itself and the hash before it, so that no line can be changed, cut out
+or moved unseen. The head (how many entries, and the last one's hash) is kept in a second file and travels with every
+answer to the server, which writes it into the run's folder: so a tail that is cut off is seen too. No value, no label
+and no text of an error is ever written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedstrata.errors import DataError
+
+LOG = logging.getLogger(__name__)
+
+FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
+"""The book; its head, beside it; the heads that sites told a server, in a run's folder there."""
+
+PLACE = "fedstrata"
+"""Where a site's book is inside its folder."""
+
+RECOVERED = "recovered"
+"""The kind of the entry that says that a line was torn by a crash."""
+
+_END = re.compile(rb', "hash": "([0-9a-f]{64})"\}$')
+_HEAD = re.compile(r"(\d{1,15}):([0-9a-f]{64})")
+
+
+@dataclass(frozen=True)
+class Head:
+    """Where a ledger ends.
+
+    Args:
+        entries: How many there are.
+        digest: The hash of the last one; empty before there is any.
+    """
+
+    entries: int = 0
+    digest: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.entries}:{self.digest}"
+
+    @classmethod
+    def parsed(cls, text: object) -> Head | None:
+        """From ``str``; None where it is none."""
+        found = _HEAD.fullmatch(text) if isinstance(text, str) else None
+        return cls(int(found[1]), found[2]) if found else None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one answer was.
+
+    Args:
+        run: The hash of the spec.
+        kind: The question.
+        client: Who was asked; None where it was the site itself.
+        phase: Of the run.
+        round: Of the question; None where it has none.
+        samples: Behind the answer.
+        bytes: Of the answer.
+        epsilon: ε of local differential privacy that the answer cost.
+        refused: The rule by which there was no answer.
+        failed: What kind of error there was instead of an answer.
+        to: Who got it, where that was not the server.
+    """
+
+    run: str
+    kind: str
+    client: int | None = None
+    phase: str = ""
+    round: int | None = None
+    samples: int = 0
+    bytes: int = 0
+    epsilon: float | None = None
+    refused: str = ""
+    failed: str = ""
+    to: str = ""
+
+    def table(self) -> dict[str, Any]:
+        """What it says, without what it does not."""
+        return {key: value for key, value in vars(self).items() if value != getattr(type(self), key, ...)}
+
+
+class Ledger:
+    """The book of one site; several processes may write into it, one after another.
+
+    Args:
+        folder: Where it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.head_path = folder / FILE, folder / HEAD
+        self._mutex = threading.Lock()
+        self._head, self._size = Head(), -1
+
+    def append(self, entries: Iterable[Entry]) -> Head:
+        """Write entries, and wait once until they are on the disk: only then may the answers leave.
+
+        Raises:
+            DataError: The end of the file is none of a ledger.
+            OSError: Nothing can be written, so that no answer may leave.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self._mutex, _locked(self.path) as file:
+            if os.fstat(file).st_size != self._size:
+                self._take_up(file)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            self._write(file, [{"at": now, **entry.table()} for entry in entries])
+            return self._head
+
+    def _take_up(self, file: int) -> None:
+        """Go on behind the last whole line; a torn one is cut off, and an entry says so."""
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
+        found = _END.search(last)
+        if last and found is None:
+            raise DataError(f"{self.path}: its last line is no entry; 'fedstrata ledger --verify' says more")
+        self._head = Head(whole.count(b"\n"), found[1].decode()) if found else Head()
+        self._size = len(whole)
+        if torn := len(data) - len(whole):
+            os.ftruncate(file, len(whole))
+            LOG.warning("%s: its last line was torn by a crash; the %d bytes of it are cut off", self.path, torn)
+            self._write(file, [{"kind": RECOVERED, "torn_bytes": torn}])
+
+    def _write(self, file: int, tables: Sequence[Mapping[str, Any]]) -> None:
+        if not tables:
+            return
+        lines, head = [], self._head
+        for table in tables:
+            text = json.dumps({"n": head.entries + 1, **table}, ensure_ascii=False, allow_nan=False)
+            head = Head(head.entries + 1, _digest(head.digest, text.encode()))
+            lines.append(f'{text[:-1]}, "hash": "{head.digest}"}}\n')
+        data = memoryview("".join(lines).encode())
+        written = 0
+        while written < len(data):
+            written += os.write(file, data[written:])
+        os.fsync(file)
+        self._head, self._size = head, self._size + len(data)
+        # Renamed into its place: a crash leaves the old one, which is a head of the same chain.
+        beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
+        beside.write_text(f"{head}\n", encoding="utf-8")
+        beside.replace(self.head_path)
+
+
+def _digest(before: str, text: bytes) -> str:
+    return hashlib.sha256(before.encode() + text).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, open for writing at its end, for this process alone."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except (ImportError, OSError):
+            pass  # a system, or a file system, without such locks
+        yield file
+    finally:
+        os.close(file)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What became of a ledger.
+
+    Args:
+        entries: Those that can be read, up to the first that is not what was written.
+        problems: What is missing or was changed; none where all is as it was written.
+        notes: What crashes left.
+    """
+
+    entries: list[dict[str, Any]]
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
+    """Read a ledger and compare it with its head, and with those that a server was told.
+
+    Args:
+        folder: Where it is.
+        reported: Heads that a server has.
+
+    Raises:
+        DataError: There is none.
+    """
+    path = folder / FILE
+    if not path.exists() and not (folder / HEAD).exists():
+        raise DataError(f"{folder}: no ledger; a site writes one when it answers its first question")
+    data = path.read_bytes() if path.exists() else b""
+    *lines, torn = data.split(b"\n")
+    found, digests = Checked([]), [""]
+    for number, line in enumerate(lines, start=1):
+        end, entry = _END.search(line), None
+        if end is not None:
+            text = line[: end.start()] + b"}"
+            if _digest(digests[-1], text) == end[1].decode():
+                entry = json.loads(text)
+        if entry is None or entry.get("n") != number:
+            problem = "is not what was written there: it was changed, or lines before it were cut out or moved"
+            found.problems.append(f"line {number} of {len(lines)} {problem}; what stands before is whole")
+            break
+        digests.append(end[1].decode() if end else "")
+        found.entries.append(entry)
+        if entry.get("kind") == RECOVERED:
+            found.notes.append(f"entry {number}: a crash tore the line after entry {number - 1}, which never left")
+    if torn:
+        problem = "its answer never left, and the next entry will say so"
+        found.notes.append(f"a crash tore the line after entry {len(lines)} ({len(torn)} bytes); {problem}")
+    whole = not found.problems
+    heads = [("its head says", _own_head(folder, found))] + [("the server was told", head) for head in reported]
+    for who, head in heads:
+        if head is None:
+            continue
+        if head.entries < len(digests):
+            if digests[head.entries] != head.digest:
+                found.problems.append(f"entry {head.entries} is another one than {who}: it was written anew")
+            elif who.startswith("its") and whole and head.entries < len(lines):
+                found.notes.append(f"{who} {head.entries} entries, and there are {len(lines)}: a crash came between")
+        elif whole:
+            missing = f"entries {len(lines) + 1} to {head.entries} are missing" if head.entries > len(lines) + 1 else ""
+            missing = missing or f"entry {head.entries} is missing"
+            found.problems.append(f"{missing}: {who} {head.entries}, and there are {len(lines)}")
+    return found
+
+
+def _own_head(folder: Path, found: Checked) -> Head | None:
+    try:
+        text = (folder / HEAD).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        found.problems.append(f"{HEAD} is missing, which is written with every entry")
+        return None
+    head = Head.parsed(text)
+    if head is None:
+        found.problems.append(f"{HEAD} is no head of a ledger")
+    return head
+
+
+def heads_of(path: Path, site: str) -> list[Head]:
+    """The heads that a server was told by a site.
+
+    Args:
+        path: A run's folder at the server, or as an administrator fetched it.
+        site: The site.
+
+    Raises:
+        DataError: It has none of this site.
+    """
+    file = path / HEADS if path.is_dir() else path
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        found = [Head.parsed(line["head"]) for line in lines if line["site"] == site]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: no heads of ledgers: {error}") from None
+    if not found:
+        raise DataError(f"{file}: nothing of site {site}")
+    return [head for head in found if head is not None]
+
+
+def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What a site told, a row for each run and kind of question; ε adds up over its answers."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in entries:
+        if "run" not in entry:
+            continue
+        row = rows.setdefault(
+            (entry["run"], entry["kind"]),
+            {"run": entry["run"], "question": entry["kind"], "answers": 0, "refused": 0, "fewest_samples": None}
+            | {"bytes": 0, "epsilon": 0.0},
+        )
+        if "refused" in entry or "failed" in entry:
+            row["refused"] += "refused" in entry
+            continue
+        samples, fewest = entry.get("samples", 0), row["fewest_samples"]
+        row["answers"] += 1
+        row["bytes"] += entry.get("bytes", 0)
+        row["epsilon"] += entry.get("epsilon", 0.0)
+        if samples:
+            row["fewest_samples"] = samples if fewest is None else min(fewest, samples)
+    return list(rows.values())

@@ -1,0 +1,407 @@
+"""What a site refuses, asked directly: each question comes as a hostile server would put it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asking
+import pytest
+import torch
+from asked import CLIENTS, Site
+
+import fedstrata as fs
+from fedstrata.communication.messages import Coefficients, Encoded
+from fedstrata.deploy.guard import Spent, admitted
+from fedstrata.engines.nvflare.wire import Begun, Failed, Fetch, Hopped, Refused
+from fedstrata.evaluation.messages import Evaluate
+from fedstrata.federation.messages import Fit, FitReply, Request, Weights
+from fedstrata.handlers.sequential import Visit
+from fedstrata.methods.base import effort
+from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
+from fedstrata.stratify.messages import Gradient, GradientReply, LabelReport, Reserve, Steps
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+Make = Callable[..., Site]
+ALL = (0.0, 1.0)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Make:
+    def make(table: dict[str, Any] | None = None, *, begin: bool = True, **settings: Any) -> Site:
+        made = Site(tmp_path / "site", table, **settings)
+        if begin:
+            assert isinstance(made.begin(), Begun)
+        return made
+
+    return make
+
+
+def fit(site: Site, round: int = 1, **other: Any) -> Fit:
+    agreed = fs.prepare(site.spec).config
+    return dataclasses.replace(Fit(round, site.weights, {}, 1.0, **effort(agreed)), **other)
+
+
+def reserve(*batches: int, round: int = 1, fresh: bool = True, label: int = 0, **other: Any) -> Reserve:
+    labels = torch.full((len(batches),), label)
+    made = Reserve(round, torch.tensor(batches), labels, torch.zeros(0, dtype=torch.int64), fresh, ALL)
+    return dataclasses.replace(made, **other)
+
+
+def ruled(outcome: Any) -> str:
+    """The rule by which something was refused."""
+    assert isinstance(outcome, (Failed, Refused)), outcome
+    assert "refused by the rule" in outcome.reason
+    if isinstance(outcome, Failed):
+        assert outcome.refused
+    return str(outcome.reason).partition("rule '")[2].partition("'")[0]
+
+
+STRATIFY = {"method": {"name": "stratify", "cap": 4}}
+
+
+def test_what_is_declared_is_answered_and_written_down(site: Make) -> None:
+    made = site()
+    one, two = made.ask(fit(made), clients=[0, 1])
+    assert isinstance(one, FitReply)
+    assert isinstance(two, FitReply)
+    assert made.book.answered == ["Fit", "Fit"]
+    assert [(entry.client, entry.round, entry.phase) for entry in made.book.entries] == [
+        (0, 1, "round"),
+        (1, 1, "round"),
+    ]
+    assert all(entry.samples == 30 and entry.bytes > 1000 for entry in made.book.entries)
+
+
+def test_labels_stay_where_labels_are_masked(site: Make) -> None:
+    made = site({"method": {"name": "stratify", "masking": "prf"}})
+    assert [ruled(outcome) for outcome in made.ask(LabelReport(), clients=[0, 1])] == ["kind", "kind"]
+    assert made.book.refused == ["kind", "kind"]
+
+
+def test_the_plain_size_stays_where_it_is_private(site: Make) -> None:
+    made = site({"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 2}})
+    assert ruled(*made.ask(SizeReport(1, 0, 1.0))) == "bounds"
+    assert ruled(*made.ask(SizeReport(1, 50, 1.0))) == "bounds", "the truth, with the agreed bound"
+    question = next(q for q in made.host._running().guard.asked.questions or () if q.kind is SizeReport)
+    agreed = SizeReport(1, 50, question.where["alpha"])
+    assert isinstance(*made.ask(agreed), SizeReply)
+    assert ruled(*made.ask(agreed)) == "repeat", "the mean of many answers would be the truth"
+    assert [entry.epsilon for entry in made.book.entries if entry.kind == "SizeReport" and not entry.refused] == [3.0]
+
+
+@pytest.mark.parametrize("kind", ["labels", "sizes", "evaluate", "reserve", "visit", "own"])
+def test_a_job_answers_no_question_of_another_one(site: Make, kind: str) -> None:
+    made = site()
+    weights = made.weights
+    requests: dict[str, Request] = {
+        "labels": LabelReport(),
+        "sizes": SizeReport(0, 0, 1.0),
+        "evaluate": Evaluate(1, weights, "test", False, 0, 8, 15),
+        "reserve": reserve(0),
+        "visit": Visit(1, 1.0),
+        "own": asking.HowOften(),
+    }
+    assert ruled(*made.ask(requests[kind])) == "kind"
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"keep": 0.01}, "bounds"),
+        ({"keep": float("nan")}, "bounds"),
+        ({"steps": 9}, "bounds"),
+        ({"batch_size": 1}, "bounds"),
+        ({"counts": False}, "bounds"),
+        ({"round": 0}, "rounds"),
+        ({"round": 4}, "rounds"),
+        ({"round": -1}, "rounds"),
+    ],
+    ids=str,
+)
+def test_parameters_are_those_of_the_spec(site: Make, change: dict[str, Any], rule: str) -> None:
+    made = site()
+    assert ruled(*made.ask(fit(made, **change))) == rule
+    assert isinstance(*made.ask(fit(made)), FitReply)
+
+
+def test_rounds_do_not_come_back_and_questions_not_again(site: Make) -> None:
+    made = site()
+    assert isinstance(*made.ask(fit(made)), FitReply)
+    assert ruled(*made.ask(fit(made))) == "repeat"
+    assert isinstance(*made.ask(fit(made), clients=[1]), FitReply), "the other one was not asked yet"
+    assert isinstance(*made.ask(fit(made, 3)), FitReply), "a client may be left out of a round"
+    for round in (1, 2):
+        assert ruled(*made.ask(fit(made, round), clients=[1])) == "rounds"
+
+
+def test_an_answer_refused_to_one_client_is_given_by_the_other(site: Make) -> None:
+    made = site()
+    outcomes = made.ask(fit(made), fit(made, keep=0.1))
+    assert isinstance(outcomes[0], FitReply)
+    assert ruled(outcomes[1]) == "bounds"
+
+
+def test_a_client_is_asked_once_in_a_message(site: Make) -> None:
+    made = site()
+    (outcome,) = made.ask(fit(made), clients=[0, 0])
+    assert isinstance(outcome, Refused)
+    assert "do not match" in outcome.reason
+
+
+def test_enrolment_is_over_when_the_rounds_begin(site: Make) -> None:
+    made = site(STRATIFY)
+    assert not isinstance(*made.ask(LabelReport()), Failed)
+    assert ruled(*made.ask(LabelReport())) == "repeat"
+    assert not isinstance(*made.ask(reserve(0)), Failed)
+    assert ruled(*made.ask(LabelReport(), clients=[1])) == "phase"
+
+
+def _enrolled(site: Make) -> Site:
+    made = site(STRATIFY)
+    made.ask(LabelReport())
+    return made
+
+
+def test_gradients_are_of_what_was_set_aside_and_once(site: Make) -> None:
+    made = _enrolled(site)
+    assert ruled(*made.ask(Gradient(1, 0, made.weights))) == "order"
+    made.ask(reserve(0, 2, 2))
+    reserved = [made.counts(0)]
+    assert isinstance(*made.ask(Gradient(1, 0, made.weights), news=reserved), GradientReply)
+    assert ruled(*made.ask(Gradient(1, 0, made.weights))) == "order", "at another model"
+    assert ruled(*made.ask(Gradient(1, 1, made.weights))) == "order", "nothing is there"
+    assert isinstance(*made.ask(Gradient(1, 2, made.weights)), GradientReply)
+    assert ruled(*made.ask(reserve(2, fresh=False))) == "order", "a batch that was trained"
+    assert ruled(*made.ask(reserve(5, fresh=True))) == "order", "the epoch anew"
+    assert not isinstance(*made.ask(reserve(5, fresh=False)), Failed)
+    assert ruled(*made.ask(reserve(6, fresh=False, window=(0.0, 0.1)))) == "bounds"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"batches": torch.zeros(0, dtype=torch.int64), "labels": torch.zeros(0, dtype=torch.int64)},
+        {"batches": torch.tensor(3)},
+        {"batches": torch.tensor([0.5])},
+        {"batches": torch.tensor([-1])},
+        {"labels": torch.tensor([[0]])},
+        {"refill": torch.tensor(0)},
+    ],
+    ids=str,
+)
+def test_a_malformed_reservation_is_refused(site: Make, other: dict[str, Any]) -> None:
+    assert ruled(*_enrolled(site).ask(reserve(0, **other))) == "order"
+
+
+def test_the_very_same_question_comes_again_in_a_group_that_broke(site: Make) -> None:
+    made = site(STRATIFY)
+    made.ask(LabelReport())
+    made.ask(reserve(0, 0))
+    guard, weights = made.host._running().guard, made.weights
+    same = Gradient(1, 0, weights)
+    guard.take(guard.check(0, same, together=True))
+    guard.take(guard.check(0, Gradient(1, 0, weights), together=True))
+    other = Weights({name: tensor + 1 for name, tensor in weights.params.items()}, weights.buffers)
+    with pytest.raises(Exception, match="rule 'order'"):
+        guard.check(0, Gradient(1, 0, other), together=True)
+    with pytest.raises(Exception, match="rule 'order'"):
+        guard.check(0, same)
+
+
+def test_no_group_where_none_is_declared(site: Make) -> None:
+    made = site()
+    one, other = made.ask(fit(made), clients=[0, 1], group="g")
+    assert (ruled(one), ruled(other)) == ("kind", "kind")
+
+
+ENCODED = {"communication": {"up": {"name": "powersgd", "rank": 1}}}
+
+
+def test_the_question_inside_an_envelope_is_looked_at(site: Make) -> None:
+    made = site(ENCODED)
+    assert ruled(*made.ask(fit(made))) == "kind", "agreed is an encoded one"
+
+    def wrapped(question: Any, **other: Any) -> Encoded:
+        return dataclasses.replace(Encoded(question, 1, 1, None, False, {}), **other)
+
+    for question, rule in (
+        (Compress(1, made.weights, 9, 0), "kind"),
+        (fit(made, keep=0.01), "bounds"),
+        (fit(made, 2), "rounds"),
+    ):
+        assert ruled(*made.ask(wrapped(question))) == rule
+    assert ruled(*made.ask(wrapped(fit(made), plain=True))) == "bounds"
+    assert ruled(*made.ask(Coefficients(1, {}))) == "rounds", "none has begun"
+    name = next(iter(made.weights.params))
+    basis = {f"params/{name}": torch.ones(64, 1)}
+    assert not isinstance(*made.ask(wrapped(fit(made), basis=basis)), Failed)
+    assert ruled(*made.ask(wrapped(fit(made), basis=basis, exchange=2))) == "repeat"
+    assert ruled(*made.ask(Coefficients(2, {}))) == "order"
+
+
+# --- relays ----------------------------------------------------------------------------------------------------------
+
+
+def visit(site: Site, round: int = 1, **other: Any) -> Visit:
+    return dataclasses.replace(Visit(round, **effort(fs.prepare(site.spec).config)), **other)
+
+
+def test_only_who_has_the_ticket_gets_the_model_of_a_relay(site: Make) -> None:
+    made = site({"method": "sfl"})
+    assert isinstance(made.hop(visit(made), ticket="secret"), Hopped)
+    for caller in ("b", "server", "c"):
+        for ticket in ("", "guess", "secre"):
+            assert ruled(made.call(Fetch(1, 0, ticket), caller=caller)) == "relay"
+    assert isinstance(made.call(Fetch(1, 0, "secret"), caller="b"), Weights)
+    assert isinstance(made.call(Fetch(1, 0, "secret")), Weights)
+    assert [entry.to for entry in made.book.entries if entry.kind == "Fetch" and not entry.refused] == ["b", ""]
+
+
+def test_a_model_without_a_ticket_is_nobodys(site: Make) -> None:
+    made = site({"method": "sfl"})
+    made.hop(visit(made), ticket="")
+    assert ruled(made.call(Fetch(1, 0, ""), caller="b")) == "relay"
+
+
+def test_tasks_of_relays_are_looked_at_too(site: Make) -> None:
+    made = site({"method": "sfl"})
+    for task, rule in ((Visit(1, 9.0), "bounds"), (visit(made, 7), "rounds"), (fit(made), "kind")):
+        outcome = made.hop(task)
+        assert isinstance(outcome, Hopped)
+        assert ruled(outcome.reply) == rule
+    assert ruled(*made.ask(visit(made))) == "kind", "no task of a relay"
+    assert not isinstance(made.hop(visit(made)).reply, Failed)
+    assert ruled(made.hop(visit(made)).reply) == "repeat"
+
+
+def test_a_task_that_could_not_be_done_for_lack_of_a_model_comes_again(site: Make) -> None:
+    made = site({"method": "sfl"})
+    made.hop(visit(made), base=0, hop=1, holder="b", weights=None, key="x")
+    assert not isinstance(made.hop(visit(made), base=0, hop=1).reply, Failed)
+
+
+def test_tasks_hold_no_more_samples_than_agreed(site: Make) -> None:
+    made = site({"method": {"name": "stratify", "mode": "single", "chunk_size": 3}})
+    made.ask(LabelReport())
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert ruled(made.hop(Steps(1, torch.tensor([0] * 4), nothing, True, ALL)).reply) == "bounds"
+    assert not isinstance(made.hop(Steps(1, torch.tensor([0] * 3), nothing, True, ALL)).reply, Failed)
+
+
+# --- a run that goes on ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_where_the_server_says_and_not_before(site: Make) -> None:
+    made = site()
+    made.ask(fit(made), clients=[0, 1])
+    made.save(1, made.counts(0, 1))
+    made.ask(fit(made, 2))
+    made.start()  # the site was killed
+    assert made.begin(1) == Begun(1, [])
+    assert ruled(*made.ask(fit(made, 1))) == "rounds"
+    assert isinstance(*made.ask(fit(made, 2)), FitReply), "round 2 is not in any checkpoint"
+
+
+def test_what_is_asked_once_in_a_run_is_remembered_by_a_checkpoint(site: Make) -> None:
+    made = site({"method": {"name": "fedsampling", "epsilon": 1.0}})
+    question = next(q for q in made.host._running().guard.asked.questions or () if q.kind is SizeReport)
+
+    def size(round: int) -> SizeReport:
+        return SizeReport(round, question.where["bound"], question.where["alpha"])
+
+    assert isinstance(*made.ask(size(1)), SizeReply)
+    assert ruled(*made.ask(size(2))) == "repeat"
+    made.save(2)
+    made.start()
+    made.begin(2)
+    assert ruled(*made.ask(size(3))) == "repeat"
+    assert isinstance(*made.ask(size(3), clients=[1]), SizeReply)
+
+
+def test_states_are_stored_of_rounds_that_there_are(site: Make) -> None:
+    made = site()
+    for round in (-1, 4):
+        assert ruled(made.save(round)) == "rounds"
+
+
+def test_the_books_of_a_job_outlive_its_processes(site: Make) -> None:
+    made = site()
+    made.ask(fit(made))
+    made.ask(fit(made, 2))
+    made.save(2)
+    made.start()
+    made.begin()
+    spent = Spent(made.folder, made.host._running().guard.asked.job)
+    assert spent.starts == 2
+    assert spent.exchanges == 2
+    assert spent.bytes > 1000
+
+
+def test_a_method_that_declares_nothing_runs_only_in_a_simulation(tmp_path: Path) -> None:
+    table = {"method": "asking:Counted"}
+    refused = Site(tmp_path / "real", table, allow=["asking"]).begin()
+    assert ruled(refused) == "declared"
+    assert "asking:Counted" in refused.reason
+    made = Site(tmp_path / "trial", table, allow=None, undeclared=True)
+    assert isinstance(made.begin(), Begun)
+    assert not isinstance(*made.ask(asking.HowOften()), Failed)
+
+
+# --- what a spec names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "[data]\nname = '/etc/own.npz'",
+        "[data]\nname = 'rows.csv'",
+        "[data]\nname = 'hub:owner/name'",
+        "[data]\nname = 'mnist'",
+        "data = 'patients'",
+        "[partition]\nname = 'given'\nfile = '/etc/passwd'",
+        "[availability]\nname = 'trace'\nfile = '/etc/passwd'",
+        "[partition]\nname = 'single-client'\nof = { name = 'given', file = '/etc/passwd' }",
+    ],
+)
+def test_a_spec_names_no_file_of_a_site(site: Make, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    from fedstrata.engines.nvflare.wire import Begin
+
+    read: list[object] = []
+    monkeypatch.setattr(Path, "open", lambda self, *_, **__: read.append(self))
+    made = site(begin=False)
+    refused = made.call(Begin("run", section, None, [0, 1], CLIENTS, 0))
+    assert ruled(refused) == "data"
+    assert "root:" not in refused.reason
+    assert made.book.refused == ["data"]
+    assert read == []
+
+
+def test_a_column_may_be_called_file() -> None:
+    columns = {"file": "category", "age": {"range": [0, 9]}}
+    table = {"data": {"name": "a.csv", "schema": {"label": "sick", "classes": ["no", "yes"], "columns": columns}}}
+    admitted(fs.Experiment.from_table(table).to_toml(), None, clients=2, own_data=True, catalog=())
+
+
+def test_a_site_lists_what_a_spec_may_name(site: Make, tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text("client,first,last\n0,1,1\n1,1,2\n")
+    file = str(tmp_path / "trace.csv")
+    table = {"availability": {"name": "trace", "file": file}}
+    assert ruled(site(table, begin=False).begin()) == "data"
+    assert isinstance(site(table, begin=False, catalog=[file]).begin(), Begun)
+
+
+@pytest.mark.long
+def test_ten_thousand_questions_out_of_order_and_malformed(tmp_path: Path) -> None:
+    """None is answered that the declaration forbids; see ``tests/fuzz/questions.py``."""
+    from tests.fuzz.cases import RAN, REFUSED
+    from tests.fuzz.questions import QUESTIONS
+    from tests.fuzz.worker import FAMILIES, outcome_of
+
+    cases = 10_000 // QUESTIONS
+    outcomes = [outcome_of(FAMILIES["questions"], 1, number, tmp_path / str(number)) for number in range(cases)]
+    assert [(number, *outcome) for number, outcome in enumerate(outcomes) if outcome[0] not in (RAN, REFUSED)] == []
+    assert sum(outcome[0] == RAN for outcome in outcomes) > cases / 2

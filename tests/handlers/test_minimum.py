@@ -1,0 +1,170 @@
+"""No answer goes out with fewer samples behind it than ``privacy.min_samples``."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import fedstrata as fs
+from fedstrata.errors import SpecError
+from fedstrata.evaluation.messages import Evaluate
+from fedstrata.federation.messages import Fit
+from fedstrata.handlers.fedtan import FitTogether
+from fedstrata.handlers.sequential import Visit
+from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
+from fedstrata.settings import Privacy
+from fedstrata.stratify.messages import LabelReport, Steps
+
+NONE = torch.empty(0, dtype=torch.int64)
+
+
+def with_minimum(federation, least: int):
+    """The same federation at sites that want more than the spec does."""
+    engine = federation.engine
+    engine.context = dataclasses.replace(engine.context, privacy=engine.context.privacy.at_least(least), prepared={})
+    return federation
+
+
+QUESTIONS = {
+    "an update": lambda w: Fit(1, w, {}, 1.0, 1.0),
+    "an update with others": lambda w: FitTogether(1, w, 1.0),
+    "a size": lambda w: SizeReport(1, 0, 1.0),
+    "a compressed gradient": lambda w: Compress(1, w, 4, 0),
+    "a sketch": lambda w: Sketch(1, w, 0),
+    "a loss": lambda w: LossReport(1, w),
+}
+
+
+@pytest.mark.parametrize("what", QUESTIONS)
+def test_who_has_too_few_does_not_answer_and_the_others_do(tiny, what):
+    federation = with_minimum(tiny(3, sizes=[5, 6, 9]), 6)
+    question = QUESTIONS[what](federation.weights)
+    replies = federation.ask(dict.fromkeys(range(3), question))
+    assert sorted(replies) == [1, 2]
+    (reason,) = federation.reasons("refused")
+    assert "client 0" in reason
+    assert "fewer than privacy.min_samples = 6" in reason
+    assert "5" not in reason  # how many it has is not told
+    # The control: without a minimum all answer.
+    free = tiny(3, sizes=[5, 6, 9])
+    assert sorted(free.ask(dict.fromkeys(range(3), question))) == [0, 1, 2]
+
+
+def test_of_a_travelling_model_too(tiny):
+    federation = with_minimum(tiny(3, sizes=[5, 6, 9]), 6)
+    relayed = federation.relay([(k, Visit(1, 1.0)) for k in range(3)], federation.weights)
+    assert sorted(relayed.replies) == [1, 2]
+    task = Steps(1, torch.tensor([0]), NONE, True)
+    assert federation.relay([(1, task)], federation.weights).replies == {}
+    assert len(federation.reasons("refused")) == 2
+    assert len(tiny(3).relay([(1, task)], federation.weights).replies) == 1
+
+
+def test_an_update_is_over_the_samples_that_are_kept(tiny):
+    """Of 40 samples about four are kept."""
+    federation = with_minimum(tiny(1, sizes=[40]), 20)
+    assert federation.ask({0: Fit(1, federation.weights, {}, 0.1, 1.0)}) == {}
+    assert len(federation.ask({0: Fit(1, federation.weights, {}, 1.0, 1.0)})) == 1
+
+
+def test_a_randomised_size_is_told_whatever_the_size(tiny):
+    """Silence would tell that it is small."""
+    federation = with_minimum(tiny(2, sizes=[1, 9]), 6)
+    assert sorted(federation.ask(dict.fromkeys(range(2), SizeReport(1, 20, 0.2)))) == [0, 1]
+
+
+def test_labels_of_few_samples_are_left_out(tiny):
+    federation = with_minimum(tiny(2, sizes=[7, 2]), 3)
+    replies = federation.ask(dict.fromkeys(range(2), LabelReport()))
+    # Labels 0, 1, 2 in turn: three, two and two of the first client, one and one of the second.
+    assert dict(zip(replies[0].labels.tolist(), replies[0].counts.tolist(), strict=True)) == {0: 3}
+    assert len(replies[1].labels) == 0
+
+
+def test_everybody_too_small_is_no_error_of_the_program(start):
+    spec = fs.Experiment.from_table(
+        {
+            "partition": {"name": "iid", "clients": 3},
+            "data": {"name": "digits", "limit": 90},
+            "model": {"name": "mlp", "hidden": []},
+            "privacy": {"min_samples": 100},
+            "training": {"rounds": 1, "local_epochs": 1},
+        }
+    )
+    started = start(spec)
+    before = started.state.weights.params
+    record = started.step()
+    assert (record["clients_trained"], record["clients_failed"]) == (0, 3)
+    assert all(torch.equal(w, before[name]) for name, w in started.state.weights.params.items())
+
+
+def test_prototypes_of_few_samples_are_left_out_and_the_others_are_the_same(start):
+    sent = []
+    for least in (1, 8):
+        spec = fs.Experiment.from_table(
+            {
+                "method": "rebafl",
+                "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 6},
+                "data": {"name": "digits", "limit": 300},
+                "privacy": {"min_samples": least},
+                "training": {"rounds": 1, "local_epochs": 1},
+            }
+        )
+        heard = {}
+        simulation = fs.Simulation(fs.prepare(spec), listener=lambda round, replies, heard=heard: heard.update(replies))
+        with simulation:
+            simulation.step()
+            labels, assignment = simulation.context.data.y_train.numpy(), simulation.prepared.assignment
+            large = [k for k in range(6) if len(assignment[k]) >= least]
+        assert sorted(heard) == large
+        sent.append({k: reply.message["prototypes"] for k, reply in heard.items()})
+    plain, private = sent
+    left_out = 0
+    for client, table in private.items():
+        counts = torch.bincount(torch.from_numpy(labels[assignment[client]]), minlength=10)
+        enough = counts >= 8
+        left_out += int(((counts > 0) & ~enough).sum())
+        assert torch.equal(table["samples"], torch.where(enough, counts, 0).float())
+        assert torch.equal(table["means"][enough], plain[client]["means"][enough])
+        assert not table["means"][~enough].any()
+    assert left_out > 5
+
+
+def test_a_measurement_on_few_samples_is_not_told(start):
+    spec = fs.Experiment.from_table(
+        {
+            "partition": {"name": "iid", "clients": 3},
+            "data": {"name": "digits", "limit": 90},
+            "model": {"name": "mlp", "hidden": []},
+            "evaluation": {"client_test": 0.2},
+            "privacy": {"min_samples": 10},
+        }
+    )
+    started = start(spec)
+    question = Evaluate(1, started.state.weights, "test", False, 0, 0, 0, 10)
+    replies, _ = started.federation.measure(question)
+    assert replies == {}
+    reasons = [event["reason"] for event in started.federation.events if event["kind"] == "not measured"]
+    assert len(reasons) == 3
+    assert all("privacy.min_samples = 10" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("table", [{"min_samples": 0}, {"below": "hide"}, {"least": 3}])
+def test_what_a_spec_may_say(table):
+    with pytest.raises(SpecError, match=r"^privacy\."):
+        fs.Experiment.from_table({"privacy": table})
+
+
+def test_a_spec_without_a_minimum_says_nothing_of_it():
+    assert "privacy" not in fs.Experiment().to_spec()
+    spec = fs.Experiment(privacy={"min_samples": 4})
+    assert spec.to_spec()["privacy"] == {"min_samples": 4, "below": "hold-back"}
+    assert fs.Experiment.from_table(spec.to_spec()) == spec
+
+
+def test_a_site_may_want_more_than_the_spec_and_never_less():
+    spec = Privacy(min_samples=4, below="refuse")
+    assert spec.at_least(8) == Privacy(min_samples=8, below="refuse")
+    assert spec.at_least(2) == spec

@@ -1,0 +1,60 @@
+"""A real site in a process of its own: a ``Host`` with a ledger on disk, reached through pipes, by bytes alone.
+
+``open`` takes away what keeps a hostile server out (the guard, the policy, the catalogue), which nothing but this file
+can do: the control of each attack.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fedstrata.deploy import host as hosts
+from fedstrata.deploy.guard import Guard
+from fedstrata.deploy.ledger import PLACE, Ledger
+from fedstrata.deploy.policy import Policy
+
+GUARDED = hosts.Guard
+
+
+class Absent(Guard):
+    """Lets everything through."""
+
+    def check(self, *about: Any, **more: Any) -> None:
+        return None
+
+    def hop(self, *about: Any, **more: Any) -> None:
+        return None
+
+
+def make(folder: str, policy: dict[str, Any], opened: bool) -> hosts.Host:
+    return hosts.Host(
+        "a",
+        Path(folder),
+        lambda target, data: b"",
+        patience=20.0,
+        policy=None if opened else Policy(**policy),
+        catalog=None if opened else (),
+        undeclared=opened,
+        ledger=Ledger(Path(folder) / PLACE),
+    )
+
+
+def main() -> None:
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    made: dict[str, tuple[hosts.Host, type[Guard]]] = {}
+    while line := source.readline():
+        order = json.loads(line)
+        if "folder" in order:
+            made[order["folder"]], answer = (make(**order), Absent if order["opened"] else GUARDED), b""
+        else:
+            host, hosts.Guard = made[order["to"]]
+            answer = host.call(order["caller"], source.read(order["size"]))
+        sink.write(len(answer).to_bytes(8, "little") + answer)
+        sink.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The order in which an epoch's questions may come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fedstrata.federation.messages import Weights
+from fedstrata.stratify.messages import GatheredReply, Gradient, Reserve, ReserveReply, Steps
+from fedstrata.stratify.questions import Epoch, enrolment_questions
+
+MODEL = Weights({}, {})
+NONE = torch.zeros(0, dtype=torch.int64)
+
+
+def reserve(*batches: int, fresh: bool = True) -> Reserve:
+    return Reserve(1, torch.tensor(batches), torch.zeros(len(batches), dtype=torch.int64), NONE, fresh)
+
+
+def reply(*missing: bool) -> ReserveReply:
+    return ReserveReply(torch.tensor(missing), NONE)
+
+
+def told(rule: Epoch, request: Any, answer: Any = None) -> str:
+    """What a rule says of a request, which is then answered if it may be."""
+    if not (problem := rule.refusal(request)):
+        rule.asked(request)
+        rule.answered(request, answer)
+    return problem
+
+
+def test_an_epoch_in_order() -> None:
+    rule = Epoch()
+    assert told(rule, reserve(0, 1, 1, 3), reply(False, False, True, True)) == ""
+    assert told(rule, Gradient(1, 0, MODEL)) == ""
+    assert told(rule, reserve(3, 4, fresh=False), reply(False, False)) == ""
+    assert [told(rule, Gradient(1, batch, MODEL)) for batch in (1, 3, 4)] == ["", "", ""]
+
+
+@pytest.mark.parametrize("batch", [2, 3, -1, 9])
+def test_a_batch_for_which_nothing_was_set_aside(batch: int) -> None:
+    rule = Epoch()
+    told(rule, reserve(0, 1, 3), reply(False, False, True))
+    assert "set aside" in told(rule, Gradient(1, batch, MODEL)) or batch == -1
+
+
+def test_parts_that_were_merged_are_where_the_client_said() -> None:
+    rule = Epoch()
+    answer = GatheredReply(torch.tensor([False, True]), NONE, torch.tensor([5, 7]), torch.tensor([False, True]))
+    told(rule, reserve(0, 1), answer)
+    assert told(rule, Gradient(1, 0, MODEL)) == "nothing was set aside for batch 0"
+    assert told(rule, Gradient(1, 5, MODEL)) == ""
+    assert "batch 5 comes after batch 5" in told(rule, Gradient(1, 5, MODEL))
+
+
+def test_what_is_over_is_not_set_aside_again() -> None:
+    rule = Epoch()
+    told(rule, reserve(0, 4), reply(False, False))
+    told(rule, Gradient(1, 4, MODEL))
+    assert "after batch 4 was trained" in told(rule, reserve(3, 6, fresh=False))
+    assert told(rule, reserve(6, fresh=False), reply(False)) == ""
+
+
+def test_an_epoch_begins_once() -> None:
+    for first, more in ((reserve(0), reserve(1)), (Steps(1, torch.tensor([0]), NONE, True),) * 2):
+        rule = Epoch()
+        late = Steps(1, torch.tensor([0]), NONE, False)
+        assert "has not begun" in told(rule, late)
+        assert told(rule, first, reply(False)) == ""
+        assert "began already" in told(rule, more)
+        assert told(rule, late) == ""
+
+
+def test_masking_asks_only_what_it_needs() -> None:
+    def kinds(masking: str, weighted: bool = False) -> list[str]:
+        return [q.kind.__name__ for q in enrolment_questions(masking, weighted=weighted, classes=3)]
+
+    assert kinds("none") == ["LabelReport", "Assign"]
+    assert kinds("none", True) == kinds("none"), "it knows the counts"
+    assert kinds("prf") == ["OpenKeys", "TagReport", "CountReport", "OpenTotals"]
+    assert kinds("prf", True)[-1] == "ShareReport"
+    assert kinds("ckks") == ["OpenKeys", "SealLabels", "Compare", "Enlist", "CountReport", "OpenTotals"]
+    compared = next(q for q in enrolment_questions("ckks-paper", weighted=False, classes=3) if q.times != 1)
+    assert (compared.kind.__name__, compared.times) == ("CompareOne", 3)

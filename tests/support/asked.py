@@ -1,0 +1,112 @@
+"""One site with the digits, as a server reaches it: every message is bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fedstrata as fs
+from fedstrata import records
+from fedstrata.deploy.host import SERVER, Host
+from fedstrata.deploy.ledger import Entry
+from fedstrata.engines.nvflare.wire import (
+    Answers,
+    Ask,
+    Begin,
+    Begun,
+    Done,
+    Envelope,
+    Hop,
+    Hopped,
+    Refused,
+    Save,
+    Settled,
+)
+from fedstrata.federation.messages import Request, Weights
+from fedstrata.preparation import prepare
+
+CLIENTS = 2
+
+
+class Book:
+    """Keeps what a ledger would write."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def append(self, entries: Any) -> None:
+        self.entries += entries
+
+    @property
+    def refused(self) -> list[str]:
+        return [entry.refused for entry in self.entries if entry.refused]
+
+    @property
+    def answered(self) -> list[str]:
+        return [entry.kind for entry in self.entries if not entry.refused and not entry.failed]
+
+
+class Site:
+    """A host with all clients of a small run.
+
+    Args:
+        folder: Where it keeps its states.
+        table: The spec, as far as it is not small.
+        settings: Of the host.
+    """
+
+    def __init__(self, folder: Path, table: dict[str, Any] | None = None, **settings: Any) -> None:
+        small = {
+            "partition": {"name": "iid", "clients": CLIENTS},
+            "data": {"name": "digits", "limit": 60},
+            "model": {"name": "mlp", "hidden": []},
+            "evaluation": {"every": 0},
+        }
+        given = dict(table or {})
+        training = {"rounds": 3, "local_steps": 2, "clients_per_round": 2, **given.pop("training", {})}
+        self.spec = fs.Experiment.from_table({**small, **given, "training": training})
+        self.folder, self.settings, self.book = folder, settings, Book()
+        self.exchange = 0
+        self.start()
+
+    def start(self) -> None:
+        """The site's process starts, also after a kill."""
+        self.host = Host("a", self.folder, lambda target, data: b"", patience=5.0, ledger=self.book, **self.settings)
+
+    @property
+    def weights(self) -> Weights:
+        model = prepare(self.spec).config.model
+        return Weights(model.params(), model.buffers())
+
+    def call(self, body: Any, *news: Any, caller: str = SERVER) -> Any:
+        data = records.encode(Envelope(list(news), body) if caller == SERVER else body)
+        return records.decode(self.host.call(caller, data))
+
+    def begin(self, round: int = 0, run: str = "run") -> Begun | Refused:
+        found: Begun | Refused = self.call(Begin(run, self.spec.to_toml(), None, list(range(CLIENTS)), CLIENTS, round))
+        return found
+
+    def ask(self, *requests: Request, clients: Any = None, group: str = "", news: Any = ()) -> list[Any]:
+        """What comes of one request for all clients, or of one for each."""
+        self.exchange += 1
+        asked = list(range(len(requests) if len(requests) > 1 else 1)) if clients is None else list(clients)
+        which = list(range(len(asked))) if len(requests) > 1 else [0] * len(asked)
+        found = self.call(Ask(self.exchange, asked, list(requests), which, group, asked if group else []), *news)
+        if isinstance(found, Refused):
+            return [found]
+        assert isinstance(found, Answers)
+        return found.outcomes
+
+    def counts(self, *clients: int) -> Settled:
+        """News that the last answers count."""
+        return Settled(self.exchange, list(clients))
+
+    def hop(self, task: Request, journey: int = 1, hop: int = 0, **more: Any) -> Hopped | Refused:
+        self.exchange += 1
+        about = {"client": 0, "holder": "", "base": -1, "weights": self.weights, "back": False, "ticket": "t", **more}
+        found: Hopped | Refused = self.call(Hop(exchange=self.exchange, journey=journey, hop=hop, task=task, **about))
+        return found
+
+    def save(self, round: int, *news: Any) -> Done | Refused:
+        found: Done | Refused = self.call(Save(round), *news)
+        return found

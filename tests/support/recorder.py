@@ -1,0 +1,92 @@
+"""A local engine with a site's guard in front of it: what is asked, and what is declared and never asked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fedstrata as fs
+from fedstrata.asks import Declaration, declaration_of
+from fedstrata.clients.store import StateStore
+from fedstrata.deploy.guard import Guard, Spent
+from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.engine import Failure
+from fedstrata.federation.questions import Question
+from fedstrata.preparation import Prepared
+from fedstrata.simulation import Simulation, make_context
+
+
+class Recorder(LocalEngine):
+    """Whatever is asked has to be declared, as at a site; and it is counted."""
+
+    def __init__(self, prepared: Prepared, folder: Path, declared: Declaration | None = None) -> None:
+        super().__init__(make_context(prepared), StateStore())
+        agreed = prepared.config
+        self.asked = declared or declaration_of(prepared.spec, agreed=agreed, own_data=False)
+        self.guard = Guard(self.asked, None, Spent(folder, self.asked.job))
+        self.counts: Counter[tuple[int, int, tuple[int, int]]] = Counter()
+        """How often each question was put to each client, by where the run stood."""
+
+    def note(self, client: int, request: Any, **how: Any) -> Any:
+        match = self.guard.check(client, request, **how)
+        assert match is not None
+        self.guard.take(match)
+        self.counts[match.number, client, match.position] += 1
+        return match
+
+    def ask(self, requests: Any, *, together: bool, group: Any = None) -> Any:
+        matches = {client: self.note(client, request, together=together) for client, request in requests.items()}
+        outcomes = super().ask(requests, together=together, group=group)
+        for client, outcome in outcomes.items():
+            if not isinstance(outcome, Failure):
+                self.guard.answered(matches[client], outcome)
+        return outcomes
+
+    def ask_sum(self, requests: Any) -> Any:
+        for client, request in requests.items():
+            self.note(client, request)
+        return super().ask_sum(requests)
+
+    def relay(self, kind: Any, weights: Any) -> Any:
+        session, note = super().relay(kind, weights), self.note
+        hop = session.hop
+
+        def noted(client: int, task: Any) -> Any:
+            note(client, task, relay=True)
+            return hop(client, task)
+
+        session.hop = noted
+        return session
+
+    def unused(self) -> list[str]:
+        """What was declared wider than this run needed it: never put, or never as often as it may be."""
+        found = []
+        for number, question in enumerate(self.asked.questions or ()):
+            counts = [count for (which, _, _), count in self.counts.items() if which == number]
+            most = max(counts, default=0)
+            if most < (question.times or 2):
+                found.append(f"{question.label}: {most} of {question.times or 'several'}")
+        return found
+
+
+def recorded(table: Any, folder: Path, *, data: Any = None) -> Recorder:
+    """Run a spec under its own declaration.
+
+    Raises:
+        RuleError: It asks what it does not declare.
+    """
+    prepared = fs.prepare(fs.Experiment.from_table(table), data=data)
+    engine = Recorder(prepared, folder)
+    with Simulation(prepared, engine) as simulation:
+        while not simulation.done:
+            simulation.step()
+            if prepared.spec.evaluation.due(simulation.round, prepared.spec.training.rounds):
+                assert simulation.score is not None
+    return engine
+
+
+def labels(asked: Declaration) -> list[str]:
+    """What a job asks, by name."""
+    questions: tuple[Question, ...] = asked.questions or ()
+    return [question.label for question in questions]

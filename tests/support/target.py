@@ -1,0 +1,79 @@
+"""A real site in another process, as a hostile server reaches it: any bytes, at any time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asked
+
+from fedstrata.deploy.ledger import PLACE, check
+
+
+class Line:
+    """The pipes to the process of a site."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).parents[1] / "hostile" / "site_process.py")]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+
+    def order(self, table: dict[str, Any], data: bytes = b"") -> bytes:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(table).encode() + b"\n" + data)
+        self.process.stdin.flush()
+        size = int.from_bytes(self.process.stdout.read(8), "little")
+        return self.process.stdout.read(size)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        assert self.process.wait(30) == 0
+        self.process.stdout.close()
+
+
+class Target(asked.Site):
+    """What a hostile server sees of a site.
+
+    Args:
+        line: To its process.
+        folder: The site's.
+        table: The job's spec.
+        policy: The site's, where it differs from the default.
+        opened: Whether it is the control, which nothing guards.
+    """
+
+    def __init__(
+        self, line: Line, folder: Path, table: dict[str, Any] | None, policy: dict[str, Any], opened: bool
+    ) -> None:
+        self.line, self.policy, self.opened = line, policy, opened
+        super().__init__(folder, table)
+
+    def start(self) -> None:
+        self.line.order({"folder": str(self.folder), "policy": self.policy, "opened": self.opened})
+        self.host = self
+
+    def call(self, body: Any, *news: Any, caller: str = asked.SERVER) -> Any:
+        data = asked.records.encode(asked.Envelope(list(news), body) if caller == asked.SERVER else body)
+        return asked.records.decode(self.raw(data, caller))
+
+    def raw(self, data: bytes, caller: str = asked.SERVER) -> bytes:
+        """The answer to any bytes."""
+        return self.line.order({"to": str(self.folder), "caller": caller, "size": len(data)}, data)
+
+    @property
+    def refused(self) -> list[str]:
+        """The rules by which the site's ledger says that it refused something; and it is whole."""
+        found = check(self.folder / PLACE)
+        assert found.problems == []
+        return [entry["refused"] for entry in found.entries if "refused" in entry]
+
+
+Targets = Callable[..., Target]
