@@ -1,4 +1,4 @@
-"""Cells are run once, each resumed from its checkpoint, by as many processes as there are; results are kept in files."""
+"""Cells are run once, each resumed from its checkpoint, by as many processes as there are; files keep the results."""
 
 from __future__ import annotations
 
@@ -149,6 +149,8 @@ def figures(history: History) -> dict[str, Any]:
     for name in ALSO:
         if name in history.columns:
             found[name] = round(float(history.column(name)[1].mean()), 1)
+    if "strata_sizes" in history[0]:
+        found["strata"] = len(history[0]["strata_sizes"])
     return {**found, "curve": curve}
 
 

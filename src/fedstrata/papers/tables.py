@@ -17,11 +17,14 @@ from fedstrata.spec import Experiment, parse_toml
 
 PAPERS = {
     "stratify": "Stratify (Wong, Lim, Chan)",
-    "fedstas": "FedSTS (Gao et al. 2024) and FedSTaS (Slessor et al. 2024)",
+    "fedstas": "FedSTaS (Slessor et al. 2024) and FedSTS (Gao et al. 2024)",
     "fedssar": "FedSSAR (Lu et al. 2023)",
     "rebafl": "ReBaFL (Xu et al.)",
 }
 """The papers, by the folder of their tables."""
+
+CLAIMS = "claims.toml"
+"""The file of a paper's claims, beside its tables."""
 
 METRICS = {
     "final": "accuracy after the last round",
@@ -166,11 +169,12 @@ def tables() -> dict[str, Table]:
     Raises:
         SpecError: A file says something that no table has, or a cell is no experiment.
     """
-    found = []
-    for paper in PAPERS:
-        for file in sorted(files(__package__).joinpath(paper).iterdir(), key=lambda file: file.name):
-            if file.name.endswith(".toml") and file.name != "claims.toml":
-                found.append(read(paper, file.name.removesuffix(".toml"), file.read_text(encoding="utf-8")))
+    found = [
+        read(paper, file.name.removesuffix(".toml"), file.read_text(encoding="utf-8"))
+        for paper in PAPERS
+        for file in sorted(files(__package__).joinpath(paper).iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".toml") and file.name != CLAIMS
+    ]
     return {f"{table.paper}/{table.name}": table for table in sorted(found, key=lambda table: table.order)}
 
 
