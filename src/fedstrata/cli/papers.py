@@ -42,7 +42,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if not options.show:
         seeds = common.seeds(options)
         failed = running.run(
-            tables.values(), out, options.runs or out / "runs", quick=options.quick, seeds=seeds, told=_told
+            tables.values(), out, options.runs or out / "runs", quick=options.quick, seeds=seeds, show=_show
         )
     written = pages.write(out, quick=options.quick)
     print(f"written to {out}: {', '.join(written)}")
@@ -55,7 +55,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     return 0
 
 
-def _told(text: str) -> None:
+def _show(text: str) -> None:
     print(text, flush=True)
 
 

@@ -41,7 +41,7 @@ class Comparison:
         seeds: That both have.
         mean: Mean difference in points of the table's metric; None where there is none.
         interval: Its interval, held over all comparisons of the table together; None for fewer than two seeds.
-        p: Of the paired t-test, corrected by Holm over the same; None where there is none.
+        p: Of the paired t-test, corrected by Holm over the same; None for fewer than three seeds.
     """
 
     column: str
@@ -125,7 +125,8 @@ def compared(table: Table, cells: Cells) -> list[Comparison]:
     for (column, row, than), each, p in zip(pairs, found, corrected, strict=True):
         values = over_seeds(cells, row, column, table.metric), over_seeds(cells, than, column, table.metric)
         interval = paired_interval(*values, together=len(pairs))
-        result.append(Comparison(column, row, than, each.n, each.mean, interval, None if each.p is None else p))
+        enough = each.p is not None and each.n >= FEWEST
+        result.append(Comparison(column, row, than, each.n, each.mean, interval, p if enough else None))
     return result
 
 

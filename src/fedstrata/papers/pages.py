@@ -199,7 +199,7 @@ def _mean(cells: Cells, row: str, column: str, key: str) -> str:
 def _here(estimate: Estimate) -> str:
     if estimate.mean is None:
         return ""
-    if estimate.interval is None:
+    if estimate.interval is None or estimate.n < FEWEST:
         return f"{estimate.mean:.2f}"
     return f"{estimate.mean:.2f} [{estimate.interval[0]:.1f}, {estimate.interval[1]:.1f}]"
 

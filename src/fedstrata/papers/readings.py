@@ -93,8 +93,8 @@ def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) 
     alpha = truth_probability(epsilon, bound)
     generator = np.random.default_rng(0)
     shape = (draws, len(sizes))
-    told = np.clip(sizes, 1, bound - 1)
-    answers = np.where(generator.random(shape) < alpha, told, generator.integers(1, bound, size=shape))
+    clipped = np.clip(sizes, 1, bound - 1)
+    answers = np.where(generator.random(shape) < alpha, clipped, generator.integers(1, bound, size=shape))
     found: NDArray[np.float64] = (answers.sum(axis=1) - (1 - alpha) * bound * len(sizes) / 2) / alpha
     return found
 

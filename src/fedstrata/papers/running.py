@@ -67,7 +67,7 @@ def run(
     *,
     quick: bool = False,
     seeds: Iterable[int] | None = None,
-    told: Callable[[str], None] = print,
+    show: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Run what is missing.
 
@@ -77,7 +77,7 @@ def run(
         runs: Where the run folders are.
         quick: At small scale.
         seeds: These alone.
-        told: Is told of every cell that ends.
+        show: Is called with a line about every cell that ends.
 
     Returns:
         Why cells failed, by their names.
@@ -94,7 +94,7 @@ def run(
                 failed[f"{table.paper}/{table.name}/{cell.key}"] = str(error)
                 continue
             if done is not None:
-                told(f"{table.paper}/{table.name}/{cell.key}: {done['final']:.2f} % in {done['seconds']:.0f} s")
+                show(f"{table.paper}/{table.name}/{cell.key}: {done['final']:.2f} % in {done['seconds']:.0f} s")
     return failed
 
 
@@ -144,7 +144,7 @@ def figures(history: History) -> dict[str, Any]:
     found: dict[str, Any] = {
         "rounds": len(history),
         **of_curve(curve),
-        "seconds": round(sum(record["seconds"] for record in history), 1),
+        "seconds": round(sum(record["seconds"] for record in history), 2),
     }
     for name in ALSO:
         if name in history.columns:
