@@ -119,16 +119,28 @@ def test_what_is_missing_shows(table, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "tables", lambda: {"rebafl/mine": table})
     run([table], tmp_path, tmp_path / "runs", show=quiet)
     pages.write(tmp_path)
-    assert pages.missing([table], tmp_path) == []
-    text = (tmp_path / "rebafl.md").read_text()
-    (tmp_path / "rebafl.md").write_text(text.replace("| x | near |", "| x | near | | |").replace("| x | plain |", ""))
+    assert pages.missing([table], tmp_path) == {}
     (tmp_path / "fedssar.md").unlink()
     kept = json.loads(results_file(tmp_path, table).read_text())
     del kept["near/x/seed-0"]["final"]
     results_file(tmp_path, table).write_text(json.dumps(kept))
-    problems = pages.missing([table], tmp_path)
-    assert f"{tmp_path / 'fedssar.md'} is missing" in problems
-    assert "rebafl/mine/near/x/seed-0 has no result" in problems
+    assert pages.missing([table], tmp_path) == {
+        str(tmp_path / "fedssar.md"): "is missing",
+        "rebafl/mine/near/x/seed-0": "has no result",
+    }
+
+
+def test_a_figure_that_is_not_on_its_page_shows(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "tables", lambda: {"rebafl/mine": table})
+    run([table], tmp_path, tmp_path / "runs", quick=True, show=quiet)
+    pages.write(tmp_path, quick=True)
+    assert pages.missing([table], tmp_path, quick=True) == {}
+    text = (tmp_path / "rebafl.md").read_text()
+    (tmp_path / "rebafl.md").write_text("\n".join(line for line in text.splitlines() if "| x | " not in line))
+    wrong = pages.missing([table], tmp_path, quick=True)
+    assert wrong == dict.fromkeys(
+        ["rebafl/mine/plain/x/seed-0", "rebafl/mine/near/x/seed-0"], "its figure is not on the page"
+    )
 
 
 def test_a_run_without_accuracies_has_no_figures():

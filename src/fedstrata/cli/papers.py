@@ -46,12 +46,11 @@ def _reproduce(options: argparse.Namespace) -> int:
         )
     written = pages.write(out, quick=options.quick)
     print(f"written to {out}: {', '.join(written)}")
-    missing = pages.missing(tables.values(), out, quick=options.quick) if options.quick else []
-    problems = [f"{name}: {why}" for name, why in failed.items()] + missing
-    if problems and not options.show:
-        for problem in problems:
-            print(f"fedstrata: {' '.join(problem.split())}", file=sys.stderr)
-        raise FedstrataError(f"{len(problems)} cells or files are missing")
+    wrong = {**(pages.missing(tables.values(), out, quick=True) if options.quick else {}), **failed}
+    if wrong and not options.show:
+        for name, why in wrong.items():
+            print(f"fedstrata: {name}: {' '.join(why.split())}", file=sys.stderr)
+        raise FedstrataError(f"{len(wrong)} cells or files are missing")
     return 0
 
 

@@ -47,28 +47,28 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
     return list(pages)
 
 
-def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> list[str]:
-    """Files and figures that should be there and are not.
+def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
+    """Files and figures that should be there and are not: what is wrong, by the file's or the cell's name.
 
     Args:
         wanted: The tables that were run.
         out: Where pages and results are.
         quick: At small scale.
     """
-    found, problems = known(out), []
+    found, problems = known(out), dict[str, str]()
     texts = {}
     for name in [FIRST, READINGS, *(f"{paper}.md" for paper in PAPERS)]:
         path = out / name
         texts[name] = path.read_text(encoding="utf-8") if path.is_file() else ""
         if not texts[name]:
-            problems.append(f"{path} is missing")
+            problems[str(path)] = "is missing"
     for table in wanted:
         for cell in table.cells(quick=quick):
-            result = found.get(cell.hash)
+            result, name = found.get(cell.hash), f"{table.paper}/{table.name}/{cell.key}"
             if result is None or table.metric not in result:
-                problems.append(f"{table.paper}/{table.name}/{cell.key} has no result")
-            elif f"{result[table.metric]:.2f}" not in texts[f"{table.paper}.md"]:
-                problems.append(f"{table.paper}/{table.name}/{cell.key}: its figure is not on the page")
+                problems[name] = "has no result"
+            elif quick and f"{result[table.metric]:.2f}" not in texts[f"{table.paper}.md"]:
+                problems[name] = "its figure is not on the page"
     return problems
 
 
