@@ -1,4 +1,4 @@
-"""Methods for ``rebafl_tables.py``, by the path that its results were made with: ``fedstrata.papers.other_readings``."""
+"""Methods for ``rebafl_tables.py``, by the path that it names; they are in ``fedstrata.papers.other_readings``."""
 
 from fedstrata.papers.other_readings import LostFedDyn, LostSCAFFOLD
 
