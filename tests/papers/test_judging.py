@@ -172,6 +172,8 @@ def test_a_ratio_that_no_chance_decides(table):
     there = results(table, {("a", "x"): [1.0], ("b", "x"): [1.0]})
     assert judged(claim, there).verdict == "holds"
     assert judged(Claim("rebafl", "", "", "ratio", {**about, "most": 0.9}), there).verdict == "not"
+    about["least"] = about.pop("most") + 1
+    assert judged(claim, there).verdict == "not"
 
 
 def test_nothing_is_stated_before_anything_is_run():

@@ -47,7 +47,7 @@ def table():
 
 def test_a_cell_is_the_spec_with_its_column_and_its_row_on_top(table):
     cells = {cell.key: cell for cell in table.cells()}
-    assert list(cells) == ["a/x/seed-3", "b/x/seed-3", "a/y/seed-3", "a/x/seed-4", "b/x/seed-4", "a/y/seed-4"]
+    assert list(cells) == ["a/x/seed-3", "b/x/seed-3", "a/x/seed-4", "b/x/seed-4", "a/y/seed-3", "a/y/seed-4"]
     assert cells["b/x/seed-4"].spec == {
         "seed": 4,
         "training": {"rounds": 2, "workers": 1, "lr": 0.5},

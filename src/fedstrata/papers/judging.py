@@ -78,10 +78,11 @@ def difference_text(mean: float | None, interval: Range | None, seeds: int) -> s
 def signed(value: float) -> str:
     """A difference with its sign.
 
-    >>> signed(-1.234)
-    '−1.2'
+    >>> signed(-1.234), signed(-0.01)
+    ('−1.2', '0.0')
     """
-    return f"{value:+.1f}".replace("-", "−")
+    text = f"{value:+.1f}".replace("-", "−")
+    return "0.0" if text in ("+0.0", "−0.0") else text
 
 
 def order_of(seeds: int, interval: Range | None) -> Order:
@@ -299,7 +300,7 @@ def _margin(claim: Claim, known: Results, quick: bool) -> Judgement:
 
 
 def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A figure of a row at most so many times another row's: nothing that chance decides."""
+    """A figure of a row at most, or at least, so many times another row's: nothing that chance decides."""
     table = tables()[f"{claim.paper}/{claim.about['table']}"]
     row, than, metric = claim.about["row"], claim.about["than"], claim.about["metric"]
     cells = cells_of(table, known, quick=quick)
@@ -308,7 +309,8 @@ def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
     if not ratios:
         return Judgement(claim, "not yet", "not run", _command(table))
     text = f"{row} / {than}: {statistics.fmean(ratios):.3f}"
-    return Judgement(claim, "holds" if max(ratios) <= claim.about["most"] else "not", text, _command(table))
+    most, least = claim.about.get("most", max(ratios)), claim.about.get("least", min(ratios))
+    return Judgement(claim, "holds" if least <= min(ratios) and max(ratios) <= most else "not", text, _command(table))
 
 
 def _sooner(claim: Claim, known: Results, quick: bool) -> Judgement:

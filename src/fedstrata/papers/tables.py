@@ -120,9 +120,9 @@ class Table:
     quick: Mapping[str, Any] = field(default_factory=dict)
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """All of them, seed by seed."""
-        for seed in self.seeds[:1] if quick else self.seeds:
-            for column in self.columns:
+        """All of them, column by column: an order in one needs all seeds of it."""
+        for column in self.columns:
+            for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
                     layers = [self.columns[column], self.rows[row], *([self.quick] if quick else [])]
                     spec = {"seed": seed, **copy.deepcopy(dict(self.spec))}
