@@ -217,7 +217,11 @@ def _said(comparison: Comparison | None) -> list[str]:
         return ["", "", ""]
     difference = "" if comparison.mean is None else str(comparison)
     p = "" if comparison.p is None else f"{comparison.p:.3f}"
-    words = {"above": f"above {comparison.than}", "below": f"below {comparison.than}"}
+    words = {
+        "above": f"above {comparison.than}",
+        "below": f"below {comparison.than}",
+        "not run": f"{comparison.than} is not run",
+    }
     return [difference, p, words.get(comparison.order, comparison.order)]
 
 

@@ -131,7 +131,7 @@ def _clusters() -> Reading:
     found = {name: 100 * fedssar_bias(sizes) for name, sizes in cases.items()}
     text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in found.items())
     whole = 100 * fedssar_bias([50, 30, 20])
-    says = "Bias of FedSSAR's mean for ten places: m N_h / N is not whole"
+    says = "Bias of FedSSAR's mean for ten places, clusters with orthogonal updates"
     return Reading("fedssar-bias", says, f"{text}; {whole:.0f} % for [50, 30, 20], where it is whole", found, "in part")
 
 
@@ -159,7 +159,11 @@ def _neyman() -> Reading:
         f"stratum first, {one} whatever S_h is"
     )
     return Reading(
-        "neyman-zero", "Neyman's allocation of ten draws to ten strata of ten", text, {"bias": 100 * bias}, "not"
+        "neyman-zero",
+        "Neyman's allocation of ten draws to ten strata of ten clients, strata with orthogonal updates",
+        text,
+        {"bias": 100 * bias},
+        "not",
     )
 
 

@@ -84,7 +84,8 @@ class Stratified(ClientSampler):
     Args:
         strata: H.
         centres: d', different values that a compressed gradient has.
-        coordinates: K_desired, the length to which a gradient is projected first; 0 for its full length.
+        coordinates: The length to which a gradient is projected first; 0 for its full length. Our reading of the text's
+            K_desired, which in the published code of FedSTaS is the number of samples that a round wants.
         refresh: Whose compressed gradient Z is renewed every round, the others keeping their last one: ``all`` (the
             paper) or ``participants``, by default up to 1,000 clients and beyond.
         gradients: Where Z comes from. ``asked``: those to be renewed are asked for their compressed gradient at w_t,
