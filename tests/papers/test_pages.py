@@ -62,7 +62,7 @@ def test_a_table_has_the_papers_figure_ours_the_difference_and_what_may_be_said(
     rows = {line.split(" | ")[1]: line for line in text.splitlines() if line.startswith("| x |")}
     assert rows["a"] == "| x | a |  | 75.00 [62.6, 87.4] | 3 |  |  |  |"
     # Differences of 10, 10.2 and 9.9: t with 2 degrees of freedom at 1 − 0.05 / 4 is 6.205.
-    assert rows["b"] == "| x | b | 71.25 | 85.03 [72.4, 97.7] | 3 | +10.0 [+9.5, +10.6] | 0.000 | above a |"
+    assert rows["b"] == "| x | b | 71.25 | 85.03 [72.4, 97.7] | 3 | +10.0 [+9.5, +10.6] | < 0.001 | above a |"
     assert rows["c"] == "| x | c |  |  |  |  |  | not run: `fedstrata reproduce rebafl/mine`, 1.5 h |"
     assert "Where this differs from the paper" in text
 

@@ -216,7 +216,7 @@ def _said(comparison: Comparison | None) -> list[str]:
     if comparison is None:
         return ["", "", ""]
     difference = "" if comparison.mean is None else str(comparison)
-    p = "" if comparison.p is None else f"{comparison.p:.3f}"
+    p = "" if comparison.p is None else "< 0.001" if comparison.p < 0.001 else f"{comparison.p:.3f}"
     words = {
         "above": f"above {comparison.than}",
         "below": f"below {comparison.than}",
