@@ -176,7 +176,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     balances = list(dict.fromkeys(row["balance"] for row in rows))
     figure = Figure(figsize=(5.6 * len(balances), 4.4), dpi=130, layout="constrained")
-    for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, quantize=False)[0], balances, strict=True):
+    for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, squeeze=False)[0], balances, strict=True):
         mine = [row for row in rows if row["balance"] == balance][::-1]
         axes.barh([row["sampler"] for row in mine], [row["ratio"] for row in mine], color="#0072b2")
         axes.axvline(1, color="#22272e", linewidth=0.8)
