@@ -12,7 +12,6 @@ from importlib.resources import files
 from typing import Any
 
 from fedstrata.errors import SpecError, nearest
-from fedstrata.identity import RESULTS
 from fedstrata.spec import Experiment, parse_toml
 
 PAPERS = {
@@ -46,6 +45,7 @@ class Cell:
         column: A setting.
         seed: The seed.
         spec: The run's spec.
+        version: The table's.
     """
 
     paper: str
@@ -54,6 +54,7 @@ class Cell:
     column: str
     seed: int
     spec: Mapping[str, Any]
+    version: int
 
     @property
     def key(self) -> str:
@@ -68,12 +69,12 @@ class Cell:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the spec and of the version of results: what was made with another one is made anew.
+        """SHA-256 of the spec and of the table's version: what was made with another one is made anew.
 
         Of the spec as it is given, not of what it leaves to defaults: these do not change without a new version.
         """
         training = {key: value for key, value in self.spec["training"].items() if key != "workers"}  # moves no result
-        text = json.dumps([RESULTS, {**self.spec, "training": training}], sort_keys=True, separators=(",", ":"))
+        text = json.dumps([self.version, {**self.spec, "training": training}], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -99,6 +100,8 @@ class Table:
         notes: What a reader must know.
         order: Tables of a lower number run first.
         quick: What ``--quick`` lays over every cell.
+        version: Raised by a commit that moves this table's results, beside ``identity.RESULTS``, with which the first
+            tables began: what was made before is made anew.
     """
 
     paper: str
@@ -118,6 +121,7 @@ class Table:
     notes: str = ""
     order: int = 100
     quick: Mapping[str, Any] = field(default_factory=dict)
+    version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
         """All of them, column by column: an order in one needs all seeds of it."""
@@ -128,7 +132,7 @@ class Table:
                     spec = {"seed": seed, **copy.deepcopy(dict(self.spec))}
                     for layer in layers:
                         spec = laid_over(spec, layer)
-                    yield Cell(self.paper, self.name, row, column, seed, spec)
+                    yield Cell(self.paper, self.name, row, column, seed, spec, self.version)
 
     def rows_of(self, column: str) -> list[str]:
         """The rows that a column has."""
