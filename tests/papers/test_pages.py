@@ -70,8 +70,8 @@ def test_a_table_has_the_papers_figure_ours_the_difference_and_what_may_be_said(
 def test_hours_are_those_of_the_rows_that_are_done(table):
     assert speeds(table, results(table)) == {"a": 2.0, "b": 2.0, "c": 5.0}
     assert speeds(table, {}) == {"c": 5.0}
-    assert overview([table], results(table)).splitlines()[-1] == "| `rebafl/mine` | 9 | 6 | 1.5 |"
-    assert overview([table], {}).splitlines()[-1] == "| `rebafl/mine` | 9 | 0 | 1.5 and more |"
+    assert overview([table], results(table)).splitlines()[-1] == "| `rebafl/mine` | 9 | 6 | 1.5 h |"
+    assert overview([table], {}).splitlines()[-1] == "| `rebafl/mine` | 9 | 0 | 1.5 h and more |"
 
 
 def test_the_first_page_has_every_claim_in_one_line():

@@ -98,14 +98,14 @@ def first_page(found: Results, *, quick: bool = False) -> str:
 
 
 def overview(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> str:
-    """Tables, how much of each is there, and the hours that are left."""
-    lines = ["| table | cells | done | hours left |", "|---|---:|---:|---:|"]
+    """Tables, how much of each is there, and how long the rest takes."""
+    lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
     for table in wanted:
         cells = list(table.cells(quick=quick))
         left = [cell for cell in cells if cell.hash not in found]
         seconds = speeds(table, found)
         hours = [seconds[cell.row] * cell.spec["training"]["rounds"] / 3600 for cell in left if cell.row in seconds]
-        text = "–" if not left else f"{sum(hours):.1f}" + (" and more" if len(hours) < len(left) else "")
+        text = "–" if not left else duration(sum(hours)) + (" and more" if len(hours) < len(left) else "")
         text = text if hours or not left else "?"
         lines.append(f"| `{table.paper}/{table.name}` | {len(cells)} | {len(cells) - len(left)} | {text} |")
     return "\n".join(lines)
