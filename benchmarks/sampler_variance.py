@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
 from fedstrata.federation.messages import Fit, Weights
-from fedstrata.sampling.allocation import neyman, spread
+from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import Selection
 from fedstrata.sampling.clustered import by_group, by_size, counted, group
 from fedstrata.sampling.fedssar import cluster, shares
@@ -85,11 +86,16 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
 
     gradients = known["gradients"]
     strata = stratify(gradients, STRATA, 0, 11)
-    counts = np.bincount(strata)
-    allocation, norms = neyman(M, counts, spread(gradients, strata, len(counts))), np.linalg.norm(gradients, axis=1)
+    counts, norms = np.bincount(strata), np.linalg.norm(gradients, axis=1)
+    deviations = spread(gradients, strata, len(counts))
 
-    def fedsts(replacement: bool) -> Callable[[np.random.Generator], Selection]:
-        return lambda g: draw(everybody, strata, counts, allocation, norms, replacement, g)
+    def fedsts(rule: Allocation, replacement: bool) -> Callable[[np.random.Generator], Selection]:
+        def select(g: np.random.Generator) -> Selection:
+            allocation, chance = allocated(rule, M, counts, deviations, g)
+            chosen = draw(everybody, strata, counts, allocation, norms, replacement, g)
+            return replace(chosen, stratum_chance=chance if rule == "neyman-random" else None)
+
+        return select
 
     clusters, _ = cluster(known["sketches"], 2, 0.1, 2000, np.random.default_rng(0))
     within = np.bincount(clusters)
@@ -117,8 +123,10 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
         "by size without replacement": by(lambda g: without_replacement(everybody, sizes, M, g), MeanBySize()),
         "clustered 1": by(lambda g: counted(everybody, sizes, one.draw(g)), MeanBySize()),
         "clustered 2": by(lambda g: counted(everybody, sizes, two.draw(g)), MeanBySize()),
-        "FedSTS, paper": by(fedsts(False), StratumMean()),
-        "FedSTS, Horvitz-Thompson": by(fedsts(True), HorvitzThompson()),
+        "FedSTS, paper": by(fedsts("neyman", False), StratumMean()),
+        "FedSTS, one draw for each stratum": by(fedsts("neyman-at-least-one", False), StratumMean()),
+        "FedSTS, rounded at random, Horvitz-Thompson": by(fedsts("neyman-random", True), HorvitzThompson()),
+        "FedSTS, one for each, Horvitz-Thompson": by(fedsts("neyman-at-least-one", True), HorvitzThompson()),
         "FedSSAR": by(fedssar, MeanBySize()),
         "FedSSAR, stratum mean": by(fedssar, StratumMean()),
         "FedSampling (a tenth of all samples)": fedsampling,
@@ -168,7 +176,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     balances = list(dict.fromkeys(row["balance"] for row in rows))
     figure = Figure(figsize=(5.6 * len(balances), 4.4), dpi=130, layout="constrained")
-    for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, quantize=False)[0], balances, strict=True):
+    for axes, balance in zip(figure.subplots(1, len(balances), sharey=True, squeeze=False)[0], balances, strict=True):
         mine = [row for row in rows if row["balance"] == balance][::-1]
         axes.barh([row["sampler"] for row in mine], [row["ratio"] for row in mine], color="#0072b2")
         axes.axvline(1, color="#22272e", linewidth=0.8)

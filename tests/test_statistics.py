@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedstrata.errors import SpecError
-from fedstrata.statistics import Difference, Estimate, bootstrap_interval, holm, paired_difference
+from fedstrata.statistics import Difference, Estimate, bootstrap_interval, holm, paired_difference, t_interval
 
 MINE = dict(enumerate([0.81, 0.84, 0.79, 0.86, 0.83, 0.88]))
 THEIRS = dict(enumerate([0.80, 0.81, 0.77, 0.80, 0.82, 0.81]))
@@ -67,6 +67,12 @@ def test_pairs_are_the_keys_that_both_have() -> None:
     assert found.mean == pytest.approx(0.2)
     assert paired_difference({0: 1.0}, {1: 1.0}) == Difference(None, 0)
     assert paired_difference({0: 1.0}, {0: 0.5}) == Difference(0.5, 1)
+
+
+def test_intervals_that_hold_together_are_wider() -> None:
+    low, high = t_interval(1.0, 2.0, 4)
+    assert (low, high) == pytest.approx(stats.t.interval(0.95, 3, 1.0, 1.0))
+    assert t_interval(1.0, 2.0, 4, together=5) == pytest.approx(stats.t.interval(0.99, 3, 1.0, 1.0))
 
 
 def test_below_six_pairs_wilcoxon_says_nothing() -> None:

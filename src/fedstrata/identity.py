@@ -28,7 +28,10 @@ from fedstrata.partitions import Assignment
 from fedstrata.spec import Experiment
 
 RESULTS = 2
-"""Raised by the commit that moves results, and by no other: see ``tests/integration/test_golden.py``."""
+"""Raised by the commit that moves results, and by no other: see ``tests/integration/test_golden.py``.
+
+So is the ``version`` of each table of ``fedstrata.papers`` whose results it moves.
+"""
 
 LONG = 20
 """Items of a list beyond which its fingerprint stands for it."""

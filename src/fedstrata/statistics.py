@@ -65,11 +65,18 @@ class Estimate:
         return cls(mean, sd, len(known), t_interval(mean, sd, len(known)))
 
 
-def t_interval(mean: float, sd: float, n: int) -> Range:
-    """The 95 % interval of the mean of ``n`` normal numbers, mean ± t(n - 1) · sd / √n."""
+def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
+    """The 95 % interval of the mean of ``n`` normal numbers, mean ± t(n - 1) · sd / √n.
+
+    Args:
+        mean: Their mean.
+        sd: Their sample standard deviation.
+        n: How many, at least two.
+        together: How many such intervals hold their means all together with 95 % (Bonferroni).
+    """
     from scipy.stats import t
 
-    reach = float(t.ppf((1 + LEVEL) / 2, n - 1)) * sd / n**0.5
+    reach = float(t.ppf(1 - (1 - LEVEL) / 2 / together, n - 1)) * sd / n**0.5
     return mean - reach, mean + reach
 
 

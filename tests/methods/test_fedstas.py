@@ -52,6 +52,25 @@ def test_the_server_sees_squeezed_gradients_and_pays_for_them_alone(start):
     assert 4 * model + 24 * 32 < metrics["bytes_up"] < 4 * (model + 1000) + 24 * (32 + 9 * 4 + 600)
 
 
+def test_clients_may_be_compared_by_their_centroids_alone(start):
+    started = start(spec({**FEDSTAS, "centres": 5, "compared": "centroids"}))
+    metrics = started.step()
+    points = started.state.clients.points
+    assert points.shape == (24, 5)
+    assert (np.diff(points, axis=1) >= 0).all()
+    restored = start(spec({**FEDSTAS, "centres": 5}))
+    restored.step()
+    # The centres of the restored gradient, none of which is lost.
+    for point, gradient in zip(points, restored.state.clients.points, strict=True):
+        assert set(np.unique(point).tolist()) == set(np.unique(gradient).tolist())
+    assert sum(metrics["strata_allocation"]) == 6
+
+
+def test_updates_have_no_centroids():
+    with pytest.raises(SpecError, match=r"method\.compared.*gradients = 'asked'"):
+        fs.prepare(spec({**FEDSTAS, "compared": "centroids", "refresh": "participants"}))
+
+
 def test_about_the_requested_number_of_samples_is_used(start):
     started = start(spec({**FEDSTAS, "fraction": 0.3}))
     used, wanted, variance = 0, 0.0, 0.0

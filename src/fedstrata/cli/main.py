@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from fedstrata import __version__
-from fedstrata.cli import deploy, inspect, ledger, results, run
+from fedstrata.cli import deploy, inspect, ledger, papers, results, run
 from fedstrata.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.errors import DataError, FedstrataError, SpecError
 
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for family in (run, results, inspect, deploy, ledger):
+    for family in (run, results, papers, inspect, deploy, ledger):
         for add in family.COMMANDS:
             add(commands)
     return whole

@@ -9,7 +9,7 @@ from fedstrata.config import Setting
 from fedstrata.methods.base import Choice, Recipe, setting_of
 from fedstrata.sampling.allocation import Allocation
 from fedstrata.sampling.ldp import FedSTaSData
-from fedstrata.sampling.stratified import Gradients, Refresh, Stratified
+from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Stratified
 
 
 class FedSTS(Recipe):
@@ -28,6 +28,7 @@ class FedSTS(Recipe):
     coordinates: int = setting_of("client_sampler")
     refresh: Refresh | None = setting_of("client_sampler")
     gradients: Gradients | None = setting_of("client_sampler")
+    compared: Compared = setting_of("client_sampler")
     allocation: Allocation | None = setting_of("client_sampler")
 
     aggregator = StratumMean()

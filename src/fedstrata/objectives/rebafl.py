@@ -47,8 +47,8 @@ class Rebalanced(PerSample):
     Args:
         epsilon: ε, how far the client's class prior is moved towards the uniform one: 0 is balanced softmax, 1 plain
             softmax.
-        mu: μ, the weight of the augmented loss; 0 turns the augmentation off. The text has 0.1, the authors' own runs
-            0.5 (with ``training.momentum = 0.5``).
+        mu: μ, the weight of the augmented loss; 0 turns the augmentation off. The text has 0.1, the published
+            code's default is 0.5 (with ``training.momentum = 0.5``).
         transfer: λ, how much of a sample's deviation from its prototype goes over to the other class.
         relaxed: False for plain cross-entropy in both losses, for the ablation.
         keep_prototypes: Whether a client remembers the prototypes that it sent last, for the leakage audit.

@@ -104,7 +104,8 @@ def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float
     """ñ = (Σ r_k − (1 − α) M m / 2) / α, at least 1 (FedSTaS, Eq. 7).
 
     Unbiased before it is held above 1, where no n_k exceeds M − 1. Where noise is large the bound of 1 is often met,
-    and the estimate is then too large on average: 109.5 for a true total of 87 at ε = 1.3, M = 20 and m = 10.
+    and the estimate is then too large on average: 107 for a true total of 87 at ε = 1.3, M = 20 and m = 10
+    (``fedstrata.papers.readings``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)
     30.0

@@ -21,12 +21,13 @@ from fedstrata.rng import rng
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
-from fedstrata.sampling.messages import Compress
+from fedstrata.sampling.messages import Compress, CompressReply
 from fedstrata.sampling.row_store import RowStore
 from fedstrata.sampling.sketches import sketch, sketches
 
 Refresh = Literal["all", "participants"]
 Gradients = Literal["asked", "updates"]
+Compared = Literal["restored", "centroids"]
 
 LARGE = 1000
 """Clients above which participants alone are renewed, unless ``refresh`` says otherwise."""
@@ -84,7 +85,8 @@ class Stratified(ClientSampler):
     Args:
         strata: H.
         centres: d', different values that a compressed gradient has.
-        coordinates: K_desired, the length to which a gradient is projected first; 0 for its full length.
+        coordinates: The length to which a gradient is projected first; 0 for its full length. Our reading of the text's
+            K_desired, which in the published code of FedSTaS is the number of samples that a round wants.
         refresh: Whose compressed gradient Z is renewed every round, the others keeping their last one: ``all`` (the
             paper) or ``participants``, by default up to 1,000 clients and beyond.
         gradients: Where Z comes from. ``asked``: those to be renewed are asked for their compressed gradient at w_t,
@@ -92,6 +94,9 @@ class Stratified(ClientSampler):
             asked too. ``updates``: nobody is asked; what a participant's update says of its gradient, (w_t − w_k) /
             (η K) after K steps, stands for it, and clients that never took part are a stratum of their own. By default
             ``asked`` with ``all`` and ``updates`` with ``participants``: asking would take longer than the training.
+        compared: What of a compressed gradient k-means, ‖Z_k‖ and S_h see. ``restored``: the gradient that it stands
+            for, as the paper has it. ``centroids``: its d' centres alone, as in the published code of FedSTaS; only for
+            gradients that are ``asked``.
         replacement: Draw with replacement within a stratum, as unbiased Horvitz-Thompson weights need.
         allocation: How many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest remainder, which
             may leave a stratum without any, as in the published code: biased, and no weight repairs that.
@@ -107,6 +112,7 @@ class Stratified(ClientSampler):
     coordinates: int = Field(default=2048, ge=0)
     refresh: Refresh | None = None
     gradients: Gradients | None = None
+    compared: Compared = "restored"
     replacement: bool = False
     allocation: Allocation | None = None
 
@@ -124,6 +130,9 @@ class Stratified(ClientSampler):
         if self._refreshes(config) == "all" and self.gradients == "updates":
             problem = "there are updates of participants alone: set refresh = 'participants', or use 'asked'"
             raise SpecError("method.gradients", problem, self.gradients)
+        if self.compared == "centroids" and self._uses_updates(config):
+            problem = "updates are not compressed and have no centroids: use 'restored', or gradients = 'asked'"
+            raise SpecError("method.compared", problem, self.compared)
         if self.strata > config.clients:
             raise SpecError("method.strata", f"more strata than clients; give at most {config.clients}", self.strata)
         d = sum(tensor.numel() for tensor in config.model.params().values())
@@ -278,9 +287,16 @@ class Stratified(ClientSampler):
         if not replies:
             return state, candidates[:0] if refresh == "all" else candidates
         fresh = np.array(sorted(replies), dtype=np.int64)
-        restored = np.stack([replies[int(client)].restored() for client in fresh])
+        points = np.stack([self._point(replies[int(client)]) for client in fresh])
         # Who was just asked and did not answer is not there: inviting it would waste a place.
-        return state.learned(fresh, restored), fresh if refresh == "all" else candidates
+        return state.learned(fresh, points), fresh if refresh == "all" else candidates
+
+    def _point(self, reply: CompressReply) -> NDArray[np.float32]:
+        """What clients are compared by, shape (d,), or (d',) of centroids: the largest again where there are fewer."""
+        if self.compared == "restored":
+            return reply.restored()
+        centres: NDArray[np.float32] = reply.centres.numpy()
+        return np.pad(centres, (0, self.centres - len(centres)), mode="edge")
 
     def _refreshes(self, config: Agreed) -> str:
         return self.refresh or ("all" if config.clients <= LARGE and self.gradients != "updates" else "participants")

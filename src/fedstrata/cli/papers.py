@@ -1,0 +1,61 @@
+"""``fedstrata reproduce``: the tables of four papers, run, judged and written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrata.cli import common
+from fedstrata.errors import FedstrataError
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+
+def add_reproduce(commands: Commands) -> None:
+    """``fedstrata reproduce``."""
+    parser = commands.add_parser("reproduce", help="the tables of the four papers: run what is missing, judge, write")
+    parser.add_argument(
+        "tables", nargs="*", metavar="TABLE", help="PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"
+    )
+    parser.add_argument("--quick", action="store_true", help="at small scale, in minutes; says nothing of the papers")
+    parser.add_argument("--seeds", help="comma-separated seeds (default: the tables')")
+    parser.add_argument("--out", type=Path, help="pages and results (default: reproduced, with --quick quick)")
+    parser.add_argument("--runs", type=Path, help="the run folders (default: OUT/runs)")
+    parser.add_argument("--list", action="store_true", help="what tables there are, what they lack, and its hours")
+    parser.add_argument("--show", action="store_true", help="run nothing, write the pages of what is there")
+    parser.set_defaults(work=_reproduce)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from fedstrata.papers import pages, running
+    from fedstrata.papers.tables import chosen
+
+    tables = chosen(options.tables)
+    out = options.out or Path("quick" if options.quick else "reproduced")
+    if options.list:
+        print(pages.overview(tables.values(), running.known(out)))
+        return 0
+    failed: dict[str, str] = {}
+    if not options.show:
+        seeds = common.seeds(options)
+        failed = running.run(
+            tables.values(), out, options.runs or out / "runs", quick=options.quick, seeds=seeds, show=_show
+        )
+    written = pages.write(out, quick=options.quick)
+    print(f"written to {out}: {', '.join(written)}")
+    wrong = {**(pages.missing(tables.values(), out, quick=True) if options.quick else {}), **failed}
+    if wrong and not options.show:
+        for name, why in wrong.items():
+            print(f"fedstrata: {name}: {' '.join(why.split())}", file=sys.stderr)
+        raise FedstrataError(f"{len(wrong)} cells or files are missing")
+    return 0
+
+
+def _show(text: str) -> None:
+    print(text, flush=True)
+
+
+COMMANDS = (add_reproduce,)

@@ -1,0 +1,1 @@
+"""The experiments of four papers as tables of specs: run, compared with what was published, and judged."""

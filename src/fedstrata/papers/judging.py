@@ -1,0 +1,372 @@
+"""What may be said of a table's results, and of a paper's claims.
+
+Differences are paired by seed. An order is stated only from three seeds on, and only where the interval of the
+difference leaves out zero: Student's t, held together at 95 % over all comparisons that the table makes (Bonferroni).
+The p-values beside it are corrected over the same family by Holm.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+from fedstrata.errors import SpecError
+from fedstrata.papers.readings import Reading, readings
+from fedstrata.papers.running import Results
+from fedstrata.papers.tables import CLAIMS, PAPERS, Table, tables
+from fedstrata.spec import parse_toml
+from fedstrata.statistics import Range, holm, paired_difference, t_interval
+
+FEWEST = 3
+"""Seeds below which no order is stated."""
+
+Order = Literal["above", "below", "no order shown", "too few seeds", "not run"]
+Verdict = Literal["holds", "in part", "not", "not yet", "cannot be tested with this data"]
+Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
+"""Results by row, column and seed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row beside another one.
+
+    Args:
+        column: In which setting.
+        row: The row.
+        than: What it is compared with.
+        seeds: That both have.
+        mean: Mean difference in points of the table's metric; None where there is none.
+        interval: Its interval, held over all comparisons of the table together; None for fewer than two seeds.
+        p: Of the paired t-test, corrected by Holm over the same; None for fewer than three seeds.
+    """
+
+    column: str
+    row: str
+    than: str
+    seeds: int
+    mean: float | None
+    interval: Range | None
+    p: float | None
+
+    @property
+    def order(self) -> Order:
+        """What may be said."""
+        return order_of(self.seeds, self.interval)
+
+    def __str__(self) -> str:
+        """The difference in words."""
+        return difference_text(self.mean, self.interval, self.seeds)
+
+
+def difference_text(mean: float | None, interval: Range | None, seeds: int) -> str:
+    """A difference with its interval, or how many seeds it is of.
+
+    >>> difference_text(1.5, (0.5, 2.5), 3), difference_text(-1.5, None, 1)
+    ('+1.5 [+0.5, +2.5]', '−1.5 (1 seed)')
+    """
+    if mean is None:
+        return "not run"
+    if interval is None or seeds < FEWEST:
+        return f"{signed(mean)} ({seeds} seed{'s' * (seeds != 1)})"
+    return f"{signed(mean)} [{signed(interval[0])}, {signed(interval[1])}]"
+
+
+def signed(value: float) -> str:
+    """A difference with its sign.
+
+    >>> signed(-1.234), signed(-0.01)
+    ('−1.2', '0.0')
+    """
+    text = f"{value:+.1f}".replace("-", "−")
+    return "0.0" if text in ("+0.0", "−0.0") else text
+
+
+def order_of(seeds: int, interval: Range | None) -> Order:
+    """What may be said of a difference.
+
+    >>> order_of(3, (0.5, 2.5)), order_of(3, (-0.5, 2.5)), order_of(2, (0.5, 2.5))
+    ('above', 'no order shown', 'too few seeds')
+    """
+    if seeds == 0:
+        return "not run"
+    if seeds < FEWEST or interval is None:
+        return "too few seeds"
+    return "above" if interval[0] > 0 else "below" if interval[1] < 0 else "no order shown"
+
+
+def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
+    """The results of a table's cells."""
+    there = ((cell, known.get(cell.hash)) for cell in table.cells(quick=quick))
+    return {(cell.row, cell.column, cell.seed): result for cell, result in there if result is not None}
+
+
+def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, float]:
+    """A metric's value of each seed that has one."""
+    return {
+        seed: float(result[metric])
+        for (r, c, seed), result in cells.items()
+        if (r, c) == (row, column) and metric in result
+    }
+
+
+def compared(table: Table, cells: Cells) -> list[Comparison]:
+    """All comparisons that a table makes, run or not."""
+    pairs = table.comparisons()
+    found = [
+        paired_difference(over_seeds(cells, row, c, table.metric), over_seeds(cells, than, c, table.metric))
+        for c, row, than in pairs
+    ]
+    # What is not tested yet counts as tested in vain: what is stated today must not fall with the next cell.
+    corrected = holm([1.0 if each.p is None else each.p for each in found])
+    result = []
+    for (column, row, than), each, p in zip(pairs, found, corrected, strict=True):
+        values = over_seeds(cells, row, column, table.metric), over_seeds(cells, than, column, table.metric)
+        interval = paired_interval(*values, together=len(pairs))
+        enough = each.p is not None and each.n >= FEWEST
+        result.append(Comparison(column, row, than, each.n, each.mean, interval, p if enough else None))
+    return result
+
+
+def paired_interval(values: Mapping[int, float], baseline: Mapping[int, float], *, together: int = 1) -> Range | None:
+    """The t interval of the mean difference of the seeds that both have; None for fewer than two."""
+    differences = [values[seed] - baseline[seed] for seed in values if seed in baseline]
+    if len(differences) < 2:
+        return None
+    mean, sd = statistics.fmean(differences), statistics.stdev(differences)
+    return t_interval(mean, sd, len(differences), together=together)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A quantitative claim of an abstract or a conclusion, in our words.
+
+    Args:
+        paper: Whose.
+        says: What is claimed.
+        where: ``abstract``, ``conclusion`` or both.
+        kind: How it is judged: see ``KINDS``.
+        about: What that needs to know.
+    """
+
+    paper: str
+    says: str
+    where: str
+    kind: str
+    about: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What became of a claim.
+
+    Args:
+        claim: The claim.
+        verdict: Whether it holds here.
+        evidence: The figures.
+        command: What makes them.
+    """
+
+    claim: Claim
+    verdict: Verdict
+    evidence: str
+    command: str
+
+
+def claims() -> list[Claim]:
+    """All of them.
+
+    Raises:
+        SpecError: A file is wrong.
+    """
+    found = []
+    for paper in PAPERS:
+        content = parse_toml(files(__package__).joinpath(paper, CLAIMS).read_text(encoding="utf-8"))
+        for each in content["claims"]:
+            about = {key: value for key, value in each.items() if key not in ("says", "where", "kind")}
+            if each["kind"] not in KINDS:
+                raise SpecError(f"{paper}/claims", f"expected one of {', '.join(KINDS)}", each["kind"])
+            found.append(Claim(paper, each["says"], each["where"], each["kind"], about))
+    return found
+
+
+def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
+    """What becomes of a claim with these results."""
+    return KINDS[claim.kind](claim, known, quick)
+
+
+def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
+    """Of comparisons that should all have one order.
+
+    >>> _verdict(["above", "above"]), _verdict(["above", "not run"]), _verdict(["above", "below", "not run"])
+    ('holds', 'not yet', 'in part')
+    >>> _verdict(["no order shown", "below"]), _verdict(["no order shown", "too few seeds"])
+    ('not', 'not yet')
+    """
+    right = sum(order == wanted for order in orders)
+    open = sum(order in ("not run", "too few seeds") for order in orders)
+    if right == len(orders):
+        return "holds"
+    if right and right + open < len(orders):
+        return "in part"
+    return "not yet" if open else "not"
+
+
+MOST = 4
+"""Comparisons that a claim's evidence shows one by one."""
+
+
+Part = tuple[str, float | None, Range | None, int]
+"""What a difference is of, its mean, its interval and its seeds."""
+
+
+def _listed(parts: Sequence[Part]) -> str:
+    """Differences by what they are of; of many, how many have which order, and the least and the largest."""
+    if all(seeds == 0 for *_, seeds in parts):
+        return "not run"
+    if len(parts) <= MOST:
+        texts = [(label, difference_text(mean, interval, seeds)) for label, mean, interval, seeds in parts]
+        return "; ".join(f"{label}: {text}" if label else text for label, text in texts)
+    orders = Counter(order_of(seeds, interval) for _, _, interval, seeds in parts)
+    means = [mean for _, mean, *_ in parts if mean is not None]
+    text = ", ".join(f"{count} {order}" for order, count in orders.items())
+    return f"of {len(parts)}: {text}; from {signed(min(means))} to {signed(max(means))}"
+
+
+def _above(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """A row above others in columns of a table."""
+    row, than = claim.about["row"], claim.about["than"]
+    others = [than] if isinstance(than, str) else than
+    table = tables()[f"{claim.paper}/{claim.about['table']}"]
+    columns = claim.about.get("columns", list(table.columns))
+    there = compared(table, cells_of(table, known, quick=quick))
+    found = [each for each in there if each.row == row and each.than in others]
+    found += [_turned(each) for each in there if each.than == row and each.row in others]
+    found = [each for each in found if each.column in columns]
+    if len(found) != len([1 for c in columns for o in others if {row, o} <= set(table.rows_of(c))]):
+        raise SpecError(f"{claim.paper}/claims", f"{claim.about['table']} does not compare them all", claim.says)
+    parts: list[Part] = []
+    for each in found:
+        where = [each.column] * (len(table.columns) > 1) + [f"− {each.than}"] * (len(others) > 1)
+        parts.append((" ".join(where), each.mean, each.interval, each.seeds))
+    text = f"{row} − {others[0] if len(others) == 1 else 'others'}: {_listed(parts)}"
+    return Judgement(claim, _verdict([each.order for each in found]), text, _command(table))
+
+
+def _turned(each: Comparison) -> Comparison:
+    """The same comparison seen from the other row."""
+    interval = None if each.interval is None else (-each.interval[1], -each.interval[0])
+    return Comparison(
+        each.column, each.than, each.row, each.seeds, None if each.mean is None else -each.mean, interval, each.p
+    )
+
+
+def _near(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """A row in some columns no worse than in another column by more than some points."""
+    table = tables()[f"{claim.paper}/{claim.about['table']}"]
+    row, reference, within = claim.about["row"], claim.about["reference"], float(claim.about["within"])
+    cells = cells_of(table, known, quick=quick)
+    columns = [column for column in table.columns if column != reference and row in table.rows_of(column)]
+    orders: list[Order] = []
+    parts: list[Part] = []
+    for column in columns:
+        mine, theirs = (over_seeds(cells, row, c, table.metric) for c in (column, reference))
+        found = paired_difference(mine, theirs)
+        interval = paired_interval(mine, theirs, together=len(columns))
+        order = order_of(found.n, None if interval is None else (interval[0] + within, interval[1] + within))
+        orders.append(order)
+        parts.append((column, found.mean, interval, found.n))
+    text = f"{row} − {row} with {reference}: {_listed(parts)}; held to −{within:g}"
+    return Judgement(claim, _verdict(orders), text, _command(table))
+
+
+def _margin(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """A row no more than some points below another, in all columns of a table."""
+    table = tables()[f"{claim.paper}/{claim.about['table']}"]
+    row, than, within = claim.about["row"], claim.about["than"], float(claim.about["within"])
+    found = [
+        each for each in compared(table, cells_of(table, known, quick=quick)) if (each.row, each.than) == (row, than)
+    ]
+    orders = []
+    for each in found:
+        interval = None if each.interval is None else (each.interval[0] + within, each.interval[1] + within)
+        orders.append(order_of(each.seeds, interval))
+    parts = [(each.column, each.mean, each.interval, each.seeds) for each in found]
+    text = f"{row} − {than}: {_listed(parts)}; held to −{within:g}"
+    return Judgement(claim, _verdict(orders), text, _command(table))
+
+
+def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """A figure of a row at most, or at least, so many times another row's: nothing that chance decides."""
+    table = tables()[f"{claim.paper}/{claim.about['table']}"]
+    row, than, metric = claim.about["row"], claim.about["than"], claim.about["metric"]
+    cells = cells_of(table, known, quick=quick)
+    both = [(over_seeds(cells, row, c, metric), over_seeds(cells, than, c, metric)) for c in table.columns]
+    ratios = [mine[seed] / theirs[seed] for mine, theirs in both for seed in mine if theirs.get(seed)]
+    if not ratios:
+        return Judgement(claim, "not yet", "not run", _command(table))
+    text = f"{row} / {than}: {statistics.fmean(ratios):.3f}"
+    most, least = claim.about.get("most", max(ratios)), claim.about.get("least", min(ratios))
+    return Judgement(claim, "holds" if least <= min(ratios) and max(ratios) <= most else "not", text, _command(table))
+
+
+def _sooner(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """A row reaches the best accuracy of another in fewer rounds."""
+    table = tables()[f"{claim.paper}/{claim.about['table']}"]
+    row, than = claim.about["row"], claim.about["than"]
+    cells = cells_of(table, known, quick=quick)
+    columns = [column for column in table.columns if {row, than} <= set(table.rows_of(column))]
+    orders: list[Order] = []
+    parts: list[Part] = []
+    for column in columns:
+        mine: dict[int, float] = {}
+        theirs: dict[int, float] = {}
+        for seed in table.seeds:
+            curve, other = (cells.get((r, column, seed), {}).get("curve", []) for r in (row, than))
+            if curve and other:
+                best = max(other)
+                theirs[seed] = 1 + other.index(best)
+                mine[seed] = 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve))
+        found = paired_difference(mine, theirs)
+        interval = paired_interval(mine, theirs, together=len(columns))
+        orders.append(order_of(found.n, interval))
+        parts.append((column, found.mean, interval, found.n))
+    text = f"rounds of {row} to the best of {than}, less its own: {_listed(parts)}"
+    return Judgement(claim, _verdict(orders, "below"), text, _command(table))
+
+
+def _reading(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """A figure that is computed, not run."""
+    found: Reading = readings()[claim.about["reading"]]
+    verdict: Verdict = claim.about["verdicts"][found.holds] if "verdicts" in claim.about else found.holds
+    return Judgement(claim, verdict, found.figure, "fedstrata reproduce --show")
+
+
+def _page(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """What another page has measured."""
+    return Judgement(claim, claim.about["verdict"], claim.about["evidence"], claim.about["command"])
+
+
+def _untestable(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """What would need other data or more than two cores."""
+    return Judgement(claim, "cannot be tested with this data", claim.about["why"], "–")
+
+
+def _command(table: Table) -> str:
+    return f"fedstrata reproduce {table.paper}/{table.name}"
+
+
+KINDS: Mapping[str, Callable[[Claim, Results, bool], Judgement]] = {
+    "above": _above,
+    "near": _near,
+    "margin": _margin,
+    "ratio": _ratio,
+    "sooner": _sooner,
+    "reading": _reading,
+    "page": _page,
+    "untestable": _untestable,
+}
+"""How claims are judged."""

@@ -1,0 +1,86 @@
+"""What published code does otherwise, to see whether it explains figures that differ from ours.
+
+Methods for specs, by their path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``. None is advisable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from fedstrata.federation.availability import Bernoulli
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import FitReply, Weights
+from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.methods.feddyn import FedDyn
+from fedstrata.methods.scaffold import SCAFFOLD
+from fedstrata.objectives.scaffold import Scaffold
+from fedstrata.records import Tree
+
+
+class Losing:
+    """A federation whose clients all train, and some of whose replies are lost on the way to the server."""
+
+    def __init__(self, federation: Federation, p: float) -> None:
+        self._federation, self._p = federation, p
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._federation, name)
+
+    def ask(self, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
+        """The replies that arrive: from those who would have been there with ``bernoulli`` and the same p."""
+        replies = self._federation.ask(requests, **options)
+        clients = np.array(list(replies), dtype=np.int64)
+        arrives = Bernoulli(p=self._p).online(clients, self._federation.round, self._federation.config.seed)
+        return {client: replies[client] for client in clients[arrives].tolist()}
+
+
+class Lost(Recipe):
+    """A client that drops out has trained: what it keeps goes on, and the server does not learn of it.
+
+    Args:
+        p: Probability that a reply arrives.
+    """
+
+    p: float = Field(default=0.5, gt=0, le=1)
+
+    def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
+        """A round in which replies are lost."""
+        losing: Any = Losing(federation, self.p)
+        return super().run_round(losing, state)
+
+
+class LostSCAFFOLD(Lost, SCAFFOLD):
+    """SCAFFOLD whose control variates c_k go on without the server's c."""
+
+
+class LostFedDyn(Lost, FedDyn):
+    """FedDyn whose λ_k go on without the server's h."""
+
+
+class PublishedScaffold(Scaffold):
+    """SCAFFOLD's control variates as in the published code of ReBaFL.
+
+    The server's c moves by the mean of Δc_k, where Algorithm 1 of SCAFFOLD moves it by |S|/N times that: with half of
+    the clients there, by twice as much. Momentum and clipping are allowed, and c_k⁺ = c_k − c + (w_t − w) / (K η) all
+    the same, as if the steps were plain: with a momentum of β they are up to 1 / (1 − β) times as long.
+    """
+
+    def check(self, config: FederationConfig) -> None:
+        """Anything goes."""
+
+    def server_update(
+        self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
+    ) -> tuple[Tree, Weights]:
+        """Sets c ← c + (1/|S|) Σ_{k∈S} Δc_k."""
+        return super().server_update(state, before, after, replies, max(len(replies), 1))
+
+
+class PublishedSCAFFOLD(SCAFFOLD):
+    """SCAFFOLD as in the published code of ReBaFL; the spec adds momentum 0.5 and a clip at 10."""
+
+    objective = PublishedScaffold()

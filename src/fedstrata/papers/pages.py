@@ -1,0 +1,255 @@
+"""Pages about the papers' tables: what was published, what came out, what may be said of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+
+from fedstrata.jsonl import replace_file
+from fedstrata.papers.judging import (
+    FEWEST,
+    Cells,
+    Comparison,
+    cells_of,
+    claims,
+    compared,
+    judged,
+    over_seeds,
+)
+from fedstrata.papers.readings import readings
+from fedstrata.papers.running import Results, known
+from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
+from fedstrata.statistics import Estimate
+
+FIRST, READINGS = "README.md", "readings.md"
+MADE = "Written by `fedstrata reproduce`; the figures are in `cells/`, one file a table."
+QUICK = "\n**At small scale, to see that everything runs: nothing here says anything of the papers.**\n"
+
+
+def write(out: Path, *, quick: bool = False) -> list[str]:
+    """Write all pages of what there is.
+
+    Args:
+        out: Where the results are, and where the pages go.
+        quick: Of results at small scale.
+
+    Returns:
+        The files' names.
+    """
+    found = known(out)
+    pages = {FIRST: first_page(found, quick=quick), READINGS: page_of_readings()}
+    pages |= {f"{paper}.md": page(paper, found, quick=quick) for paper in PAPERS}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in pages.items():
+        replace_file(out / name, text.encode())
+    return list(pages)
+
+
+def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
+    """Files and figures that should be there and are not: what is wrong, by the file's or the cell's name.
+
+    Args:
+        wanted: The tables that were run.
+        out: Where pages and results are.
+        quick: At small scale.
+    """
+    found, problems = known(out), dict[str, str]()
+    texts = {}
+    for name in [FIRST, READINGS, *(f"{paper}.md" for paper in PAPERS)]:
+        path = out / name
+        texts[name] = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if not texts[name]:
+            problems[str(path)] = "is missing"
+    for table in wanted:
+        for cell in table.cells(quick=quick):
+            result, name = found.get(cell.hash), f"{table.paper}/{table.name}/{cell.key}"
+            if result is None or table.metric not in result:
+                problems[name] = "has no result"
+            elif quick and f"{result[table.metric]:.2f}" not in texts[f"{table.paper}.md"]:
+                problems[name] = "its figure is not on the page"
+    return problems
+
+
+def first_page(found: Results, *, quick: bool = False) -> str:
+    """Every claim in one line."""
+    lines = [
+        "# The four papers, claim by claim",
+        QUICK if quick else "",
+        "Every quantitative claim of the abstracts and conclusions, in our words, and what came of it here.",
+        "Differences are points of accuracy, paired by seed, in brackets the 95 % interval over all comparisons of the",
+        "table. *holds*, *in part*, *not*: shown by those intervals in all settings, in some, in none,",
+        f"from {FEWEST} seeds on.",
+        f"*not yet*: cells of it are not run, or with fewer than {FEWEST} seeds. {MADE}",
+        "",
+        "| paper | claim | where | here | figures | command |",
+        "|---|---|---|---|---|---|",
+    ]
+    for claim in claims():
+        each = judged(claim, found, quick=quick)
+        link = f"[{PAPERS[claim.paper].partition(' ')[0]}]({claim.paper}.md)"
+        command = f"`{each.command}`" if each.command != "–" else "–"
+        lines.append(f"| {link} | {claim.says} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |")
+    about = f"[{READINGS}]({READINGS}): biases, weights and privacy, computed."
+    lines += ["", "## What follows from the rules alone", "", about]
+    lines += ["", "## What is run", "", overview(tables().values(), found, quick=quick)]
+    return "\n".join(lines) + "\n"
+
+
+def overview(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> str:
+    """Tables, how much of each is there, and how long the rest takes."""
+    lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
+    for table in wanted:
+        cells = list(table.cells(quick=quick))
+        left = [cell for cell in cells if cell.hash not in found]
+        seconds = speeds(table, found)
+        hours = [seconds[cell.row] * cell.spec["training"]["rounds"] / 3600 for cell in left if cell.row in seconds]
+        text = "–" if not left else duration(sum(hours)) + (" and more" if len(hours) < len(left) else "")
+        text = text if hours or not left else "?"
+        lines.append(f"| `{table.paper}/{table.name}` | {len(cells)} | {len(cells) - len(left)} | {text} |")
+    return "\n".join(lines)
+
+
+def speeds(table: Table, found: Results) -> dict[str, float]:
+    """Seconds of one core that a round is expected to take, by row, where anything is known of it.
+
+    By the cells of the row that are done, else by what the table says, else by its other rows.
+    """
+    measured: dict[str, list[float]] = {}
+    for cell in table.cells():
+        result = found.get(cell.hash, {})
+        if "seconds" in result:
+            measured.setdefault(cell.row, []).append(result["seconds"] / result["rounds"])
+    all_rows = [speed for row in measured.values() for speed in row]
+    expected = {}
+    for row in table.rows:
+        if row in measured:
+            expected[row] = statistics.fmean(measured[row])
+        elif (said := table.seconds_of(row)) is not None:
+            expected[row] = said
+        elif all_rows:
+            expected[row] = statistics.fmean(all_rows)
+    return expected
+
+
+def page(paper: str, found: Results, *, quick: bool = False) -> str:
+    """A paper's tables and where what we do differs from it."""
+    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", MADE]
+    lines += [
+        "The paper's figure stands beside ours with the 95 % interval of its mean over seeds (Student's t).",
+        "Differences are paired by seed; their intervals hold together at 95 % over all comparisons of the table",
+        "(Bonferroni), p is of the paired t-test, corrected over the same (Holm).",
+        f"An order is only stated from {FEWEST} seeds on and where the interval leaves out zero.",
+        "A cell that is not run has its command and the time of one core that it takes.",
+    ]
+    for name, table in tables().items():
+        if table.paper == paper:
+            lines += ["", f"## {table.title}", "", *_table(name, table, found, quick=quick)]
+    lines += ["", _differs(paper).strip()]
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]:
+    cells = cells_of(table, found, quick=quick)
+    lines = [f"Paper: {table.source}. Figures: {METRICS[table.metric]}, %. `fedstrata reproduce {name}`.", ""]
+    lines += [table.notes.strip(), ""] if table.notes else []
+    also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
+    paper = ["paper"] if table.published else []
+    heads = ["setting", "method", *paper, "here", "seeds", *(SHOWN[key] for key in also)]
+    heads += [f"− {table.baseline}", "p", "what may be said"]
+    lines += ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 3) + "---|"]
+    comparisons = compared(table, cells)
+    seconds = speeds(table, found)
+    beside = {(each.column, each.row): each for each in comparisons if each.than == table.baseline}
+    for column in table.columns:
+        for row in table.rows_of(column):
+            values = over_seeds(cells, row, column, table.metric)
+            estimate = Estimate.over(values.values())
+            published = table.published.get(row, {}).get(column)
+            figures = [
+                *(["" if published is None else f"{published:.2f}"] if paper else []),
+                _here(estimate),
+                str(estimate.n) if estimate.n else "",
+                *(_mean(cells, row, column, key) for key in also),
+            ]
+            said = _said(beside.get((column, row))) if values else ["", "", _left(table, row, column, seconds)]
+            lines.append(f"| {column} | {row} | " + " | ".join([*figures, *said]) + " |")
+    more = [each for each in comparisons if each.than != table.baseline and each.seeds]
+    if more:
+        lines += ["", "Also compared: " + "; ".join(_sentence(each) for each in more) + "."]
+    old = sorted({str(result["source"]) for result in cells.values() if "source" in result})
+    if old:
+        lines += [
+            "",
+            f"Some cells are taken over from {', '.join(f'`{source}`' for source in old)}, made with the same spec.",
+        ]
+    return lines
+
+
+SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
+"""More columns of a table, where its cells have them."""
+
+
+def _mean(cells: Cells, row: str, column: str, key: str) -> str:
+    values = over_seeds(cells, row, column, key).values()
+    return f"{statistics.fmean(values):,.0f}" if values else ""
+
+
+def _here(estimate: Estimate) -> str:
+    if estimate.mean is None:
+        return ""
+    if estimate.interval is None or estimate.n < FEWEST:
+        return f"{estimate.mean:.2f}"
+    return f"{estimate.mean:.2f} [{estimate.interval[0]:.1f}, {estimate.interval[1]:.1f}]"
+
+
+def _left(table: Table, row: str, column: str, seconds: Mapping[str, float]) -> str:
+    """How to run what is not there, and how long it takes."""
+    rounds = next(cell.spec["training"]["rounds"] for cell in table.cells() if (cell.row, cell.column) == (row, column))
+    takes = duration(seconds[row] * rounds * len(table.seeds) / 3600) if row in seconds else "time unknown"
+    return f"not run: `fedstrata reproduce {table.paper}/{table.name}`, {takes}"
+
+
+def _said(comparison: Comparison | None) -> list[str]:
+    """Difference, p, and words."""
+    if comparison is None:
+        return ["", "", ""]
+    difference = "" if comparison.mean is None else str(comparison)
+    p = "" if comparison.p is None else "< 0.001" if comparison.p < 0.001 else f"{comparison.p:.3f}"
+    words = {
+        "above": f"above {comparison.than}",
+        "below": f"below {comparison.than}",
+        "not run": f"{comparison.than} is not run",
+    }
+    return [difference, p, words.get(comparison.order, comparison.order)]
+
+
+def duration(hours: float) -> str:
+    """A time as one says it.
+
+    >>> duration(0.04), duration(2.34)
+    ('2 min', '2.3 h')
+    """
+    return f"{max(1, round(60 * hours))} min" if hours < 1 else f"{hours:.1f} h"
+
+
+def _sentence(each: Comparison) -> str:
+    return f"{each.column}: {each.row} − {each.than} {each}" + ("" if each.seeds < FEWEST else f" ({each.order})")
+
+
+def _differs(paper: str) -> str:
+    return files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
+
+
+def page_of_readings() -> str:
+    """What is computed."""
+    lines = [
+        "# What follows from the rules alone",
+        "",
+        "Computed by `fedstrata.papers.readings` whenever pages are written.",
+        "",
+    ]
+    lines += ["| what | figure | as the paper has it |", "|---|---|---|"]
+    lines += [f"| {each.says} | {each.figure} | {each.holds} |" for each in readings().values()]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,249 @@
+"""What follows from a paper's rules alone: biases, weights and privacy, computed in seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedstrata.sampling.allocation import neyman
+from fedstrata.sampling.client_sizes import truth_probability
+from fedstrata.sampling.fedssar import shares
+from fedstrata.stratify.schedule import frequencies
+from fedstrata.stratify.selection import select_batch
+
+Ints = NDArray[np.int64]
+Holds = Literal["holds", "in part", "not"]
+DRAWS = 200_000
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A figure that follows from a rule.
+
+    Args:
+        name: What claims call it.
+        says: What is computed.
+        figure: What came out.
+        values: The same as numbers.
+        holds: Whether what the paper says of it holds.
+    """
+
+    name: str
+    says: str
+    figure: str
+    values: Mapping[str, float]
+    holds: Holds
+
+
+def fedssar_bias(sizes: list[int], places: int = 10) -> float:
+    """How far the mean of FedSSAR's drawn updates is from (1/N) Σ Δ, relative to its length.
+
+    The clients of a cluster are alike, and clusters as different as can be: updates are orthogonal and of one length.
+    A cluster then weighs m_h / m where it should weigh N_h / N.
+
+    Args:
+        sizes: Clients of each cluster, at most as many clusters as places.
+        places: m.
+
+    >>> round(fedssar_bias([50, 30, 20]), 3), round(fedssar_bias([90, 5, 5]), 3)
+    (0.0, 0.136)
+    """
+    counts = np.array(sizes, dtype=np.int64)
+    got = shares(places, counts, counts, np.random.default_rng(0)) / places
+    wanted = counts / counts.sum()
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
+    """Neyman's allocation where strata may get none, and how far the stratum mean then is from (1/N) Σ Δ.
+
+    Strata have orthogonal updates of one length, as in ``fedssar_bias``. Those without a draw are left out and the
+    others weighted up.
+
+    Args:
+        sizes: N_h.
+        deviations: S_h.
+        places: m.
+
+    >>> neyman_bias([10, 10], [1.0, 1.0], 4)
+    ([2, 2], 0.0)
+    """
+    counts = np.array(sizes, dtype=np.int64)
+    allocation = neyman(places, counts, np.array(deviations), least=0)
+    drawn = np.where(allocation > 0, counts, 0)
+    wanted, got = counts / counts.sum(), drawn / drawn.sum()
+    return allocation.tolist(), float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
+def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
+    """Estimates ñ of a total by randomised responses, before they are held above 1, shape (draws,).
+
+    Args:
+        sizes: n_k of the participants, shape (m,).
+        bound: M.
+        epsilon: ε.
+        draws: How many.
+    """
+    alpha = truth_probability(epsilon, bound)
+    generator = np.random.default_rng(0)
+    shape = (draws, len(sizes))
+    clipped = np.clip(sizes, 1, bound - 1)
+    answers = np.where(generator.random(shape) < alpha, clipped, generator.integers(1, bound, size=shape))
+    found: NDArray[np.float64] = (answers.sum(axis=1) - (1 - alpha) * bound * len(sizes) / 2) / alpha
+    return found
+
+
+def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
+    """How often a sample of each client is used in an epoch of Stratify with uniform selection, on average.
+
+    One label. A client is drawn until it has no sample left that was not used in the epoch.
+
+    Args:
+        counts: Samples of the label at each client.
+        cap: f_l is at most this.
+        batch: Positions in a batch.
+        seed: Of the draws.
+
+    >>> uses_a_sample([500, 500], 1000)
+    [1.0, 1.0]
+    """
+    generator = np.random.default_rng(seed)
+    held = np.array(counts, dtype=np.int64)
+    left = held.copy()
+    wanted = int(frequencies(np.array([held.sum()]), "capped", cap)[0])
+    while wanted > 0 and left.any():
+        positions = np.zeros(min(batch, wanted, int(left.sum())), dtype=np.int64)
+        chosen = select_batch(positions, {0: np.flatnonzero(left)}, None, generator)
+        used = np.minimum(np.bincount(chosen, minlength=len(held)), left)  # who has run out is drawn again for others
+        left -= used
+        wanted -= int(used.sum())
+    return [round(float(use), 2) for use in (held - left) / held]
+
+
+def _clusters() -> Reading:
+    cases = {"[90, 5, 5]": [90, 5, 5], "[34, 33, 33]": [34, 33, 33], "[7, 5, 3, 2, 2, 1]": [7, 5, 3, 2, 2, 1]}
+    found = {name: 100 * fedssar_bias(sizes) for name, sizes in cases.items()}
+    text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in found.items())
+    whole = 100 * fedssar_bias([50, 30, 20])
+    says = "Bias of FedSSAR's mean for ten places, clusters with orthogonal updates"
+    return Reading("fedssar-bias", says, f"{text}; {whole:.0f} % for [50, 30, 20], where it is whole", found, "in part")
+
+
+def _weight_variance() -> Reading:
+    n, m = 100, 10
+    random, stratified = (1 / (m * n)) * (1 - 1 / n), (1 / (m * n)) * (1 - m / n)
+    generator = np.random.default_rng(0)
+    weights = np.zeros((4000, n))
+    groups = np.arange(n).reshape(m, -1)
+    for draw in weights:
+        draw[[generator.choice(group) for group in groups]] = 1 / m
+    measured = float(weights.var(axis=0).mean())
+    text = f"{measured:.3e} drawn, {stratified:.3e} by Eq. 11, {random:.3e} without strata (Eq. 10); N = 100, m = 10"
+    says = "Variance of a client's weight with one draw from each of m equal clusters"
+    holds: Holds = "holds" if abs(measured / stratified - 1) < 0.01 else "not"
+    return Reading("fedssar-variance", says, text, {"drawn": measured, "formula": stratified}, holds)
+
+
+def _neyman() -> Reading:
+    deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
+    allocation, bias = neyman_bias([10] * 10, deviations, 10)
+    one = neyman(10, np.array([10] * 10), np.array(deviations), least=1).tolist()
+    text = (
+        f"m_h = {allocation} with S_h = {deviations}: the mean is {100 * bias:.0f} % off; with one draw for each "
+        f"stratum first, {one} whatever S_h is"
+    )
+    return Reading(
+        "neyman-zero",
+        "Neyman's allocation of ten draws to ten strata of ten clients, strata with orthogonal updates",
+        text,
+        {"bias": 100 * bias},
+        "not",
+    )
+
+
+def _importance() -> Reading:
+    # One draw with p_k ∝ ‖Δ_k‖ has the mean Σ p_k Δ_k.
+    updates = np.arange(1.0, 11.0)
+    mean = float(updates.mean())
+    drawn = float((updates * updates / updates.sum()).sum())
+    text = f"{drawn:.1f} on average where the mean is {mean:.1f}: {100 * (drawn / mean - 1):.0f} % too long"
+    says = "FedSTS's mean of one stratum of ten clients whose updates have one direction and lengths of 1, 2, … 10"
+    return Reading("importance-bias", says, text, {"drawn": drawn, "mean": mean}, "not")
+
+
+def _privacy() -> Reading:
+    epsilon, bound = 3.0, 100
+    alpha = truth_probability(epsilon, bound)
+    other = (1 - alpha) / (bound - 1)
+    ratio = (alpha + other) / other
+    text = (
+        f"largest ratio of likelihoods {ratio:.3f}, e^ε = {math.exp(epsilon):.3f}, for one report; T reports cost T ε"
+    )
+    holds: Holds = "holds" if ratio <= math.exp(epsilon) * (1 + 1e-9) else "not"
+    return Reading("ldp", "Lemma 2.4 at ε = 3, M = 100: α = 0.1616", text, {"ratio": ratio}, holds)
+
+
+def _private_samples() -> Reading:
+    estimates = size_estimates(np.full(10, 600), 100, 3.0)
+    held = np.maximum(estimates, 1.0)
+    keep = np.minimum(1.0, 0.1 * held.mean() / held)
+    values = {
+        "mean": float(held.mean()),
+        "sd": float(held.std()),
+        "keep": float(keep.mean()),
+        "all": float((keep == 1).mean()),
+    }
+    text = (
+        f"ñ = {values['mean']:.0f} ± {values['sd']:.0f} for 6,000 samples; a sample is kept with {values['keep']:.2f} "
+        f"on average where 0.10 is wanted, and with 1 in {100 * values['all']:.1f} % of the rounds"
+    )
+    return Reading("ldp-samples", "FedSTaS under ε = 3, M = 100, ten clients of 600 samples", text, values, "not")
+
+
+def _floored() -> Reading:
+    estimates = size_estimates(np.array([8, 9, 9, 8, 9, 9, 9, 8, 9, 9]), 20, 1.3)
+    values = {
+        "before": float(estimates.mean()),
+        "after": float(np.maximum(estimates, 1.0).mean()),
+        "floored": float((estimates < 1).mean()),
+    }
+    text = (
+        f"{values['before']:.1f} on average before it is held above 1, {values['after']:.1f} after, for a true 87; "
+        f"{100 * values['floored']:.0f} % are held"
+    )
+    return Reading("ldp-floor", "ñ of ten clients at ε = 1.3, M = 20", text, values, "not")
+
+
+def _uses() -> Reading:
+    uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
+    even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
+    text = (
+        f"{uses[0]:.2f} and {uses[1]:.2f} uses a sample at clients of 900 and 100 samples of a label with a cap of "
+        f"500; {even[0]:.2f} and {even[1]:.2f} at clients of 500 each"
+    )
+    values = {"large": float(uses[0]), "small": float(uses[1])}
+    return Reading("stratify-weights", "Stratify's uniform selection under a cap", text, values, "in part")
+
+
+MADE: tuple[Callable[[], Reading], ...] = (
+    _uses,
+    _neyman,
+    _importance,
+    _privacy,
+    _private_samples,
+    _floored,
+    _clusters,
+    _weight_variance,
+)
+
+
+@cache
+def readings() -> dict[str, Reading]:
+    """All of them by name."""
+    return {reading.name: reading for reading in (make() for make in MADE)}

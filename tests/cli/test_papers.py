@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedstrata.cli import main
+from fedstrata.papers.tables import tables
+
+
+def test_what_there_is_and_what_it_lacks(capsys):
+    assert main(["reproduce", "rebafl/lost", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| `rebafl/lost` | 4 | 0 |")
+
+
+def test_a_table_that_is_not_there(capsys):
+    assert main(["reproduce", "rebafl/last"]) == 2
+    assert "did you mean 'rebafl/lost'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_table_at_small_scale_and_once_more(capsys):
+    assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here"]) == 0
+    assert capsys.readouterr().out.count("seed-0: ") == 8
+    assert len(json.loads(Path("here/cells/fedssar/emnist.json").read_text())) == 8
+    assert "At small scale" in Path("here/README.md").read_text()
+    assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here"]) == 0
+    assert "seed-0: " not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_data_that_are_not_there_fail_loudly(capsys):
+    # The tables of domains have no small scale without their images, and these tests have no data.
+    assert main(["reproduce", "stratify/chunks-digits3", "--quick", "--out", "here"]) == 1
+    shown = capsys.readouterr().err
+    assert "digits3" in shown
+    assert len([line for line in shown.splitlines() if "stratify/chunks-digits3/" in line]) == 6
+    assert "6 cells or files are missing" in shown
+
+
+@pytest.mark.long
+def test_all_of_it_at_small_scale(monkeypatch, tmp_path):
+    monkeypatch.undo()  # the data are those of whoever runs this
+    needed = {table.spec["data"]["name"] for table in tables().values() if "name" not in table.quick.get("data", {})}
+    from fedstrata.data.catalog import names_there
+
+    if absent := needed - set(names_there()):
+        pytest.skip(f"needs {', '.join(sorted(absent))}")
+    assert main(["reproduce", "--quick", "--out", str(tmp_path)]) == 0
