@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import asking
+import numpy as np
 import pytest
 import torch
 from asked import CLIENTS, Site
 
 import fedstrata as fs
+from fedstrata.communication.codecs import PowerSGD, pack
 from fedstrata.communication.messages import Coefficients, Encoded
 from fedstrata.deploy.guard import Spent, admitted
 from fedstrata.engines.nvflare.wire import Begun, Failed, Fetch, Hopped, Refused
@@ -226,7 +228,7 @@ def test_the_question_inside_an_envelope_is_looked_at(site: Make) -> None:
     assert ruled(*made.ask(fit(made))) == "kind", "agreed is an encoded one"
 
     def wrapped(question: Any, **other: Any) -> Encoded:
-        return dataclasses.replace(Encoded(question, 1, 1, None, False, {}), **other)
+        return dataclasses.replace(Encoded(question, 1, 1, None, False, torch.empty(0, dtype=torch.uint8)), **other)
 
     for question, rule in (
         (Compress(1, made.weights, 9, 0), "kind"),
@@ -235,12 +237,13 @@ def test_the_question_inside_an_envelope_is_looked_at(site: Make) -> None:
     ):
         assert ruled(*made.ask(wrapped(question))) == rule
     assert ruled(*made.ask(wrapped(fit(made), plain=True))) == "bounds"
-    assert ruled(*made.ask(Coefficients(1, {}))) == "rounds", "none has begun"
-    name = next(iter(made.weights.params))
-    basis = {f"params/{name}": torch.ones(64, 1)}
+    nothing = torch.empty(0, dtype=torch.uint8)
+    assert ruled(*made.ask(Coefficients(1, nothing))) == "rounds", "none has begun"
+    codec, like = PowerSGD(rank=1), made.weights.params
+    basis = pack(codec.first_basis(like, np.random.default_rng(0)), codec.forms_of_basis(like))
     assert not isinstance(*made.ask(wrapped(fit(made), basis=basis)), Failed)
     assert ruled(*made.ask(wrapped(fit(made), basis=basis, exchange=2))) == "repeat"
-    assert ruled(*made.ask(Coefficients(2, {}))) == "order"
+    assert ruled(*made.ask(Coefficients(2, nothing))) == "order"
 
 
 # --- relays ----------------------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ MUTANTS = [
     client_batch("the mean's gradient", "torch._foreach_mul_(parts, len(indices))", "torch._foreach_mul_(parts, 1.0)"),
     client_batch(
         "samples are taken twice",
-        "Pool(pool.order, pool.used + len(taken), pool.refills)",
+        "Pool(pool.order, pool.used + len(positions), pool.refills)",
         "Pool(pool.order, pool.used, pool.refills)",
     ),
     client_batch("pools that look alike", 'f"pool/{label}/{refills}"', 'f"pool/{label}"'),

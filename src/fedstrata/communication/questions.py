@@ -28,7 +28,7 @@ class Sums(Rule):
     def asked(self, request: Any) -> None:
         """Remember it."""
         if isinstance(request, Encoded):
-            self._last, self._pending = request.exchange, request.exchange if request.basis else 0
+            self._last, self._pending = request.exchange, request.exchange if len(request.basis) else 0
         else:
             self._pending = 0
 
@@ -47,7 +47,7 @@ def encoded(questions: Questions, communication: Communication) -> Questions:
     in_two, whole = isinstance(up, PowerSGD), isinstance(down, Uncompressed)
     where = {
         "plain": by_round(f"only before round {start}", lambda round: round < start),
-        "basis": Bound("none, or by PowerSGD's ranks" if in_two else "none", lambda basis, _: in_two or not basis),
+        "basis": Bound("none, or by PowerSGD's ranks" if in_two else "none", lambda basis, _: in_two or not len(basis)),
         "delivery": Bound("none" if whole else "a model", lambda found, _: (found is None) == whole),
     }
     found: list[Question] = []
