@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
 from fedstrata.deploy.data_schema import UnusableDataError, context_of, survey_of
+from fedstrata.deploy.turns import Turns
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
 from fedstrata.engines.nvflare.wire import (
@@ -94,7 +94,7 @@ class Host:
     ) -> None:
         self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
         self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
-        self._lock = threading.Lock()
+        self.turns = Turns()
         self._run: _Run | None = None
 
     def call(self, caller: str, data: object) -> bytes:
@@ -103,11 +103,14 @@ class Host:
             if caller != SERVER:
                 return records.encode(self._part_of_relay(read(data, Fetch)))
             envelope: Envelope = read(data, Envelope)
-            with self._lock, only_from(self._allow):
-                return records.encode(self._answer(envelope))
+            return self.turns.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
             # Whatever it is must not end the site, and the server must learn of it.
             return records.encode(Refused(self.message_of(error)))
+
+    def _answered(self, envelope: Envelope) -> bytes:
+        with only_from(self._allow):
+            return records.encode(self._answer(envelope))
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
         """What others learn of an error; see ``frank``.

@@ -74,8 +74,9 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     out.mkdir(parents=True, exist_ok=True)
     _certify(sites, out)
     run = run_of(spec.to_toml())
-    plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, sites.relay == "direct")
-    write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
+    direct = sites.relay == "direct"
+    plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, direct, sites.least, sites.fewer)
+    write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
     storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server, storage)

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import PositiveFloat
 
 from fedstrata.config import Setting, build, plain
+from fedstrata.engines.nvflare.engine import Fewer
 from fedstrata.errors import SpecError
 from fedstrata.spec import placed, read_toml
 
@@ -44,6 +45,8 @@ class JobSpec:
         own_data: Whether each site brings its own data; otherwise they are the spec's, by its partition.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site.
+        least: Fewest sites that must answer.
+        fewer: What to do when there are fewer.
     """
 
     spec: str
@@ -53,6 +56,8 @@ class JobSpec:
     own_data: bool = False
     patience: float = PATIENCE
     direct: bool = True
+    least: int = 1
+    fewer: Fewer = "go-on"
 
     def table(self) -> dict[str, Any]:
         """As JSON holds it."""

@@ -85,7 +85,10 @@ class Sites:
 
         return Host(name, self.folder / name, send, patience=PATIENCE, data=data, keys=keys, **self.settings)
 
-    def send(self, site: str, data: bytes, patience: float) -> object:
+    def there(self, site: str) -> bool:
+        return True
+
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         body = read(data, Envelope).body
         return self.hook(site, body, lambda: self.hosts[site].call(SERVER, data))
 

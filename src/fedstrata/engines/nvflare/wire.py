@@ -303,10 +303,12 @@ class Envelope(Message):
     Args:
         news: What became of earlier answers (``Settled``, ``Kept``, ``Ended``); again until an answer has come.
         body: The message itself.
+        number: Ascending; a site that is asked the same number again gives the same answer again. 0 for none.
     """
 
     news: list[Any]
     body: Any
+    number: int = 0
 
 
 def read(data: object, *kinds: type[Message]) -> Any:
