@@ -15,6 +15,7 @@ import tomli_w
 from fedstrata.deploy.configuration import CLASSES, write_job
 from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.kits import RECORDS, close, finish
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
@@ -51,8 +52,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         spec: What to run.
         sites: Where.
         out: A folder that does not exist yet, or is empty.
-        base_dir: For a trial on this machine: data files are looked for from here, and NVFlare's own records stay in
-            ``out``.
+        base_dir: For a trial on this machine: data files are looked for from here.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -71,15 +71,14 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()
         if test is None or base_dir is not None or test.exists():  # it may be on the server's machine only
             prepare_server(spec, test, len(homes))
-    out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
     _certify(sites, out)
     run = run_of(spec.to_toml())
     direct = sites.relay == "direct"
     plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, direct, sites.least, sites.fewer)
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
-    storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
-    _write_settings(out / SERVER, server, storage)
+    _write_settings(out / SERVER, server)
     for name, site in sites.site.items():
         own = SiteSettings(
             data=_path(site.data, base_dir),
@@ -89,8 +88,11 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             allow=site.allow,
             tells=site.tells,
         )
-        _write_settings(out / name, own, storage)
+        _write_settings(out / name, own)
     _write_readmes(spec, sites, out, run)
+    for name in (SERVER, ADMIN, *sites.site):
+        finish(out / name)
+    close(out / "authority")
 
 
 def _certify(sites: Sites, out: Path) -> None:
@@ -121,22 +123,20 @@ def _certify(sites: Sites, out: Path) -> None:
             raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
-            (out / name).chmod(0o700)
         # The root's private key makes new certificates: it stays with whoever provisions.
         shutil.move(root / "kits" / sites.federation / "state", out / "authority")
-        (out / "authority").chmod(0o700)
 
 
-def _write_settings(folder: Path, settings: SiteSettings, storage: Path) -> None:
+def _write_settings(folder: Path, settings: SiteSettings) -> None:
     """What a site decides: its data, which classes a job may name, and what an administrator may do there."""
     (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     local = folder / LOCAL.parent
     text = (local / "resources.json.default").read_text(encoding="utf-8")
-    resources = json.loads(text.replace("/tmp/nvflare", str(storage)))
+    resources = json.loads(text.replace("/tmp/nvflare", f"/{RECORDS}"))
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 60
+        server["heart_beat_timeout"] = 120  # one that was stopped for a minute is not gone
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
             component["args"]["max_jobs"] = 1  # two would write into one run folder
