@@ -1,4 +1,4 @@
-"""``fedstrata deploy``, ``submit`` and ``keys``: real sites."""
+"""``fedstrata deploy``, ``submit``, ``status`` and ``keys``: real sites."""
 
 from __future__ import annotations
 
@@ -62,6 +62,21 @@ def _submit(options: argparse.Namespace) -> int:
     return show_run(History.load(submit(options.admin, options.out, wait=options.wait)))
 
 
+def add_status(commands: Commands) -> None:
+    """``fedstrata status``."""
+    parser = commands.add_parser("status", help="how far a deployment's run is: round, accuracy, sites, time left")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the administrator's folder, or a site's for its part")
+    parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
+    parser.set_defaults(work=_status)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.submit import status
+
+    status(options.folder, watch=options.watch)
+    return 0
+
+
 def add_keys(commands: Commands) -> None:
     """``fedstrata keys``."""
     parser = commands.add_parser("keys", help="make the clients' keys for masked labels")
@@ -77,4 +92,4 @@ def _keys(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (add_deploy, add_submit, add_keys)
+COMMANDS = (add_deploy, add_submit, add_status, add_keys)

@@ -94,7 +94,7 @@ class Host:
     ) -> None:
         self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
         self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
-        self.turns = Turns()
+        self.turns, self.refused = Turns(), ""
         self._run: _Run | None = None
 
     def call(self, caller: str, data: object) -> bytes:
@@ -106,6 +106,7 @@ class Host:
             return self.turns.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
             # Whatever it is must not end the site, and the server must learn of it.
+            self.refused = str(error)
             return records.encode(Refused(self.message_of(error)))
 
     def _answered(self, envelope: Envelope) -> bytes:

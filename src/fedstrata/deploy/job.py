@@ -8,16 +8,19 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.fl_component import FLComponent
 from nvflare.collab import collab
 from nvflare.collab.api.exceptions import RunAborted
+from nvflare.widgets.info_collector import InfoCollector
 
 from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.line import Call, CollabLine
+from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
-from fedstrata.deploy.streams import bound_threads
+from fedstrata.deploy.streams import bound_growth
 from fedstrata.deploy.turns import beat
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
@@ -38,7 +41,7 @@ FETCH = 10.0
 """Seconds in which a site begins to give another one the model of a relay, for which it computes nothing."""
 
 
-class Server:
+class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The server's part of a job: runs one experiment after another.
 
     Args:
@@ -46,10 +49,17 @@ class Server:
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
-        bound_threads()
+        super().__init__()
+        bound_growth()
         self.plans = plans
         self._sums: Sums | None = None
         self._line: CollabLine | None = None
+        self._progress: Progress | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+        """Say how far the run is when an administrator asks."""
+        if event_type == InfoCollector.EVENT_TYPE_GET_STATS and self._progress is not None:
+            fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR).set_info(FEDSTRATA, self._progress.table())
 
     @collab.publish  # type: ignore[untyped-decorator]
     def beat(self, number: int, size: int) -> None:
@@ -115,9 +125,10 @@ class Server:
             least=plan.least,
             fewer=plan.fewer,
         )
+        self._progress = progress = Progress(spec.training.rounds, homes, engine.standing)
         if plan.own_data:
             prepared = surveyed(prepared, engine, folder, resume=resume)
-        run_prepared(prepared, folder, engine, resume=resume)
+        run_prepared(prepared, folder, engine, [progress], resume=resume)
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
@@ -141,7 +152,7 @@ class Site:
     """A site's part of a job; all that it needs to know is in the site's own settings."""
 
     def __init__(self) -> None:
-        bound_threads()
+        bound_growth()
         self._host: Host | None = None
 
     @collab.init  # type: ignore[untyped-decorator]
@@ -169,11 +180,20 @@ class Site:
             tells=settings.tells,
             frank=settings.simulated,
         )
-        beat(self._host.turns, lambda number, size: server(expect_result=False).beat(number, size), RunAborted)
+        self._progress = SiteProgress(root / STATUS)
+
+        def tell(number: int, size: int) -> None:
+            self._progress.write()
+            server(expect_result=False).beat(number, size)
+
+        beat(self._host.turns, tell, RunAborted)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def call(self, data: bytes) -> bytes:
         """Everything that a site is asked; see ``fedstrata.engines.nvflare.wire``."""
         if self._host is None:
             raise FedstrataError("the site is not ready")
-        return self._host.call(collab.caller, data)
+        self._progress.question(len(data))
+        answer = self._host.call(collab.caller, data)
+        self._progress.answer(len(answer), self._host.refused)
+        return answer

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.deploy.configuration import ERROR, raised
+from fedstrata.deploy.progress import FEDSTRATA, headline, own_status, shown
 from fedstrata.deploy.provision import JOB, USER
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
@@ -25,7 +26,7 @@ POLL = 2.0
 MISSED = 5
 """Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
 AGAIN = 3
-"""How often the job is brought again because of one site."""
+"""How often the job is brought again because of one site that does not take part then either."""
 
 Tell = Callable[[str], None]
 
@@ -68,6 +69,40 @@ def submit(
         watch.close()
 
 
+def status(folder: Path, *, watch: bool = False, tell: Tell = print) -> None:
+    """Say how far the run is, or a party's own part of it.
+
+    Args:
+        folder: The administrator's, who asks the server; or that of a site, which has written its part down.
+        watch: Whether to go on until the job is over.
+        tell: Is told in lines.
+
+    Raises:
+        SpecError: It is no such folder.
+        FedstrataError: The server cannot be reached.
+    """
+    if not (folder / JOB / "meta.json").is_file():
+        if not (folder / "startup").is_dir():
+            raise SpecError("FOLDER", "no party's folder: it has no startup", str(folder))
+        while True:
+            tell("\n".join(own_status(folder) or ["nothing has run here yet"]))
+            if not watch:
+                return
+            time.sleep(POLL)
+    require_nvflare()
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+    asking = _Watch(folder, 60.0, tell)
+    try:
+        while True:
+            table = asking.progress()
+            tell("\n".join(shown(table)) if table else "no run is at work")
+            if not watch:
+                return
+            time.sleep(POLL)
+    finally:
+        asking.close()
+
+
 class _Watch:
     """An administrator's connection that survives the server's absence."""
 
@@ -78,7 +113,11 @@ class _Watch:
         self._status = ""
         self._missed: Counter[str] = Counter()
         self._again: Counter[str] = Counter()
+        self._worked: Counter[str] = Counter()
         self._since: float | None = None
+        self._said = ""
+        self._round = 0
+        self._sites: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
         end = time.monotonic() + wait
@@ -109,8 +148,33 @@ class _Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
+            self._tell_progress()
             self._look_for_idle_sites()
         return False
+
+    def progress(self) -> dict[str, Any] | None:
+        """What the server says of the job at work; None where it says nothing yet."""
+        if self._job is None:
+            jobs = self._do(lambda session: session.list_jobs()) or []
+            self._job = next((str(job["job_id"]) for job in jobs if job["status"] == "RUNNING"), None)
+        if self._job is None:
+            return None
+        found = self._do(lambda session: session.show_stats(self._job, "server")) or {}
+        table = (found.get("server") or {}).get(FEDSTRATA)
+        return table if isinstance(table, dict) else None
+
+    def _tell_progress(self) -> None:
+        """Rounds as they come, and sites whose part has changed."""
+        table = self.progress()
+        if table is None:
+            return
+        for site, (state, why) in table["sites"].items():
+            if self._sites.get(site, "in") != state:
+                self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
+            self._sites[site] = state
+        if table["round"] != self._round:
+            self._round = table["round"]
+            self.tell(headline(table))
 
     def _bring(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless this very job was submitted before and is still at work."""
@@ -133,11 +197,15 @@ class _Watch:
                 return
         for name in working:
             self._missed.pop(name, None)
+            self._worked[name] += 1
+            if self._worked[name] >= MISSED:
+                self._again.pop(name, None)  # it took part: what comes later is another matter
 
     def _bring_again(self, cause: str, why: str) -> None:
         self.tell(f"{why}: the job comes again and goes on from the last checkpoint")
         self._again[cause] += 1
         self._missed.clear()
+        self._worked.clear()
         self._job, self._status = None, ""
 
     def fetch(self, out: Path) -> bool:
@@ -175,7 +243,7 @@ class _Watch:
                 if self._session is None:
                     self._session = new_secure_session(USER, str(self.admin.absolute()), timeout=10.0)
                 outcome = work(self._session)
-            self._since = None
+            self._since, self._said = None, ""
         except Exception as error:
             known = self._session is not None
             self._forget()
@@ -184,7 +252,9 @@ class _Watch:
             self._since = self._since or time.monotonic()
             if time.monotonic() - self._since > self.lost:
                 raise FedstrataError(f"the server cannot be reached: {type(error).__name__}: {error}") from error
-            self.tell(f"waiting for the server ({type(error).__name__}: {error})")
+            if (why := f"waiting for the server ({type(error).__name__}: {error})") != self._said:
+                self.tell(why)
+            self._said = why
             time.sleep(POLL)
             return None
         return outcome

@@ -399,6 +399,14 @@ class NVFlareEngine(Engine):
             # They are asked the very same again: who has answered already gives the same answer.
             self._wait(lambda lost=wanted: any(map(self.line.there, lost)), math.inf)
 
+    def standing(self, site: str) -> tuple[str, str]:
+        """How a site takes part, in a word, and why it does not: ``in``, ``refused``, ``gone`` or ``late``."""
+        if site in self._absent:
+            return "refused", self._absent[site]
+        if not self.line.there(site):
+            return "gone", "nothing is heard of it, or it has not joined"
+        return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
+
     def _present(self) -> set[str]:
         return {site for site in self._sites if site not in self._absent and self.line.there(site)}
 
