@@ -12,13 +12,17 @@ from typing import Any
 
 import tomli_w
 
+from fedstrata.deploy.certificates import ROOT_DAYS, own, renew
+from fedstrata.deploy.check import PART, SPEC
 from fedstrata.deploy.configuration import CLASSES, write_job
 from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.kits import RECORDS, close, finish
+from fedstrata.deploy.members import write_members
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.jsonl import write_json
 from fedstrata.spec import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
@@ -26,6 +30,8 @@ SERVER, ADMIN, JOB = "server", "admin", "job"
 
 USER = "admin@fedstrata.local"
 """The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
+
+GATE = "fedstrata.deploy.gate.Gate"
 
 _RIGHTS = {
     "format_version": "1.0",
@@ -80,7 +86,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server)
     for name, site in sites.site.items():
-        own = SiteSettings(
+        settings = SiteSettings(
             data=_path(site.data, base_dir),
             keys=_path(site.keys, base_dir),
             patience=sites.patience,
@@ -88,10 +94,17 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             allow=site.allow,
             tells=site.tells,
         )
-        _write_settings(out / name, own)
+        _write_settings(out / name, settings)
     _write_readmes(spec, sites, out, run)
+    write_members(out / SERVER, sites.site)
+    if sites.own_data:
+        for client, name in enumerate(homes):
+            (out / name / SPEC).write_text(spec.to_toml(), encoding="utf-8")
+            part = {"client": client, "clients": len(homes), "tests": sites.server.data is None}
+            write_json(out / name / PART, part)
     for name in (SERVER, ADMIN, *sites.site):
         finish(out / name)
+        renew(out / "authority", own(out / name)[0], sites.days)
     close(out / "authority")
 
 
@@ -103,7 +116,7 @@ def _certify(sites: Sites, out: Path) -> None:
     parts: list[tuple[str, dict[str, Any]]] = [
         ("workspace.WorkspaceBuilder", {"template_file": ["master_template.yml"]}),
         ("static_file.StaticFileBuilder", {"config_folder": "config"}),
-        ("cert.CertBuilder", {"root_valid_days": sites.days}),
+        ("cert.CertBuilder", {"root_valid_days": max(ROOT_DAYS, sites.days)}),
         ("signature.SignatureBuilder", {}),
     ]
     project = {
@@ -124,7 +137,10 @@ def _certify(sites: Sites, out: Path) -> None:
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
         # The root's private key makes new certificates: it stays with whoever provisions.
-        shutil.move(root / "kits" / sites.federation / "state", out / "authority")
+        state = json.loads((root / "kits" / sites.federation / "state" / "cert.json").read_text(encoding="utf-8"))
+        # Those of the parties are in their own folders, and nowhere else.
+        (out / "authority").mkdir()
+        write_json(out / "authority" / "cert.json", {key: state[key] for key in ("root_cert", "root_pri_key")})
 
 
 def _write_settings(folder: Path, settings: SiteSettings) -> None:
@@ -137,6 +153,8 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
         server["heart_beat_timeout"] = 120  # one that was stopped for a minute is not gone
+    if "snapshot_persistor" in resources:  # the server's
+        resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
             component["args"]["max_jobs"] = 1  # two would write into one run folder

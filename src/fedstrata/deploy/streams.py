@@ -1,9 +1,9 @@
 """What NVFlare's streams cost a process that exchanges messages for days is bounded here.
 
-**Threads.** Since its streams are reliable (NVFlare's pull request 4785), a receiver remembers each message for 65 seconds, in case
-it is sent again, and starts a ``threading.Timer`` that forgets it: twenty exchanges a second with three sites are 4,000
-threads. No setting turns that off; a shorter memory (``streaming_retry_timeout``) is also a shorter time in which a
-message that got lost is sent again. Here one thread forgets all.
+**Threads.** Since its streams are reliable (NVFlare's pull request 4785), a receiver remembers each message for 65
+seconds, in case it is sent again, and starts a ``threading.Timer`` that forgets it: twenty exchanges a second with
+three sites are 4,000 threads. No setting turns that off; a shorter memory (``streaming_retry_timeout``) is also a
+shorter time in which a message that got lost is sent again. Here one thread forgets all.
 
 **Memory.** A stream that is sent holds a buffer of a mebibyte, however small the message, in a cycle of references.
 Cycles wait for Python's collector, which looks at old objects only when a quarter of all are new: gigabytes later. Here

@@ -120,12 +120,23 @@ class _Watch:
         self._sites: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
-        end = time.monotonic() + wait
+        """Wait until so many are connected; 0 for all that the job names."""
+        named = set(self._named())
+        end, told = time.monotonic() + wait, ""
         while time.monotonic() < end:
             there = self._do(lambda session: session.get_connected_client_list())
-            if there is not None and len(there) >= max(count, 1):
-                return
+            if there is not None:
+                names = {site.name for site in there}
+                if named & names >= named or 0 < count <= len(names):
+                    return
+                if (why := f"not connected yet: {', '.join(sorted(named - names))}") != told:
+                    self.tell(why)
+                told = why
             time.sleep(POLL)
+
+    def _named(self) -> list[str]:
+        meta = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))
+        return [site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")]
 
     def finished(self) -> bool:
         """Look once; bring the job where it is not at work."""
@@ -159,7 +170,7 @@ class _Watch:
             self._job = next((str(job["job_id"]) for job in jobs if job["status"] == "RUNNING"), None)
         if self._job is None:
             return None
-        found = self._do(lambda session: session.show_stats(self._job, "server")) or {}
+        found = self._do(lambda session: _stats(session, self._job)) or {}
         table = (found.get("server") or {}).get(FEDSTRATA)
         return table if isinstance(table, dict) else None
 
@@ -189,7 +200,8 @@ class _Watch:
     def _look_for_idle_sites(self) -> None:
         found = self._do(lambda session: session.get_client_job_status()) or []
         working = {entry.get("client_name") for entry in found if entry.get("job_id") == self._job}
-        for name in {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"} - working:
+        idle = {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"}
+        for name in (idle & set(self._named() or idle)) - working:
             self._missed[name] += 1
             if self._missed[name] >= MISSED and self._again[name] < AGAIN:
                 self._do(lambda session: session.abort_job(self._job))
@@ -265,6 +277,17 @@ class _Watch:
             self.close()
         except Exception:
             self._session = None
+
+
+def _stats(session: Any, job: str | None) -> dict[str, Any]:
+    """What the job's server says of itself; nothing while it begins or ends."""
+    from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
+
+    try:
+        found: dict[str, Any] = session.show_stats(job, "server")
+    except (JobNotFound, JobNotRunning):
+        return {}
+    return found
 
 
 def _passes(error: Exception, known: bool) -> bool:
