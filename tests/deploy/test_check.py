@@ -240,31 +240,29 @@ def test_a_server_that_is_not_there(fed: Path, capsys: pytest.CaptureFixture[str
     assert main(["check", str(fed)]) == 1
 
 
-def test_who_is_struck_off_the_list_may_not_connect(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_who_is_struck_off_the_list_may_not_connect(
+    fed: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     from nvflare.apis.event_type import EventType
-    from nvflare.apis.fl_exception import NotAuthenticated
 
     from fedstrata.deploy.gate import Gate
 
-    gate, told = Gate(str(fed / "server" / "records")), {}
+    manager = SimpleNamespace(is_client_disabled=lambda name: False)
+    context = SimpleNamespace(get_engine=lambda: SimpleNamespace(server=SimpleNamespace(client_manager=manager)))
+    Gate(str(fed / "server" / "records")).handle_event(EventType.CLIENT_REGISTER_RECEIVED, context)
 
-    def context(name: str) -> Any:
-        peer = SimpleNamespace(get_identity_name=lambda: name)
-        return SimpleNamespace(
-            get_peer_context=lambda: peer, set_prop=lambda key, why, sticky: told.update({name: why})
-        )
+    def refused() -> list[str]:
+        return [name for name in ("a", "b", "c", "admin@fedstrata.local") if manager.is_client_disabled(name)]
 
     assert members(fed / "server") == ["a", "b"]
-    gate.handle_event(EventType.CLIENT_REGISTER_RECEIVED, context("a"))
+    assert refused() == ["c"]
     assert main(["revoke", str(fed / "server"), "a"]) == 0
     assert "who may connect: b" in capsys.readouterr().out
-    with pytest.raises(NotAuthenticated, match="site a may not connect"):
-        gate.handle_event(EventType.CLIENT_REGISTER_RECEIVED, context("a"))
-    gate.handle_event(EventType.CLIENT_HEARTBEAT_RECEIVED, context("a"))
-    gate.handle_event(EventType.CLIENT_HEARTBEAT_RECEIVED, context("b"))
-    assert list(told) == ["a"]
+    assert [refused(), refused()] == [["a", "c"]] * 2
+    assert caplog.text.count("a is not on the list of who may connect") == 1
     with pytest.raises(SpecError, match="not on the list; on it are b"):
         revoke(fed / "server", "a")
     assert revoke(fed / "server", "a", undo=True) == ["a", "b"]
+    assert refused() == ["c"]
     with pytest.raises(SpecError, match="no server's folder"):
         revoke(fed / "a", "b")

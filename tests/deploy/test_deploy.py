@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -222,7 +223,7 @@ class _Session:
         pass
 
     def get_connected_client_list(self) -> Any:
-        return ["a"]
+        return [SimpleNamespace(name="a")]
 
     def list_jobs(self) -> Any:
         return self.jobs

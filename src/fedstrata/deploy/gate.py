@@ -8,16 +8,18 @@ from typing import Any
 
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLContextKey
-from nvflare.apis.fl_exception import NotAuthenticated
 
 from fedstrata.deploy.members import members
+from fedstrata.deploy.settings import USER
 
 LOG = logging.getLogger(__name__)
 
 
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """Turns away whoever is not on the server's list, at registration and at each heartbeat of NVFlare's.
+    """Lets NVFlare look at the server's list, at registration and at each heartbeat.
+
+    NVFlare asks whether a name is disabled, and then whether a certificate proves it. So the name is asked of our list
+    where NVFlare asks: what a party says of itself elsewhere proves nothing.
 
     Args:
         records: Where NVFlare's records are in the server's folder.
@@ -29,22 +31,16 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         self._told: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Look at the list.
-
-        Raises:
-            NotAuthenticated: The name of a certificate that registers is not on it.
-        """
-        if event_type not in (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_RECEIVED):
-            return
-        peer = fl_ctx.get_peer_context()
-        name = peer.get_identity_name() if peer is not None else ""
-        if name in members(self._kit):
-            self._told.discard(name)
-            return
-        if name not in self._told:
-            LOG.warning("site %s is not on the list of who may connect, and is turned away", name or "without a name")
-        self._told.add(name)
-        reason = f"site {name} may not connect: it is not on the server's list"
+        """Before the first registration is looked at, put our list where NVFlare asks."""
         if event_type == EventType.CLIENT_REGISTER_RECEIVED:
-            raise NotAuthenticated(reason)
-        fl_ctx.set_prop(FLContextKey.UNAUTHENTICATED, reason, sticky=False)
+            fl_ctx.get_engine().server.client_manager.is_client_disabled = self.refuses
+
+    def refuses(self, name: str) -> bool:
+        """Whether somebody of this name may not connect."""
+        if name == USER or name in members(self._kit):
+            self._told.discard(name)
+            return False
+        if name not in self._told:
+            LOG.warning("%s is not on the list of who may connect, and is turned away", name)
+        self._told.add(name)
+        return True

@@ -18,6 +18,7 @@ from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.line import Call, CollabLine
+from fedstrata.deploy.members import MEMBERS, members
 from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.deploy.streams import bound_growth
@@ -64,7 +65,10 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     @collab.publish  # type: ignore[untyped-decorator]
     def beat(self, number: int, size: int) -> None:
         """A site lives, and is at this question."""
-        if self._line is not None:
+        kit = Path(collab.workspace.get_root_dir())
+        # Whoever was struck off the list is heard no more, and so asked no more.
+        struck = (kit / MEMBERS).exists() and collab.caller not in members(kit)
+        if self._line is not None and not struck:
             self._line.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]

@@ -19,7 +19,7 @@ from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.kits import RECORDS, close, finish
 from fedstrata.deploy.members import write_members
-from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
+from fedstrata.deploy.settings import LOCAL, USER, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import write_json
@@ -27,9 +27,6 @@ from fedstrata.spec import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
 """Folders beside those of the sites; the job is the administrator's."""
-
-USER = "admin@fedstrata.local"
-"""The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
 
 GATE = "fedstrata.deploy.gate.Gate"
 

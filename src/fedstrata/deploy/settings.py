@@ -19,6 +19,9 @@ from fedstrata.spec import placed, read_toml
 LOCAL = Path("local") / "fedstrata.toml"
 """A site's own settings, inside its folder; never part of a job."""
 
+USER = "admin@fedstrata.local"
+"""The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
+
 PATIENCE = 600.0
 """Seconds that a site has for an answer, unless something else is said."""
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.progress import FEDSTRATA, headline, own_status, shown
-from fedstrata.deploy.provision import JOB, USER
+from fedstrata.deploy.provision import JOB
+from fedstrata.deploy.settings import USER
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import read_jsonl
@@ -127,7 +128,7 @@ class _Watch:
             there = self._do(lambda session: session.get_connected_client_list())
             if there is not None:
                 names = {site.name for site in there}
-                if named & names >= named or 0 < count <= len(names):
+                if names and (named <= names or 0 < count <= len(names)):
                     return
                 if (why := f"not connected yet: {', '.join(sorted(named - names))}") != told:
                     self.tell(why)
@@ -165,14 +166,16 @@ class _Watch:
 
     def progress(self) -> dict[str, Any] | None:
         """What the server says of the job at work; None where it says nothing yet."""
+        jobs = [self._job]
         if self._job is None:
-            jobs = self._do(lambda session: session.list_jobs()) or []
-            self._job = next((str(job["job_id"]) for job in jobs if job["status"] == "RUNNING"), None)
-        if self._job is None:
-            return None
-        found = self._do(lambda session: _stats(session, self._job)) or {}
-        table = (found.get("server") or {}).get(FEDSTRATA)
-        return table if isinstance(table, dict) else None
+            listed = self._do(lambda session: session.list_jobs()) or []
+            jobs = [str(job["job_id"]) for job in listed if job["status"] == "RUNNING"]
+        for job in jobs:
+            found = self._do(lambda session, job=job: _stats(session, job)) or {}
+            table = (found.get("server") or {}).get(FEDSTRATA)
+            if isinstance(table, dict):
+                return table
+        return None
 
     def _tell_progress(self) -> None:
         """Rounds as they come, and sites whose part has changed."""
