@@ -32,9 +32,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def rehearse(place: Path, out: str, *settings: str, code: int = 0) -> Path:
-    words = [
-        word for each in ("training.rounds=2", "training.clients_per_round=2", *settings) for word in ("--set", each)
-    ]
+    base = ("training.rounds=2", "training.clients_per_round=2", "training.execution='per-client'")
+    words = [word for each in (*base, *settings) for word in ("--set", each)]
     spec = "examples/hospitals/hospitals.toml"
     sites = ["--sites", "examples/hospitals/sites.toml"] if out != "here" else []
     assert main(["run", spec, *words, *sites, "--quiet", "--out", out]) == code
