@@ -12,41 +12,24 @@ from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.deploy.certificates import faults, own, read, renew
 from fedstrata.deploy.check import check
-from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.members import members, revoke
-from fedstrata.deploy.provision import provision
 from fedstrata.deploy.start import start
 from fedstrata.errors import FedstrataError, SpecError
 
-DATA = {
-    "name": "own.csv",
-    "schema": {
-        "label": "ill",
-        "classes": ["no", "yes"],
-        "test": 0.2,
-        "columns": {"age": {"type": "number", "range": [0, 120]}},
-    },
-}
+pytestmark = pytest.mark.xdist_group("kits")
 GOOD = "age,ill\n" + "".join(f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("nvflare")
-    place = tmp_path_factory.mktemp("check")
-    spec = fs.Experiment.from_table({"data": DATA, "partition": {"name": "natural"}})
-    table: dict[str, Any] = {"own_data": True, "server": {"port": _port()}, "site": {"a": {}, "b": {}}}
-    for name in ("fed", "other"):
-        provision(spec, Sites.model_validate(table), place / name)
-    return place
+@pytest.fixture
+def made(federations: Path, tmp_path: Path) -> Path:
+    shutil.copytree(federations, tmp_path / "made")
+    return tmp_path / "made"
 
 
 @pytest.fixture
@@ -55,14 +38,6 @@ def fed(made: Path, tmp_path: Path) -> Path:
     (tmp_path / "fed" / "a" / "local" / "fedstrata.toml").write_text('data = "own.csv"\n')
     (tmp_path / "fed" / "a" / "own.csv").write_text(GOOD)
     return tmp_path / "fed"
-
-
-def _port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def problems(kit: Path, **options: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import subprocess
 import sys
@@ -10,20 +11,16 @@ from pathlib import Path
 
 import pytest
 
-import fedstrata as fs
-from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.kits import LOGGING, RESOURCES
-from fedstrata.deploy.provision import provision
 from fedstrata.deploy.start import start
 
+pytestmark = pytest.mark.xdist_group("kits")
 
-@pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("nvflare")
-    out = tmp_path_factory.mktemp("kits") / "fed"
-    spec = fs.Experiment(partition=fs.IID(clients=2))
-    provision(spec, Sites.model_validate({"site": {"a": {}, "b": {}}}), out)
-    return out
+
+@pytest.fixture
+def kits(federations: Path, tmp_path: Path) -> Path:
+    shutil.copytree(federations / "fed", tmp_path / "fed")
+    return tmp_path / "fed"
 
 
 def test_nobody_else_can_read_a_kit(kits: Path) -> None:
@@ -65,7 +62,7 @@ def test_a_kit_starts_with_the_python_that_has_fedstrata(kits: Path, tmp_path: P
     """It took whatever python3 there was."""
     for name in ("python3", "own"):
         python = tmp_path / name
-        python.write_text('#!/bin/bash\necho "$(basename "$0") $*"; [[ "$*" == *start* ]] || exit 7\n')
+        python.write_text('#!/bin/bash\necho "$(basename "$0") $*"; [[ "$*" == *deploy.start* ]] || exit 7\n')
         python.chmod(0o755)
     command = tmp_path / "fedstrata"
     command.write_text(f"#!{tmp_path / 'own'}\n")

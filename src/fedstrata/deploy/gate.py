@@ -11,6 +11,7 @@ from nvflare.apis.fl_component import FLComponent
 
 from fedstrata.deploy.members import members
 from fedstrata.deploy.settings import USER
+from fedstrata.deploy.streams import bound_growth
 
 LOG = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     def __init__(self, records: str) -> None:
         super().__init__()
+        bound_growth()  # this process runs longer than any job
         self._kit = Path(records).parent
         self._told: set[str] = set()
 

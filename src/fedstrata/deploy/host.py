@@ -15,6 +15,7 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
 from fedstrata.deploy.data_schema import UnusableDataError, context_of, survey_of
+from fedstrata.deploy.manifest import fingerprint
 from fedstrata.deploy.turns import Turns
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
@@ -136,7 +137,7 @@ class Host:
             self._run, round, lost = _Run.begin(self, body)
             return Begun(round, lost)
         if isinstance(body, Survey):
-            return Surveyed(survey_of(body, self.data))
+            return Surveyed(survey_of(body, self.data), fingerprint(self.data, self.folder))
         run = self._running()
         for news in envelope.news:
             run.learn(news)

@@ -5,25 +5,30 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedstrata.deploy.configuration import ERROR, raised
+from fedstrata.deploy.manifest import sign
 from fedstrata.deploy.progress import FEDSTRATA, headline, own_status, shown
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.settings import USER
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import read_jsonl
-from fedstrata.run_folder import EVENTS
+from fedstrata.run_folder import EVENTS, WEIGHTS
 
 RESULT = "fedstrata"
 POLL = 2.0
+TELL = 10.0
+"""Seconds between two lines about rounds."""
 MISSED = 5
 """Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
 AGAIN = 3
@@ -117,7 +122,7 @@ class _Watch:
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
         self._said = ""
-        self._round = 0
+        self._round, self._told = 0, -math.inf
         self._sites: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
@@ -166,12 +171,12 @@ class _Watch:
 
     def progress(self) -> dict[str, Any] | None:
         """What the server says of the job at work; None where it says nothing yet."""
-        jobs = [self._job]
-        if self._job is None:
+        jobs = [] if self._job is None else [self._job]
+        if not jobs:
             listed = self._do(lambda session: session.list_jobs()) or []
             jobs = [str(job["job_id"]) for job in listed if job["status"] == "RUNNING"]
         for job in jobs:
-            found = self._do(lambda session, job=job: _stats(session, job)) or {}
+            found = self._do(partial(_stats, job=job)) or {}
             table = (found.get("server") or {}).get(FEDSTRATA)
             if isinstance(table, dict):
                 return table
@@ -186,8 +191,9 @@ class _Watch:
             if self._sites.get(site, "in") != state:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
             self._sites[site] = state
-        if table["round"] != self._round:
-            self._round = table["round"]
+        now = time.monotonic()
+        if table["round"] != self._round and (now - self._told > TELL or table["round"] == table["rounds"]):
+            self._round, self._told = table["round"], now
             self.tell(headline(table))
 
     def _bring(self, session: Any) -> tuple[str, str]:
@@ -237,6 +243,8 @@ class _Watch:
             raise raised(runs[0] / ERROR)
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(runs[0], out)
+        if (out / WEIGHTS).exists():
+            sign(out, self.admin)
         events = read_jsonl(out / EVENTS) if (out / EVENTS).exists() else []
         for reason in dict.fromkeys(str(event["reason"]) for event in events if event["kind"] == "absent"):
             self.tell(reason)
@@ -282,7 +290,7 @@ class _Watch:
             self._session = None
 
 
-def _stats(session: Any, job: str | None) -> dict[str, Any]:
+def _stats(session: Any, *, job: str) -> dict[str, Any]:
     """What the job's server says of itself; nothing while it begins or ends."""
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from fedstrata import records
@@ -128,6 +129,8 @@ class NVFlareEngine(Engine):
         self._run, self._spec = run, spec
         self.statistics: Statistics | None = None
         """What all sites' training samples come to, where they bring their own; see ``survey``."""
+        self.fingerprints: dict[str, str] = {}
+        """Of the sites' files, as they gave them; see ``fedstrata.deploy.manifest``."""
         self._sites = sorted(set(homes))
         self._news: dict[str, list[Message]] = {site: [] for site in self._sites}
         self._pending_events: list[EngineEvent] = []
@@ -161,6 +164,7 @@ class NVFlareEngine(Engine):
             unfitted.refuse_unlike(outcome.statistics)
 
         found = self._begin(bodies, Surveyed, check)
+        self.fingerprints = {site: found[site].fingerprint for site in bodies if site in found}
         self.statistics = sum((found[site].statistics for site in bodies if site in found), unfitted.statistics(()))
         return self.statistics
 
@@ -397,7 +401,10 @@ class NVFlareEngine(Engine):
             if ended is not None or self.fewer != "wait" or not wanted or missing <= 0:
                 return outcomes
             # They are asked the very same again: who has answered already gives the same answer.
-            self._wait(lambda lost=wanted: any(map(self.line.there, lost)), math.inf)
+            self._wait(partial(self._any_there, wanted), math.inf)
+
+    def _any_there(self, sites: Sequence[str]) -> bool:
+        return any(map(self.line.there, sites))
 
     def standing(self, site: str) -> tuple[str, str]:
         """How a site takes part, in a word, and why it does not: ``in``, ``refused``, ``gone`` or ``late``."""

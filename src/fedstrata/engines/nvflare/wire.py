@@ -44,9 +44,11 @@ class Surveyed(Message):
 
     Args:
         statistics: What the samples that it trains on come to.
+        fingerprint: Of its file; tells nothing of what is in it.
     """
 
     statistics: Statistics
+    fingerprint: str = ""
 
 
 @record
