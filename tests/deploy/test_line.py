@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from fedstrata.deploy import line as lines
-from fedstrata.deploy.line import CollabLine
-from fedstrata.deploy.turns import AT_WORK, Turns, beat
+from fedstrata.deploy.line import CollabLine, insist
+from fedstrata.engines.nvflare.turns import AT_WORK, Turns, beat
 from fedstrata.engines.nvflare.wire import SiteLostError
 from fedstrata.errors import WireError
 
@@ -121,6 +121,27 @@ def test_a_call_that_stalls_is_made_again_and_computed_once(site: Site, what: st
     assert (len(computed), site.asked) == (1, 2)
 
 
+def test_a_sum_that_stalls_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It held its group for two fifths of the patience, four minutes."""
+    monkeypatch.setattr(lines, "STALL", 0.05)
+    asked, stop = [], threading.Event()
+
+    def call(data: bytes, left: float) -> object:
+        asked.append(left)
+        if len(asked) == 1:
+            stop.wait(30)
+        return data
+
+    with ThreadPoolExecutor(4) as pool:
+        begun = time.monotonic()
+        assert insist(call, b"part", 60.0, pool) == b"part"
+        assert time.monotonic() - begun < 10
+        assert len(asked) == 2
+        with pytest.raises(SiteLostError, match=r"no answer within 0\.2 s"):
+            insist(lambda data, left: stop.wait(30), b"", 0.2, pool)
+        stop.set()
+
+
 def test_a_large_message_is_not_lost_because_it_is_long_on_its_way(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "RATE", 0.4)  # eight bytes take twenty seconds
     site.lost = 1
@@ -174,7 +195,7 @@ def test_a_question_is_answered_once_however_often_it_comes() -> None:
 
 
 def test_a_heart_beats_while_the_site_works_and_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstrata.deploy.turns.BEAT", 0.001)
+    monkeypatch.setattr("fedstrata.engines.nvflare.turns.BEAT", 0.001)
     turns, told = Turns(), []
 
     def tell(number: int, size: int) -> None:

@@ -16,9 +16,9 @@ from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
 from fedstrata.deploy.data_schema import UnusableDataError, context_of, survey_of
 from fedstrata.deploy.manifest import fingerprint
-from fedstrata.deploy.turns import Turns
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
+from fedstrata.engines.nvflare.turns import Turns
 from fedstrata.engines.nvflare.wire import (
     Answers,
     Ask,

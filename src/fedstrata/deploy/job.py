@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
-from fedstrata.deploy.line import Call, CollabLine
+from fedstrata.deploy.line import CALLS, Call, CollabLine, insist
 from fedstrata.deploy.members import MEMBERS, members
 from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.deploy.streams import bound_growth
-from fedstrata.deploy.turns import beat
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
+from fedstrata.engines.nvflare.turns import beat
 from fedstrata.engines.nvflare.wire import SiteLostError
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import write_json
@@ -166,11 +167,11 @@ class Site:
         settings = _settings(root)
         keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
         others = {site.name: site for site in collab.clients}
-        server = collab.server
+        server, pool = collab.server, ThreadPoolExecutor(CALLS, thread_name_prefix="sums")
 
         def send(target: str, data: bytes) -> object:
             if target == "server":
-                return server(timeout=settings.patience).add_up(data)
+                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience, pool)
             return others[target](timeout=min(FETCH, settings.patience), secure=settings.secure).call(data)
 
         self._host = Host(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
-from fedstrata.deploy.turns import AT_WORK
+from fedstrata.engines.nvflare.turns import AT_WORK
 from fedstrata.engines.nvflare.wire import SiteLostError
 
 LOG = logging.getLogger(__name__)
@@ -32,6 +32,30 @@ CALLS = 8
 
 Call = Callable[[bytes, float], object]
 """Carries bytes to one site within so many seconds, and gives back its answer."""
+
+
+def insist(call: Call, data: bytes, patience: float, pool: ThreadPoolExecutor) -> object:
+    """What is answered to a question that may be asked again; ever less often, because it may only take long.
+
+    Args:
+        call: Asks.
+        data: The question.
+        patience: Seconds.
+        pool: Where calls wait.
+
+    Raises:
+        SiteLostError: Nothing was answered in time.
+        Exception: What the last call raised, when none is waited for any more.
+    """
+    end, pause = time.monotonic() + patience, STALL + len(data) / RATE
+    calls: set[Future[object]] = set()
+    while (left := end - time.monotonic()) > 0:
+        calls.add(pool.submit(call, data, left))
+        done, calls = wait(calls, timeout=min(pause, left), return_when=FIRST_COMPLETED)
+        for each in done:
+            return each.result()
+        pause *= 2
+    raise SiteLostError(f"no answer within {patience:g} s")
 
 
 class _Heart:

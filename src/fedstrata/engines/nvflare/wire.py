@@ -284,11 +284,13 @@ class Part(Message):
         group: Its name.
         places: Of the clients among the members.
         tensors: What each brings.
+        step: Counts the sums of this site's clients; asked again, the same total comes. 0 for none.
     """
 
     group: str
     places: list[int]
     tensors: list[Tensor]
+    step: int = 0
 
 
 @record
