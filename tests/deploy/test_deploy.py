@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,7 +170,10 @@ class _Line:
             name: Host(name, folder / name, lambda target, data: b"", patience=1.0) for name in ("a", "b", "c")
         }
 
-    def send(self, site: str, data: bytes, patience: float) -> object:
+    def there(self, site: str) -> bool:
+        return True
+
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         return self.sites[site].call("server", data)
 
 
@@ -223,7 +227,7 @@ class _Session:
         pass
 
     def get_connected_client_list(self) -> Any:
-        return ["a"]
+        return [SimpleNamespace(name="a")]
 
     def list_jobs(self) -> Any:
         return self.jobs

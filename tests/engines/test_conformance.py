@@ -53,7 +53,10 @@ def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True,
     sums, hosts = Sums(patience), {}
 
     class Line:
-        def send(self, site: str, data: bytes, patience: float) -> object:
+        def there(self, site: str) -> bool:
+            return True
+
+        def send(self, site: str, data: bytes, patience: float, number: int) -> object:
             return hosts[site].call(SERVER, data)
 
     for name in "ab":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
+import random
 import signal
 import subprocess
 import sys
@@ -122,37 +124,71 @@ def test_failures_are_told_as_in_the_local_engine(pool: WorkerPool) -> None:
     assert any("ValueError: no luck" in reason and "raycases.py:" in reason for _, reason in told[1])
 
 
-def test_a_worker_that_is_killed_costs_its_clients_the_round(run: Any, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    table = {
-        "partition": {"name": "iid", "clients": 6},
-        "method": {"name": "fedavg"},
-        "model": {"name": "mlp", "hidden": [16]},
-        "training": {"rounds": 3, "local_epochs": 1, "batch_size": 32, "execution": "per-client"},
-    }
-    killer = fs.Experiment.from_table(
-        {**table, "method": {"name": "fedavg", "objective": {"name": "raycases:Fatal", "marker": str(marker)}}}
+@pytest.mark.parametrize("deaths", [1, engine_module.DEATHS - 1])
+def test_a_worker_that_is_killed_costs_nothing(run: Any, tmp_path: Path, deaths: int) -> None:
+    """Its client failed, and the bytes were others."""
+    (markers := tmp_path / "markers").mkdir()
+    spec = fs.Experiment.from_table(
+        {
+            "partition": {"name": "iid", "clients": 6},
+            "method": {"name": "fedavg", "objective": {"name": "raycases:Fatal", "markers": str(markers)}},
+            "model": {"name": "mlp", "hidden": [16]},
+            "training": {"rounds": 3, "local_epochs": 1, "batch_size": 32, "execution": "per-client"},
+        }
     )
-    there = run(killer, out=tmp_path / "run", callbacks=[lambda row: row["round"] == 1 and marker.touch()])
-    events = read_jsonl(tmp_path / "run" / "events.jsonl")
-    victims = [event["clients"][0] for event in events]
-    # A call may be for several clients, never for all.
-    assert 1 <= len(victims) < 6
-    assert [row["clients_failed"] for row in there] == [0, len(victims), 0]
-    assert [row["clients_returned"] for row in there] == [6, 6 - len(victims), 6]
-    assert {(event["round"], event["kind"]) for event in events} == {(2, "failed")}
-    assert all("its worker (process " in event["reason"] for event in events)
-    # Nothing else was lost: the same as if these clients alone had been away.
-    away = [f"{client},{first},{last}" for client in range(6) for first, last in spans(client in victims)]
-    trace = tmp_path / "trace.csv"
-    trace.write_text("\n".join(["client,first,last", *away]))
-    plain = {**killer.to_spec(), "availability": {"name": "trace", "file": str(trace)}}
-    assert matrix.final_bytes(there) == matrix.final_bytes(run(fs.Experiment.from_table(plain)))
+
+    def kill(row: Any) -> None:
+        if row["round"] == 1:
+            for number in range(deaths):
+                (markers / str(number)).touch()
+
+    there = run(spec, out=tmp_path / "run", callbacks=[kill])
+    assert list(markers.iterdir()) == []
+    assert not (tmp_path / "run" / "events.jsonl").exists() or read_jsonl(tmp_path / "run" / "events.jsonl") == []
+    here = fs.run(spec)
+    assert matrix.final_bytes(there) == matrix.final_bytes(here)
+    assert rows(there) == rows(here)
 
 
-def spans(away: bool) -> list[tuple[int, int]]:
-    """When a client is there in three rounds."""
-    return [(1, 1), (3, 3)] if away else [(1, 3)]
+def test_a_client_that_kills_its_workers_fails_alone(pool: WorkerPool) -> None:
+    context = context_of(fs.Experiment(partition=fs.IID(clients=5)))
+    context = dataclasses.replace(context, handlers=[*context.handlers, raycases.deadly])
+    asked = federation(RayEngine(context, StateStore(), pool=pool), context)
+    assert sorted(asked.ask(dict.fromkeys(range(5), raycases.Deadly()))) == [0, 2, 3, 4]
+    ((failed,),) = [event["clients"] for event in asked.events]
+    assert failed == 1
+    assert "its worker (process " in asked.events[0]["reason"]
+    asked.engine.close()
+
+
+@pytest.mark.long
+def test_workers_that_are_killed_at_random_times_leave_no_trace(run: Any, pool: WorkerPool, tmp_path: Path) -> None:
+    import threading
+
+    base = matrix.MATRIX["ask, state of the objective"].to_spec()
+    base["training"]["rounds"] = 30
+    spec = fs.Experiment.from_table(base)
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill() -> None:
+        draw = random.Random(0)
+        while len(killed) < 20 and not over.wait(draw.uniform(0.2, 1.2)):
+            names = [worker.name for worker in pool._all if worker.hello is None]
+            if names:
+                pid = int(draw.choice(names).split()[1])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    there = run(spec, out=tmp_path / "run", callbacks=[lambda row: time.sleep(0.5)])
+    over.set()
+    thread.join()
+    assert len(killed) > 5
+    assert read_jsonl(tmp_path / "run" / "events.jsonl") == []
+    assert matrix.final_bytes(there) == matrix.final_bytes(fs.run(spec))
 
 
 def test_a_run_goes_on_from_its_checkpoint(run: Any, local: Callable[[str], fs.History], tmp_path: Path) -> None:

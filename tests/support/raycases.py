@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,19 +47,34 @@ def trouble(client, request):
     return Count(times, torch.ones(1))
 
 
+@record
+class Deadly(Request):
+    """Client 1 is killed by it."""
+
+    reply_type: ClassVar[type[Reply]] = Count
+
+
+@handles(Deadly)
+def deadly(client, request):
+    if client.number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Count(client.number, torch.ones(1))
+
+
 class Fatal(fs.Objective):
-    """Cross-entropy; whoever finds the file first removes it and is killed.
+    """Cross-entropy; whoever finds a file first removes it and is killed.
 
     Args:
-        marker: The file.
+        markers: The folder of the files.
     """
 
-    marker: str
+    markers: str
 
     def loss(self, model, params, batch, context):
-        try:
-            Path(self.marker).unlink()
-        except FileNotFoundError:
-            return F.cross_entropy(model(params, batch.x), batch.y)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError("a dead process does not come here")
+        for marker in Path(self.markers).iterdir():
+            try:
+                marker.unlink()
+            except FileNotFoundError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+        return F.cross_entropy(model(params, batch.x), batch.y)

@@ -1,4 +1,4 @@
-"""``fedstrata deploy``, ``submit`` and ``keys``: real sites."""
+"""``fedstrata deploy``, ``submit``, ``status`` and ``keys``: real sites."""
 
 from __future__ import annotations
 
@@ -60,6 +60,74 @@ def _submit(options: argparse.Namespace) -> int:
     from fedstrata.history import History
 
     return show_run(History.load(submit(options.admin, options.out, wait=options.wait)))
+
+
+def add_status(commands: Commands) -> None:
+    """``fedstrata status``."""
+    parser = commands.add_parser("status", help="how far a deployment's run is: round, accuracy, sites, time left")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the administrator's folder, or a site's for its part")
+    parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
+    parser.set_defaults(work=_status)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.submit import status
+
+    status(options.folder, watch=options.watch)
+    return 0
+
+
+def add_check(commands: Commands) -> None:
+    """``fedstrata check``."""
+    parser = commands.add_parser(
+        "check", help="whether a site can take part: settings, data, certificates, server, clock"
+    )
+    parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
+    parser.set_defaults(work=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.check import check
+
+    found = check(options.kit)
+    for each in found:
+        print(each)
+    return int(any(each.state == "problem" for each in found))
+
+
+def add_renew(commands: Commands) -> None:
+    """``fedstrata renew``."""
+    parser = commands.add_parser("renew", help="new certificates for the same keys, in place of old ones")
+    parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="the folder of the root's private key")
+    parser.add_argument("certificates", type=Path, nargs="+", metavar="CRT", help="what a party has in startup/")
+    parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
+    parser.set_defaults(work=_renew)
+
+
+def _renew(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.certificates import renew
+
+    for path in options.certificates:
+        end = renew(options.authority, path, options.days)
+        print(f"{path}: valid until {end:%d %B %Y}; put it into the party's folder startup, and start that again")
+    return 0
+
+
+def add_revoke(commands: Commands) -> None:
+    """``fedstrata revoke``."""
+    parser = commands.add_parser("revoke", help="strike a site off the server's list of who may connect")
+    parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
+    parser.add_argument("site", metavar="SITE", help="the site's name")
+    parser.add_argument("--undo", action="store_true", help="put it on the list again")
+    parser.set_defaults(work=_revoke)
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.members import revoke
+
+    names = revoke(options.server, options.site, undo=options.undo)
+    print(f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
+    return 0
 
 
 def add_keys(commands: Commands) -> None:
@@ -125,4 +193,14 @@ def _approve(options: argparse.Namespace) -> int:
     return 0
 
 
-COMMANDS = (add_deploy, add_submit, add_keys, add_asks, add_approve)
+COMMANDS = (
+    add_deploy,
+    add_submit,
+    add_status,
+    add_check,
+    add_renew,
+    add_revoke,
+    add_keys,
+    add_asks,
+    add_approve,
+)

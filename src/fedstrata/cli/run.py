@@ -13,6 +13,9 @@ from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
+    from fedstrata.history import History
+    from fedstrata.simulation import Watcher
+    from fedstrata.spec import Experiment
 
 
 def add_run(commands: Commands) -> None:
@@ -21,6 +24,9 @@ def add_run(commands: Commands) -> None:
     add_spec(parser)
     parser.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
     parser.add_argument("--engine", default="local", help="where clients live: local (the default), ray or nvflare")
+    parser.add_argument(
+        "--sites", type=Path, metavar="TOML", help="rehearse a deployment here, over its sites' own files"
+    )
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.set_defaults(work=_run)
@@ -52,11 +58,24 @@ def _run(options: argparse.Namespace) -> int:
     with run_folder(out, name) as folder:
         with Progress(options.quiet) as progress:
             watch = progress.of_run(spec.method.name, spec.training.rounds, rounds_done(folder))
-            history = located(
-                options, lambda: run(spec, out=folder, engine=options.engine, resume=resume, callbacks=[watch])
-            )
+            if options.sites is not None:
+                history = located(options, lambda: _rehearse(options, spec, folder, resume, watch))
+            else:
+                history = located(
+                    options, lambda: run(spec, out=folder, engine=options.engine, resume=resume, callbacks=[watch])
+                )
         plot_run(history, folder)
     return show_run(history)
+
+
+def _rehearse(options: argparse.Namespace, spec: Experiment, folder: Path, resume: bool, watch: Watcher) -> History:
+    from fedstrata.deploy.federation import Sites
+    from fedstrata.deploy.rehearsal import rehearse
+
+    if options.engine != "local":
+        raise SpecError("--engine", "a rehearsal runs here; accepted with --sites: local", options.engine)
+    sites, base = Sites.read(options.sites), options.sites.parent
+    return rehearse(spec, sites, folder, base_dir=base, resume=resume, callbacks=[watch])
 
 
 def add_compare(commands: Commands) -> None:

@@ -24,7 +24,7 @@ ERROR = "error.json"
 """Beside a run folder's records: why the run ended early."""
 
 
-def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str], *, least: int = 1) -> None:
+def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
     """Write a job as NVFlare reads it: a few lines of JSON that name installed classes, and no source.
 
     Args:
@@ -32,7 +32,6 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str], *, l
         plans: What its server runs.
         specs: The experiment of each plan as TOML. Files of their own, where a site's reviewer can read them, and
             where NVFlare does not take braces for its variables.
-        least: Fewest sites with which the job starts and goes on.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,11 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str], *, l
             "components": [{"id": "site_", "path": client, "args": {}}],
         },
     )
-    meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": ["@ALL"]}}
+    # Only those that a plan names get the job: whoever else has a certificate is told nothing.
+    named = sorted({site for plan in plans for site in plan.sites})
+    places = ["server", *named] if named else ["@ALL"]
+    least = min(plan.least for plan in plans)
+    meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": places}}
     _write(folder / "meta.json", meta)
 
 

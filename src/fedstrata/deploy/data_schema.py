@@ -23,12 +23,13 @@ from fedstrata.data.fitting import Statistics, Unfitted, fit
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 from fedstrata.data.sources import Data, read_arrays
 from fedstrata.data.tables import SUFFIXES, read_table
+from fedstrata.deploy.manifest import FINGERPRINTS
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.wire import Begin, Survey
 from fedstrata.errors import DataError, SpecError
 from fedstrata.evaluation.holdouts import hold_out
 from fedstrata.evaluation.metrics import METRICS, Metric
-from fedstrata.jsonl import replace_file
+from fedstrata.jsonl import replace_file, write_json
 from fedstrata.partitions import Assignment
 from fedstrata.preparation import Prepared, assemble, prepare, trained_on
 from fedstrata.simulation import make_context
@@ -196,6 +197,7 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
         engine.survey(unfitted, tests=prepared.held.own_test is not None)
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(path, records.encode(engine.statistics))
+        write_json(folder / FINGERPRINTS, engine.fingerprints)
     assert engine.statistics is not None
     return dataclasses.replace(prepared, data=fit(prepared.data, engine.statistics))
 

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from fedstrata.config import Setting, build
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import PATIENCE
+from fedstrata.engines.nvflare.engine import Fewer
 from fedstrata.errors import SpecError
 from fedstrata.preparation import prepare
 from fedstrata.spec import Experiment, placed, read_toml
@@ -61,7 +62,9 @@ class Sites(Setting):
     Args:
         federation: Its name, in the certificates.
         patience: Seconds that a site has for an answer.
-        least: Fewest sites with which a run starts and goes on.
+        least: Fewest sites that must answer, before the first round and in every one.
+        fewer: What happens when there are fewer: ``wait`` until enough are there again, ``abort`` the run, or ``go-on``
+            with those that are there.
         relay: Whether a travelling model goes from site to site, encrypted from end to end (``direct``), or is sent
             back to the server after every hop.
         days: How long the certificates are valid.
@@ -77,6 +80,7 @@ class Sites(Setting):
     federation: str = "fedstrata"
     patience: PositiveFloat = PATIENCE
     least: PositiveInt = 1
+    fewer: Fewer = "wait"
     relay: Literal["direct", "server"] = "direct"
     days: PositiveInt = 365
     server: ServerEntry = ServerEntry()

@@ -21,9 +21,11 @@ from fedstrata.config import only_from
 from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, survey_of
 from fedstrata.deploy.guard import Books, Guard, Match, Spent, admitted
 from fedstrata.deploy.ledger import Entry
+from fedstrata.deploy.manifest import fingerprint
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
+from fedstrata.engines.nvflare.turns import Turns
 from fedstrata.engines.nvflare.wire import (
     Answers,
     Ask,
@@ -123,7 +125,7 @@ class Host:
         self._entries: list[Entry] = []
         self._noting = threading.Lock()
         """Another site may fetch a model while this one works."""
-        self._lock = threading.Lock()
+        self.turns, self.problem = Turns(), ""
         self._run: _Run | None = None
 
     def call(self, caller: str, data: object) -> bytes:
@@ -135,14 +137,18 @@ class Host:
                 return self._leaving(self._part_of_relay(caller, read(data, Fetch)))
             envelope: Envelope = read(data, Envelope)
             what = type(envelope.body).__name__
-            with self._lock, only_from(self._allow):
-                return self._leaving(self._answer(envelope))
+            return self.turns.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
             # Whatever it is must not end the site, and the server must learn of it.
+            self.problem = str(error)
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
                 self._write()
             return records.encode(Refused(self.message_of(error)))
+
+    def _answered(self, envelope: Envelope) -> bytes:
+        with only_from(self._allow):
+            return self._leaving(self._answer(envelope))
 
     def _leaving(self, answer: Message) -> bytes:
         """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
@@ -223,7 +229,7 @@ class Host:
         if isinstance(body, Survey):
             asked = self.admit(body.spec, body.total, own_data=True)
             least = FEWEST if self.policy is None else self.policy.min_samples
-            surveyed = Surveyed(survey_of(body, self.data, least=least))
+            surveyed = Surveyed(survey_of(body, self.data, least=least), fingerprint(self.data, self.folder))
             samples = surveyed.statistics.samples
             self.note(Survey.__name__, run=asked.job, samples=samples, bytes=records.size(surveyed))
             return surveyed

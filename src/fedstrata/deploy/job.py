@@ -5,22 +5,29 @@ from __future__ import annotations
 import shutil
 import sys
 import tomllib
-from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from nvflare.apis.fl_component import FLComponent
 from nvflare.collab import collab
 from nvflare.collab.api.exceptions import RunAborted
+from nvflare.widgets.info_collector import InfoCollector
 
 from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.ledger import HEADS, PLACE, Ledger
+from fedstrata.deploy.line import CALLS, Call, CollabLine, insist
+from fedstrata.deploy.members import MEMBERS, members
 from fedstrata.deploy.policy import Policy
+from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
+from fedstrata.deploy.streams import bound_growth
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
+from fedstrata.engines.nvflare.turns import beat
 from fedstrata.engines.nvflare.wire import SiteLostError
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import write_json
@@ -34,11 +41,11 @@ from fedstrata.tracking import Tracking
 RESULT = "fedstrata"
 """The run folder inside the result of a deployed job."""
 
-PULSE = 2.0
-"""Seconds between two looks at whether a site that has not answered yet is there at all."""
+FETCH = 10.0
+"""Seconds in which a site begins to give another one the model of a relay, for which it computes nothing."""
 
 
-class Server:
+class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     """The server's part of a job: runs one experiment after another.
 
     Args:
@@ -46,8 +53,26 @@ class Server:
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
+        super().__init__()
+        bound_growth()
         self.plans = plans
         self._sums: Sums | None = None
+        self._line: CollabLine | None = None
+        self._progress: Progress | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+        """Say how far the run is when an administrator asks."""
+        if event_type == InfoCollector.EVENT_TYPE_GET_STATS and self._progress is not None:
+            fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR).set_info(FEDSTRATA, self._progress.table())
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def beat(self, number: int, size: int) -> None:
+        """A site lives, and is at this question."""
+        kit = Path(collab.workspace.get_root_dir())
+        # Whoever was struck off the list is heard no more, and so asked no more.
+        struck = (kit / MEMBERS).exists() and collab.caller not in members(kit)
+        if self._line is not None and not struck:
+            self._line.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
@@ -59,7 +84,8 @@ class Server:
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
         """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
-        line = CollabLine({site.name: site for site in collab.clients})
+        calls = {site.name: _caller(site) for site in collab.clients}
+        self._line = line = CollabLine(calls, RunAborted, collab.fl_ctx.get_run_abort_signal())
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
@@ -104,15 +130,22 @@ class Server:
             patience=plan.patience,
             direct=plan.direct,
             heads=folder / HEADS,
+            least=plan.least,
+            fewer=plan.fewer,
         )
+        self._progress = progress = Progress(spec.training.rounds, homes, engine.standing)
         if plan.own_data:
             prepared = surveyed(prepared, engine, folder, resume=resume)
-        run_prepared(prepared, folder, engine, resume=resume)
+        run_prepared(prepared, folder, engine, [progress], resume=resume)
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
     """The run folder: a server of several jobs never answers one with another's result, whatever the job says."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
+
+
+def _caller(site: Any) -> Call:
+    return lambda data, patience: site(timeout=patience).call(data)
 
 
 def _settings(root: Path) -> SiteSettings:
@@ -127,6 +160,7 @@ class Site:
     """A site's part of a job; all that it needs to know is in the site's own settings."""
 
     def __init__(self) -> None:
+        bound_growth()
         self._host: Host | None = None
 
     @collab.init  # type: ignore[untyped-decorator]
@@ -136,12 +170,12 @@ class Site:
         settings = _settings(root)
         keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
         others = {site.name: site for site in collab.clients}
-        server = collab.server
+        server, pool = collab.server, ThreadPoolExecutor(CALLS, thread_name_prefix="sums")
 
         def send(target: str, data: bytes) -> object:
             if target == "server":
-                return server(timeout=settings.patience).add_up(data)
-            return others[target](timeout=settings.patience, secure=settings.secure).call(data)
+                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience, pool)
+            return others[target](timeout=min(FETCH, settings.patience), secure=settings.secure).call(data)
 
         self._host = Host(
             collab.site_name,
@@ -158,60 +192,20 @@ class Site:
             undeclared=settings.simulated,
             ledger=None if settings.simulated else Ledger(root / PLACE),
         )
+        self._progress = SiteProgress(root / STATUS)
+
+        def tell(number: int, size: int) -> None:
+            self._progress.write()
+            server(expect_result=False).beat(number, size)
+
+        beat(self._host.turns, tell, RunAborted)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def call(self, data: bytes) -> bytes:
         """Everything that a site is asked; see ``fedstrata.engines.nvflare.wire``."""
         if self._host is None:
             raise FedstrataError("the site is not ready")
-        return self._host.call(collab.caller, data)
-
-    @collab.publish  # type: ignore[untyped-decorator]
-    def alive(self) -> bool:
-        """Whether anybody is there."""
-        return True
-
-
-class CollabLine:
-    """The server's calls to its sites; see ``fedstrata.engines.nvflare.engine.Line``.
-
-    Args:
-        sites: Proxies by name.
-    """
-
-    def __init__(self, sites: dict[str, Any]) -> None:
-        self.sites = sites
-        self._pool = ThreadPoolExecutor(max(2 * len(sites), 4), thread_name_prefix="calls")
-        self._late: set[str] = set()
-
-    def send(self, site: str, data: bytes, patience: float) -> object:
-        """What the site answers; a site that died while it worked is not waited for."""
-        if site not in self.sites:
-            raise SiteLostError("it has not joined")
-        if site in self._late and not self._there(site, wait=False):
-            raise SiteLostError("it has not been heard of since it was late")
-        self._late.discard(site)
-        waiting = self._pool.submit(self.sites[site](timeout=patience).call, data)
-        while True:
-            try:
-                return waiting.result(timeout=PULSE)
-            except RunAborted:
-                raise
-            except TimeoutError:
-                if not waiting.done() and not self._there(site, wait=True):
-                    raise SiteLostError("it died while it worked") from None
-            except Exception as error:
-                if "timed out" in str(error):
-                    self._late.add(site)
-                    raise SiteLostError(f"no answer within {patience:g} s") from None
-                raise SiteLostError(f"it cannot be reached: {error}") from None
-
-    def _there(self, site: str, *, wait: bool) -> bool:
-        """Whether a site is there; one that does not answer at once may be, if we ``wait``."""
-        try:
-            self.sites[site](timeout=PULSE).alive()
-        except RunAborted:
-            raise
-        except Exception as error:
-            return wait and "timed out" in str(error)
-        return True
+        self._progress.question(len(data))
+        answer = self._host.call(collab.caller, data)
+        self._progress.answer(len(answer), self._host.problem)
+        return answer

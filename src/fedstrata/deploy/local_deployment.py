@@ -56,9 +56,7 @@ class Processes:
     def start(self, name: str) -> subprocess.Popen[bytes]:
         """Start the server or a site with its own start-up kit."""
         folder = (self.out / name).absolute()
-        # The kits call python3: it must be the one that has fedstrata.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"FEDSTRATA_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         with (folder / "console.txt").open("ab") as console:
             command = ["bash", str(folder / "startup" / "sub_start.sh"), "--once"]
             self.running[name] = start(command, cwd=folder, stdout=console, stderr=subprocess.STDOUT, env=environment)

@@ -13,22 +13,26 @@ from typing import Any
 import tomli_w
 
 from fedstrata.asks import hash_of
+from fedstrata.deploy.certificates import ROOT_DAYS, own, renew
+from fedstrata.deploy.check import PART, SPEC
 from fedstrata.deploy.configuration import CLASSES, write_job
 from fedstrata.deploy.data_schema import prepare_server
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.guard import admitted
+from fedstrata.deploy.kits import RECORDS, close, finish
+from fedstrata.deploy.members import write_members
 from fedstrata.deploy.policy import FILE as POLICY
 from fedstrata.deploy.policy import Policy, RuleError
-from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings, run_of
+from fedstrata.deploy.settings import LOCAL, USER, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.jsonl import write_json
 from fedstrata.spec import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
 """Folders beside those of the sites; the job is the administrator's."""
 
-USER = "admin@fedstrata.local"
-"""The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
+GATE = "fedstrata.deploy.gate.Gate"
 
 _RIGHTS = {
     "format_version": "1.0",
@@ -55,8 +59,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         spec: What to run.
         sites: Where.
         out: A folder that does not exist yet, or is empty.
-        base_dir: For a trial on this machine: data files are looked for from here, and NVFlare's own records stay in
-            ``out``.
+        base_dir: For a trial on this machine: data files are looked for from here.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -82,16 +85,16 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         except RuleError as error:
             problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
             raise SpecError(f"site.{name}", problem) from None
-    out.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
     _certify(sites, out)
     run = run_of(spec.to_toml())
-    plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, sites.relay == "direct")
-    write_job(out / ADMIN / JOB, [plan], [spec.to_toml()], least=sites.least)
-    storage = (out / SERVER / "records").absolute() if base_dir else Path("/var/tmp/nvflare") / sites.federation
+    direct = sites.relay == "direct"
+    plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, direct, sites.least, sites.fewer)
+    write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
-    _write_settings(out / SERVER, server, storage)
+    _write_settings(out / SERVER, server)
     for name, site in sites.site.items():
-        own = SiteSettings(
+        settings = SiteSettings(
             data=_path(site.data, base_dir),
             keys=_path(site.keys, base_dir),
             patience=sites.patience,
@@ -100,9 +103,19 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             catalog=site.catalog,
             tells=site.tells,
         )
-        _write_settings(out / name, own, storage)
+        _write_settings(out / name, settings)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
+    write_members(out / SERVER, sites.site)
+    if sites.own_data:
+        for client, name in enumerate(homes):
+            (out / name / SPEC).write_text(spec.to_toml(), encoding="utf-8")
+            part = {"client": client, "clients": len(homes), "tests": sites.server.data is None}
+            write_json(out / name / PART, part)
+    for name in (SERVER, ADMIN, *sites.site):
+        finish(out / name)
+        renew(out / "authority", own(out / name)[0], sites.days)
+    close(out / "authority")
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
@@ -121,7 +134,7 @@ def _certify(sites: Sites, out: Path) -> None:
     parts: list[tuple[str, dict[str, Any]]] = [
         ("workspace.WorkspaceBuilder", {"template_file": ["master_template.yml"]}),
         ("static_file.StaticFileBuilder", {"config_folder": "config"}),
-        ("cert.CertBuilder", {"root_valid_days": sites.days}),
+        ("cert.CertBuilder", {"root_valid_days": max(ROOT_DAYS, sites.days)}),
         ("signature.SignatureBuilder", {}),
     ]
     project = {
@@ -141,22 +154,25 @@ def _certify(sites: Sites, out: Path) -> None:
             raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
-            (out / name).chmod(0o700)
         # The root's private key makes new certificates: it stays with whoever provisions.
-        shutil.move(root / "kits" / sites.federation / "state", out / "authority")
-        (out / "authority").chmod(0o700)
+        state = json.loads((root / "kits" / sites.federation / "state" / "cert.json").read_text(encoding="utf-8"))
+        # Those of the parties are in their own folders, and nowhere else.
+        (out / "authority").mkdir()
+        write_json(out / "authority" / "cert.json", {key: state[key] for key in ("root_cert", "root_pri_key")})
 
 
-def _write_settings(folder: Path, settings: SiteSettings, storage: Path) -> None:
+def _write_settings(folder: Path, settings: SiteSettings) -> None:
     """What a site decides: its data, which classes a job may name, and what an administrator may do there."""
     (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     local = folder / LOCAL.parent
     text = (local / "resources.json.default").read_text(encoding="utf-8")
-    resources = json.loads(text.replace("/tmp/nvflare", str(storage)))
+    resources = json.loads(text.replace("/tmp/nvflare", f"/{RECORDS}"))
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 60
+        server["heart_beat_timeout"] = 120  # one that was stopped for a minute is not gone
+    if "snapshot_persistor" in resources:  # the server's
+        resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
             component["args"]["max_jobs"] = 1  # two would write into one run folder

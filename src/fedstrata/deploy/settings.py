@@ -12,11 +12,15 @@ from typing import Any
 from pydantic import PositiveFloat
 
 from fedstrata.config import Setting, build, plain
+from fedstrata.engines.nvflare.engine import Fewer
 from fedstrata.errors import SpecError
 from fedstrata.spec import placed, read_toml
 
 LOCAL = Path("local") / "fedstrata.toml"
 """A site's own settings, inside its folder; never part of a job."""
+
+USER = "admin@fedstrata.local"
+"""The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
 
 PATIENCE = 600.0
 """Seconds that a site has for an answer, unless something else is said."""
@@ -44,6 +48,8 @@ class JobSpec:
         own_data: Whether each site brings its own data; otherwise they are the spec's, by its partition.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site.
+        least: Fewest sites that must answer.
+        fewer: What to do when there are fewer.
     """
 
     spec: str
@@ -53,6 +59,8 @@ class JobSpec:
     own_data: bool = False
     patience: float = PATIENCE
     direct: bool = True
+    least: int = 1
+    fewer: Fewer = "go-on"
 
     def table(self) -> dict[str, Any]:
         """As JSON holds it."""

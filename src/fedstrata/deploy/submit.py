@@ -5,27 +5,34 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedstrata.deploy.configuration import ERROR, raised
-from fedstrata.deploy.provision import JOB, USER
+from fedstrata.deploy.manifest import sign
+from fedstrata.deploy.progress import FEDSTRATA, headline, own_status, shown
+from fedstrata.deploy.provision import JOB
+from fedstrata.deploy.settings import USER
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import read_jsonl
-from fedstrata.run_folder import EVENTS
+from fedstrata.run_folder import EVENTS, WEIGHTS
 
 RESULT = "fedstrata"
 POLL = 2.0
+TELL = 10.0
+"""Seconds between two lines about rounds."""
 MISSED = 5
 """Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
 AGAIN = 3
-"""How often the job is brought again because of one site."""
+"""How often the job is brought again because of one site that does not take part then either."""
 
 Tell = Callable[[str], None]
 
@@ -68,6 +75,40 @@ def submit(
         watch.close()
 
 
+def status(folder: Path, *, watch: bool = False, tell: Tell = print) -> None:
+    """Say how far the run is, or a party's own part of it.
+
+    Args:
+        folder: The administrator's, who asks the server; or that of a site, which has written its part down.
+        watch: Whether to go on until the job is over.
+        tell: Is told in lines.
+
+    Raises:
+        SpecError: It is no such folder.
+        FedstrataError: The server cannot be reached.
+    """
+    if not (folder / JOB / "meta.json").is_file():
+        if not (folder / "startup").is_dir():
+            raise SpecError("FOLDER", "no party's folder: it has no startup", str(folder))
+        while True:
+            tell("\n".join(own_status(folder) or ["nothing has run here yet"]))
+            if not watch:
+                return
+            time.sleep(POLL)
+    require_nvflare()
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+    asking = _Watch(folder, 60.0, tell)
+    try:
+        while True:
+            table = asking.progress()
+            tell("\n".join(shown(table)) if table else "no run is at work")
+            if not watch:
+                return
+            time.sleep(POLL)
+    finally:
+        asking.close()
+
+
 class _Watch:
     """An administrator's connection that survives the server's absence."""
 
@@ -78,15 +119,30 @@ class _Watch:
         self._status = ""
         self._missed: Counter[str] = Counter()
         self._again: Counter[str] = Counter()
+        self._worked: Counter[str] = Counter()
         self._since: float | None = None
+        self._said = ""
+        self._round, self._told = 0, -math.inf
+        self._sites: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
-        end = time.monotonic() + wait
+        """Wait until so many are connected; 0 for all that the job names."""
+        named = set(self._named())
+        end, told = time.monotonic() + wait, ""
         while time.monotonic() < end:
             there = self._do(lambda session: session.get_connected_client_list())
-            if there is not None and len(there) >= max(count, 1):
-                return
+            if there is not None:
+                names = {site.name for site in there}
+                if names and (named <= names or 0 < count <= len(names)):
+                    return
+                if (why := f"not connected yet: {', '.join(sorted(named - names))}") != told:
+                    self.tell(why)
+                told = why
             time.sleep(POLL)
+
+    def _named(self) -> list[str]:
+        meta = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))
+        return [site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")]
 
     def finished(self) -> bool:
         """Look once; bring the job where it is not at work."""
@@ -109,8 +165,36 @@ class _Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
+            self._tell_progress()
             self._look_for_idle_sites()
         return False
+
+    def progress(self) -> dict[str, Any] | None:
+        """What the server says of the job at work; None where it says nothing yet."""
+        jobs = [] if self._job is None else [self._job]
+        if not jobs:
+            listed = self._do(lambda session: session.list_jobs()) or []
+            jobs = [str(job["job_id"]) for job in listed if job["status"] == "RUNNING"]
+        for job in jobs:
+            found = self._do(partial(_stats, job=job)) or {}
+            table = (found.get("server") or {}).get(FEDSTRATA)
+            if isinstance(table, dict):
+                return table
+        return None
+
+    def _tell_progress(self) -> None:
+        """Rounds as they come, and sites whose part has changed."""
+        table = self.progress()
+        if table is None:
+            return
+        for site, (state, why) in table["sites"].items():
+            if self._sites.get(site, "in") != state:
+                self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
+            self._sites[site] = state
+        now = time.monotonic()
+        if table["round"] != self._round and (now - self._told > TELL or table["round"] == table["rounds"]):
+            self._round, self._told = table["round"], now
+            self.tell(headline(table))
 
     def _bring(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless this very job was submitted before and is still at work."""
@@ -125,7 +209,8 @@ class _Watch:
     def _look_for_idle_sites(self) -> None:
         found = self._do(lambda session: session.get_client_job_status()) or []
         working = {entry.get("client_name") for entry in found if entry.get("job_id") == self._job}
-        for name in {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"} - working:
+        idle = {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"}
+        for name in (idle & set(self._named() or idle)) - working:
             self._missed[name] += 1
             if self._missed[name] >= MISSED and self._again[name] < AGAIN:
                 self._do(lambda session: session.abort_job(self._job))
@@ -133,11 +218,15 @@ class _Watch:
                 return
         for name in working:
             self._missed.pop(name, None)
+            self._worked[name] += 1
+            if self._worked[name] >= MISSED:
+                self._again.pop(name, None)  # it took part: what comes later is another matter
 
     def _bring_again(self, cause: str, why: str) -> None:
         self.tell(f"{why}: the job comes again and goes on from the last checkpoint")
         self._again[cause] += 1
         self._missed.clear()
+        self._worked.clear()
         self._job, self._status = None, ""
 
     def fetch(self, out: Path) -> bool:
@@ -154,6 +243,8 @@ class _Watch:
             raise raised(runs[0] / ERROR)
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(runs[0], out)
+        if (out / WEIGHTS).exists():
+            sign(out, self.admin)
         events = read_jsonl(out / EVENTS) if (out / EVENTS).exists() else []
         for reason in dict.fromkeys(str(event["reason"]) for event in events if event["kind"] == "absent"):
             self.tell(reason)
@@ -175,7 +266,7 @@ class _Watch:
                 if self._session is None:
                     self._session = new_secure_session(USER, str(self.admin.absolute()), timeout=10.0)
                 outcome = work(self._session)
-            self._since = None
+            self._since, self._said = None, ""
         except Exception as error:
             known = self._session is not None
             self._forget()
@@ -184,7 +275,9 @@ class _Watch:
             self._since = self._since or time.monotonic()
             if time.monotonic() - self._since > self.lost:
                 raise FedstrataError(f"the server cannot be reached: {type(error).__name__}: {error}") from error
-            self.tell(f"waiting for the server ({type(error).__name__}: {error})")
+            if (why := f"waiting for the server ({type(error).__name__}: {error})") != self._said:
+                self.tell(why)
+            self._said = why
             time.sleep(POLL)
             return None
         return outcome
@@ -195,6 +288,17 @@ class _Watch:
             self.close()
         except Exception:
             self._session = None
+
+
+def _stats(session: Any, *, job: str) -> dict[str, Any]:
+    """What the job's server says of itself; nothing while it begins or ends."""
+    from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
+
+    try:
+        found: dict[str, Any] = session.show_stats(job, "server")
+    except (JobNotFound, JobNotRunning):
+        return {}
+    return found
 
 
 def _passes(error: Exception, known: bool) -> bool:

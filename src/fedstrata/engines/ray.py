@@ -2,7 +2,7 @@
 
 The method, the clients' states and the books stay in the process that runs the experiment. A state travels with its
 client's request and comes back changed, so that any worker can answer for any client, and one that dies takes
-nothing with it but the answers that it was working on.
+nothing with it: what it was working on others compute again, to the same bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ AHEAD = 2
 
 MOST_AT_ONCE = 8
 """Most clients in a call that takes long."""
+
+DEATHS = 3
+"""Workers that may die over one call before its clients have failed: a client may be what kills them."""
 
 CALL_PAYS = 0.005
 """Seconds of work below which clients are put into one call."""
@@ -218,11 +221,13 @@ class Call:
         clients: Whom it answers for.
         work: What it takes, in any unit.
         send: Calls a worker; Ray's reference to what it will return.
+        deaths: How many workers died over it.
     """
 
     clients: list[ClientId]
     work: float
     send: Callable[[WorkerHandle], Any]
+    deaths: int = 0
 
 
 @dataclass(eq=False)
@@ -291,7 +296,7 @@ class WorkerPool:
         """Have calls run, each as soon as a worker has room for it.
 
         Yields:
-            Each call with what came of it, as they are done; a ``Failure`` where its worker died over it.
+            Each call with what came of it, as they are done; a ``Failure`` where ``DEATHS`` workers died over it.
         """
         again: deque[Call] = deque()
         try:
@@ -362,16 +367,21 @@ class WorkerPool:
             raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
 
     def _replace_worker(self, dead: WorkerHandle, error: Exception, again: deque[Call]) -> Iterator[tuple[Call, Any]]:
-        """Replace a worker: it died over the first of its calls that is not done; the next one runs elsewhere."""
+        """Replace a worker. What it had not done others do: nothing of that counts yet, and all of it is determined.
+
+        Only the first of its calls that is not done can have killed it.
+        """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):
+            del dead.running[ref]
             try:
                 yield call, self._get(ref, timeout=0)
             except self._ray.exceptions.RayError:
-                yield call, died
+                if call.deaths + 1 < DEATHS:
+                    again.append(replace(call, deaths=call.deaths + 1))
+                else:
+                    yield call, died
                 break
-            finally:
-                del dead.running[ref]
         again.extend(dead.running.values())
         dead.running = {}
         self._ray.kill(dead.actor)

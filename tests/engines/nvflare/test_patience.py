@@ -33,7 +33,10 @@ class Line:
         self.hook, self.stop = hook, threading.Event()
         self._pool = ThreadPoolExecutor(16)
 
-    def send(self, site: str, data: bytes, patience: float) -> object:
+    def there(self, site: str) -> bool:
+        return True
+
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         what = self.hook(site, read(data, Envelope).body)
         if what == "gone":
             raise SiteLostError("it is gone")

@@ -8,6 +8,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,10 @@ class Sites:
 
         return Host(name, self.folder / name, send, patience=PATIENCE, data=data, keys=keys, **self.settings)
 
-    def send(self, site: str, data: bytes, patience: float) -> object:
+    def there(self, site: str) -> bool:
+        return True
+
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         body = read(data, Envelope).body
         return self.hook(site, body, lambda: self.hosts[site].call(SERVER, data))
 
@@ -307,6 +311,22 @@ def test_another_site_may_only_fetch_the_model_of_a_relay(sites: Callable[..., S
             read(made.hosts["a"].call("b", records.encode(Envelope([], body))), Done, Answers)
     with pytest.raises(SiteRefusedError, match="does not have the model"):
         read(made.hosts["a"].call("b", records.encode(Fetch(1, 0))), Weights)
+
+
+def test_a_part_that_comes_again_is_added_once() -> None:
+    from fedstrata.engines.nvflare.wire import Part, Total
+
+    sums = Sums(60.0)
+    sums.open("g", {"a": {0}, "b": {1}})
+    for step in (1, 2):
+        with ThreadPoolExecutor(4) as pool:
+            parts = [("a", [0], 1.0), ("a", [0], 1.0), ("b", [1], 2.0), ("b", [1], 2.0)]
+            sent = [(site, records.encode(Part("g", at, [torch.full((1,), x * step)], step))) for site, at, x in parts]
+            answers = list(pool.map(lambda each: read(sums.add_up(*each), Total).tensor.item(), sent))
+        assert answers == [3.0 * step] * 4
+    with pytest.raises(SiteRefusedError, match="question 1 comes after 2"):
+        read(sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)], 1))), Total)
+    sums.close("g")
 
 
 def test_a_site_brings_only_its_own_clients_parts_to_a_sum() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from fedstrata import records
 from fedstrata.data.fitting import Statistics, Unfitted
@@ -49,6 +52,16 @@ LOG = logging.getLogger(__name__)
 BEGIN_SECONDS = 300.0
 """What a site has at least to load its data and make its clients ready."""
 
+BEGIN_AGAIN = 10.0
+"""Seconds after which a site that could not begin is asked again, where sites are waited for."""
+
+WAIT = 0.5
+"""Seconds between two looks at whether enough sites are there."""
+
+Fewer = Literal["wait", "abort", "go-on"]
+"""What to do with fewer sites than must be there: wait until there are enough, end the run, or go on with those that
+are there."""
+
 MOST_AT_ONCE = 64
 """Sites that are talked to at the same time, at least; more where there are more cores."""
 
@@ -60,11 +73,24 @@ class ClientRaisedError(FedstrataError):
 class Line(Protocol):
     """What carries bytes to a site and back."""
 
-    def send(self, site: str, data: bytes, patience: float) -> object:
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         """What the site answers.
+
+        Args:
+            site: Its name.
+            data: The question.
+            patience: Seconds.
+            number: The question's, ascending: asked again with it, a site gives the answer that it gave before.
 
         Raises:
             SiteLostError: It cannot be reached, or does not answer within ``patience`` seconds.
+        """
+
+    def there(self, site: str) -> bool:
+        """Whether it is worth asking a site.
+
+        Raises:
+            Exception: The job is over.
         """
 
 
@@ -81,6 +107,8 @@ class NVFlareEngine(Engine):
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
         heads: A file for the heads of the sites' books, round by round; none unless given.
+        least: Fewest sites that must answer, before the first round and in every one.
+        fewer: What to do when there are fewer.
     """
 
     keeps_states = True
@@ -97,20 +125,26 @@ class NVFlareEngine(Engine):
         patience: float = math.inf,
         direct: bool = True,
         heads: Path | None = None,
+        least: int = 1,
+        fewer: Fewer = "go-on",
     ) -> None:
         self._heads_file, self._heads, self._heads_written = heads, dict[str, str](), dict[str, str]()
         self.config, self.line, self.homes, self.sums = config, line, list(homes), sums
-        self.patience, self.direct = patience, direct
+        self.patience, self.direct, self.least, self.fewer = patience, direct, least, fewer
         self._run, self._spec = run, spec
         self.statistics: Statistics | None = None
         """What all sites' training samples come to, where they bring their own; see ``survey``."""
+        self.fingerprints: dict[str, str] = {}
+        """Of the sites' files, as they gave them; see ``fedstrata.deploy.manifest``."""
         self._sites = sorted(set(homes))
         self._news: dict[str, list[Message]] = {site: [] for site in self._sites}
         self._pending_events: list[EngineEvent] = []
         self._absent: dict[str, str] = {}
+        self._told: dict[str, str] = {}
         self._lost: set[str] = set()
         self._unsaved: set[str] = set()
         self._exchange = 0
+        self._numbers = itertools.count(time.time_ns())  # of messages; those of the next run at the same sites go on
         self._asked: dict[str, list[ClientId]] = {}
         self._journeys = 0
         self._pool = ThreadPoolExecutor(min(len(self._sites), MOST_AT_ONCE), thread_name_prefix="sites")
@@ -130,26 +164,63 @@ class NVFlareEngine(Engine):
         """
         asked = {site: self._clients_of(site) for site in dict.fromkeys(self.homes)}
         bodies = {site: Survey(self._spec, clients, self.config.clients, tests) for site, clients in asked.items()}
-        self.statistics = unfitted.statistics(())
-        for site, outcome in self._all(bodies, Surveyed).items():
-            try:
-                if isinstance(outcome, FedstrataError):
-                    raise outcome
-                unfitted.refuse_unlike(outcome.statistics)
-                self.statistics += outcome.statistics
-            except FedstrataError as error:
-                self._leave_out(site, error)
-        self._refuse_nobody()
+
+        def check(site: str, outcome: Surveyed) -> None:
+            unfitted.refuse_unlike(outcome.statistics)
+
+        found = self._begin(bodies, Surveyed, check)
+        self.fingerprints = {site: found[site].fingerprint for site in bodies if site in found}
+        self.statistics = sum((found[site].statistics for site in bodies if site in found), unfitted.statistics(()))
         return self.statistics
 
-    def _leave_out(self, site: str, error: FedstrataError) -> None:
-        self._absent[site] = f"site {site} takes no part: {error}"
-        LOG.warning("%s", self._absent[site])
-        self._pending_events.append(("absent", self._clients_of(site), self._absent[site]))
+    def _begin(
+        self,
+        bodies: Mapping[str, Message],
+        kind: type[Message],
+        check: Callable[[str, Any], None] = lambda site, outcome: None,
+    ) -> dict[str, Any]:
+        """What sites answer before the first round; those that cannot take part are left out.
 
-    def _refuse_nobody(self) -> None:
-        if len(self._absent) == len(self._sites):
-            raise FedstrataError(f"no site takes part; {'; '.join(self._absent.values())}")
+        Args:
+            bodies: The question to each.
+            kind: Of the answers.
+            check: Raises a ``FedstrataError`` where an answer is no good.
+
+        Raises:
+            FedstrataError: There are too few, and they are not waited for.
+        """
+        found: dict[str, Any] = {}
+        wanted = dict(bodies)
+        while True:
+            for site in wanted:
+                self._absent.pop(site, None)
+            for site, outcome in self._everybody(wanted, kind).items():
+                try:
+                    if isinstance(outcome, FedstrataError):
+                        raise outcome
+                    check(site, outcome)
+                    found[site] = outcome
+                except FedstrataError as error:
+                    self._leave_out(site, error)
+            wanted = {site: body for site, body in bodies.items() if site not in found}
+            if len(found) >= self.least or self.fewer != "wait":
+                break
+            self._wait(lambda: False, BEGIN_AGAIN)
+        for site in wanted:
+            self._pending_events.append(("absent", self._clients_of(site), self._absent[site]))
+        if not found:
+            why = "; ".join(self._absent.values())
+            if self._lost >= set(self._sites):
+                raise SiteLostError(f"no site can be reached; {why}")
+            raise FedstrataError(f"no site takes part; {why}")
+        self._refuse_fewer(len(found))
+        return found
+
+    def _leave_out(self, site: str, error: FedstrataError) -> None:
+        reason = f"site {site} takes no part: {error}"
+        if self._told.get(site) != reason:
+            LOG.warning("%s", reason)
+        self._absent[site] = self._told[site] = reason
 
     def restore(self, round: int) -> None:
         """Let every site make its clients ready, with their states after ``round``; 0 to start anew.
@@ -158,23 +229,19 @@ class NVFlareEngine(Engine):
 
         Raises:
             SiteLostError: No site can be reached.
-            FedstrataError: No site can begin.
+            FedstrataError: No site can begin, or too few can.
         """
         common = self._run, self._spec, self.statistics
         there = [site for site in self._sites if site not in self._absent]
         bodies = {site: Begin(*common, self._clients_of(site), self.config.clients, round) for site in there}
-        outcomes = self._all(bodies, Begun)
-        for site, outcome in outcomes.items():
+        for site, outcome in self._begin(bodies, Begun).items():
             clients = self._clients_of(site)
-            if isinstance(outcome, FedstrataError):
-                self._leave_out(site, outcome)
-            elif outcome.round != round:
+            if outcome.round != round:
                 reason = f"site {site} has its clients' states of round {outcome.round}, not {round}"
                 self._pending_events.append(("state lost", clients, reason))
             elif lost := [client for client in outcome.lost if client in clients]:
                 reason = f"site {site} has no states of clients that lived elsewhere up to round {round}"
                 self._pending_events.append(("state lost", lost, reason))
-        self._refuse_nobody()
 
     def save(self, round: int) -> None:
         """Let every site write its clients' states to its own disk; a note names those that do not any more."""
@@ -283,12 +350,17 @@ class NVFlareEngine(Engine):
 
     def send(self, site: str, body: Message, *kinds: type[Message]) -> Any:
         """What a site answers, of one of these kinds; a ``FedstrataError`` where it cannot be used."""
+        self._gather()
+        return self._send(site, body, kinds, next(self._numbers))
+
+    def _send(self, site: str, body: Message, kinds: tuple[type[Message], ...], number: int) -> Any:
         if site in self._absent:
             return SiteLostError(self._absent[site])
         news = list(self._news[site])
         patience = max(self.patience, BEGIN_SECONDS) if isinstance(body, (Survey, Begin)) else self.patience
         try:
-            answer: Message = read(self.line.send(site, records.encode(Envelope(news, body)), patience), *kinds)
+            data = records.encode(Envelope(news, body, number))
+            answer: Message = read(self.line.send(site, data, patience, number), *kinds)
         except (SiteLostError, SiteRefusedError, WireError) as error:
             if isinstance(error, SiteLostError):
                 self._lost.add(site)
@@ -300,18 +372,35 @@ class NVFlareEngine(Engine):
         return answer
 
     def _all(
-        self,
-        bodies: Mapping[str, Message],
-        kind: type[Message],
-        ended: Callable[[str, str], None] = lambda site, failed: None,
+        self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, str], None] | None = None
     ) -> dict[str, Any]:
+        """What all sites answer, once enough of them are there.
+
+        Args:
+            bodies: The question to each.
+            kind: Of the answers.
+            ended: Told of each site that has answered, and why its answer breaks the group. A site of a group is not
+                asked again: the others do not wait for it.
+        """
+        self._gather()
+        outcomes = self._everybody(bodies, kind, ended)
+        self.refuse_solitude(outcomes.values())
+        return outcomes
+
+    def _everybody(
+        self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, str], None] | None = None
+    ) -> dict[str, Any]:
+        numbers = {site: next(self._numbers) for site in bodies}
+
         def one(site: str) -> Any:
-            outcome = self.send(site, bodies[site], kind)
+            outcome = self._send(site, bodies[site], (kind,), numbers[site])
             while isinstance(outcome, Answers) and outcome.left:
-                rest = self.send(site, More(self._exchange), Answers)
+                rest = self._send(site, More(self._exchange), (Answers,), next(self._numbers))
                 outcome = (
                     rest if isinstance(rest, FedstrataError) else Answers(outcome.outcomes + rest.outcomes, rest.left)
                 )
+            if ended is None:
+                return outcome
             if isinstance(outcome, FedstrataError):
                 ended(site, str(outcome))
             else:
@@ -319,21 +408,72 @@ class NVFlareEngine(Engine):
                 ended(site, f"a client of site {site} failed" if failed else "")
             return outcome
 
-        if len(bodies) == 1:
-            outcomes = {site: one(site) for site in bodies}
-        else:
-            outcomes = dict(zip(bodies, self._pool.map(one, bodies), strict=True))
-        self.refuse_solitude(outcomes.values())
-        return outcomes
+        outcomes: dict[str, Any] = {}
+        wanted = list(bodies)
+        while True:
+            answers = map(one, wanted) if len(wanted) == 1 else self._pool.map(one, wanted)
+            outcomes |= dict(zip(wanted, answers, strict=True))
+            wanted = [site for site in wanted if isinstance(outcomes[site], SiteLostError) and site not in self._absent]
+            missing = self.least - len(self._present() - set(wanted))
+            if ended is not None or self.fewer != "wait" or not wanted or missing <= 0:
+                return outcomes
+            # They are asked the very same again: who has answered already gives the same answer.
+            self._wait(partial(self._any_there, wanted), math.inf)
+
+    def _any_there(self, sites: Sequence[str]) -> bool:
+        return any(map(self.line.there, sites))
+
+    def standing(self, site: str) -> tuple[str, str]:
+        """How a site takes part, in a word, and why it does not: ``in``, ``refused``, ``gone`` or ``late``."""
+        if site in self._absent:
+            return "refused", self._absent[site]
+        if not self.line.there(site):
+            return "gone", "nothing is heard of it, or it has not joined"
+        return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
+
+    def _present(self) -> set[str]:
+        return {site for site in self._sites if site not in self._absent and self.line.there(site)}
+
+    def _gather(self) -> None:
+        """Before an exchange: enough sites are there, or what ``fewer`` says is done.
+
+        Raises:
+            FedstrataError: There are fewer, and they are not waited for.
+        """
+        if self.fewer == "wait" and len(self._sites) - len(self._absent) >= self.least:
+            self._wait(lambda: len(self._present()) >= self.least, math.inf)
+        self._refuse_fewer(len(self._present()))
+
+    def _refuse_fewer(self, count: int) -> None:
+        if self.fewer == "abort" and count < self.least:
+            away = [self._absent.get(site, f"site {site} cannot be reached") for site in self._sites]
+            there = self._present()
+            why = "; ".join(text for site, text in zip(self._sites, away, strict=True) if site not in there)
+            raise FedstrataError(f"{count} sites answer, and least = {self.least}; {why}")
+
+    def _wait(self, ready: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        said = False
+        while not ready() and time.monotonic() < end:
+            away = ", ".join(site for site in self._sites if site not in self._present())
+            if not said:
+                LOG.warning("fewer than %d sites answer: waiting for %s", self.least, away)
+            said = True
+            time.sleep(WAIT)
 
     def refuse_solitude(self, outcomes: Iterable[object]) -> None:
         """Rounds without anybody would pass in no time; the run can go on when somebody is there again.
 
         Raises:
             SiteLostError: No site can be reached.
+            FedstrataError: Fewer can be than must be, and they are not waited for.
         """
-        if self._lost | self._absent.keys() >= set(self._sites):
+        out = self._lost | self._absent.keys()
+        if self.fewer == "wait" and len(self._present()) < self.least:
+            return  # the next exchange waits
+        if out >= set(self._sites):
             raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes))}")
+        self._refuse_fewer(len(set(self._sites) - out))
 
     def _outcomes(
         self, answers: Mapping[str, Any], requests: Mapping[ClientId, Request]

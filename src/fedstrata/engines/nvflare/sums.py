@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from fedstrata import records
+from fedstrata.engines.nvflare.turns import Turns
 from fedstrata.engines.nvflare.wire import Part, Refused, SiteRefusedError, Total, read
 from fedstrata.errors import WireError
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
@@ -32,6 +34,7 @@ class Sums:
         self.patience = patience * SHARE
         self._lock = threading.Lock()
         self._groups: dict[str, tuple[LocalGroup, dict[str, set[int]]]] = {}
+        self._turns: dict[tuple[str, str], Turns] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
         """Begin a group whose members have these places, by site."""
@@ -56,7 +59,9 @@ class Sums:
         """Forget a group."""
         self.abort(group, "it is over")
         with self._lock:
-            self._groups.pop(group, None)
+            _, places = self._groups.pop(group, (None, {}))
+            for site in places:
+                self._turns.pop((group, site), None)
 
     def add_up(self, site: str, data: object) -> bytes:
         """The answer to a site's ``Part``: the ``Total``, or ``Refused`` where the group is broken."""
@@ -68,7 +73,10 @@ class Sums:
                 raise GroupBrokenError("the group is over")
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
                 raise WireError(f"site {site} brings parts of places {part.places}, which are not its own")
-            return records.encode(Total(group.add(dict(zip(part.places, part.tensors, strict=True)))))
+            with self._lock:
+                turns = self._turns.setdefault((part.group, site), Turns())
+            added = dict(zip(part.places, part.tensors, strict=True))
+            return turns.answer(part.step, lambda: records.encode(Total(group.add(added))))
         except (GroupBrokenError, WireError, SiteRefusedError) as error:
             return records.encode(Refused(str(error)))
 
@@ -86,10 +94,12 @@ class SiteGroup(LocalGroup):
     def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:
         super().__init__(len(places), patience * SHARE)
         self._group, self._places, self._send = group, list(places), send
+        self._steps = itertools.count(1)
 
     def _add_up(self, parts: list[Tensor]) -> Tensor:
         try:
-            total: Total = read(self._send(records.encode(Part(self._group, self._places, parts))), Total)
+            part = Part(self._group, self._places, parts, next(self._steps))
+            total: Total = read(self._send(records.encode(part)), Total)
         except Exception as error:
             raise GroupBrokenError(f"the group is broken: {error}") from error
         return total.tensor

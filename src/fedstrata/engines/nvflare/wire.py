@@ -44,9 +44,11 @@ class Surveyed(Message):
 
     Args:
         statistics: What the samples that it trains on come to.
+        fingerprint: Of its file; tells nothing of what is in it.
     """
 
     statistics: Statistics
+    fingerprint: str = ""
 
 
 @record
@@ -292,11 +294,13 @@ class Part(Message):
         group: Its name.
         places: Of the clients among the members.
         tensors: What each brings.
+        step: Counts the sums of this site's clients; asked again, the same total comes. 0 for none.
     """
 
     group: str
     places: list[int]
     tensors: list[Tensor]
+    step: int = 0
 
 
 @record
@@ -313,10 +317,12 @@ class Envelope(Message):
     Args:
         news: What became of earlier answers (``Settled``, ``Kept``, ``Ended``); again until an answer has come.
         body: The message itself.
+        number: Ascending; a site that is asked the same number again gives the same answer again. 0 for none.
     """
 
     news: list[Any]
     body: Any
+    number: int = 0
 
 
 def read(data: object, *kinds: type[Message]) -> Any:

@@ -1,0 +1,180 @@
+"""Whether a deployment stays as it is for as long as it runs: threads, memory and time of exchanges, with slopes.
+
+Run it as ``python benchmarks/soak.py [--minutes 20] [--out DIR]``: a server and three sites as processes with mutual
+TLS, which exchange next to nothing, as often as they can. It prints a table of slopes with their 95 % intervals, and
+writes every sample to ``DIR/soak.json``. Sites find this module by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import psutil
+from scipy import stats
+
+import fedstrata as fs
+from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.local_deployment import try_out
+from fedstrata.federation.federation import Federation
+from fedstrata.federation.messages import Weights
+from fedstrata.methods.base import Method
+from fedstrata.records import record
+from fedstrata.sampling.messages import SizeReport
+
+HERE = Path(__file__).parent
+BLOCK = 5.0
+"""Seconds of exchanges that make a round."""
+EVERY = 5.0
+"""Seconds between two looks at the processes."""
+WARM = 90.0
+"""Seconds that do not count: NVFlare remembers messages for 65, and pools start threads when they need them."""
+
+
+@record
+class Nothing:
+    """No state but the model."""
+
+    weights: Weights
+
+
+class Soak(Method):
+    """Asks all clients for next to nothing, a block a round."""
+
+    paper: ClassVar[str] = "none"
+
+    def init(self, federation: Federation, weights: Weights) -> Nothing:
+        """The model never changes."""
+        return Nothing(weights)
+
+    def run_round(self, federation: Federation, state: Nothing) -> tuple[Nothing, dict[str, Any]]:
+        """Exchanges for a while."""
+        clients = range(federation.config.clients)
+        times: list[float] = []
+        while sum(times) < BLOCK:
+            began = time.perf_counter()
+            federation.ask(dict.fromkeys(clients, SizeReport(federation.round, 0, 1.0)))
+            times.append(time.perf_counter() - began)
+        mean = 1e3 * sum(times) / len(times)
+        return state, {"ask_ms": mean, "slowest_ms": 1e3 * max(times), "exchanges": len(times), "at": time.time()}
+
+
+class Looks:
+    """Looks at all processes of a deployment every few seconds.
+
+    Args:
+        kits: Its folder.
+    """
+
+    def __init__(self, kits: Path) -> None:
+        self.kits, self.found = kits, []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> Looks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._ended.wait(EVERY):
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    words = process.cmdline()
+                    with process.oneshot():
+                        sample = process.num_threads(), process.memory_info().rss / 2**20
+                except psutil.Error:
+                    continue
+                if role := self._role(words):
+                    self.found.append({"role": role, "at": time.time(), "threads": sample[0], "mib": sample[1]})
+
+    def _role(self, words: list[str]) -> str:
+        """Which part of the deployment a process is: a party's own, or that of its job."""
+        line = " ".join(words)
+        for module, what in (("runner_process", "job"), ("worker_process", "job"), ("server_train", "parent"),
+                             ("client_train", "parent")):  # fmt: skip
+            if f"{module} " in f"{line} " and "fedstrata.deploy.processes" not in line and "bash" not in words[0]:
+                party = next((path.name for path in self.kits.iterdir() if f"{path}" in line.split()), "")
+                return f"{party} {what}" if party else ""
+        return ""
+
+
+def slope(at: list[float], values: list[float]) -> tuple[float, float, float]:
+    """Change an hour with the ends of its 95 % interval, from means of twenty blocks: neighbours are alike."""
+    blocks = min(20, len(at))
+    x = np.array([part.mean() for part in np.array_split(np.array(at) / 3600, blocks)])
+    y = np.array([part.mean() for part in np.array_split(np.array(values), blocks)])
+    fit = stats.linregress(x, y)
+    half = fit.stderr * stats.t.ppf(0.975, blocks - 2)
+    return fit.slope, fit.slope - half, fit.slope + half
+
+
+def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> list[str]:
+    """Mean and slope of everything that was measured."""
+    begun = rounds[0]["at"]
+    lines = ["| what | mean | change an hour | 95 % interval |", "|---|---|---|---|"]
+    series: dict[str, list[tuple[float, float]]] = {}
+    for sample in samples:
+        for key, unit in (("threads", "threads"), ("mib", "MiB")):
+            series.setdefault(f"{sample['role']}, {unit}", []).append((sample["at"] - begun, sample[key]))
+    series["an exchange, ms"] = [(one["at"] - begun, one["ask_ms"]) for one in rounds]
+    for what, pairs in sorted(series.items()):
+        later = [pair for pair in pairs if pair[0] > WARM and pair[0] < rounds[-1]["at"] - begun]
+        if len(later) < 5:
+            continue
+        at, values = zip(*later, strict=True)
+        middle, low, high = slope(list(at), list(values))
+        lines.append(f"| {what} | {np.mean(values):.1f} | {middle:+.2f} | {low:+.2f} … {high:+.2f} |")
+    count, slowest = sum(one["exchanges"] for one in rounds), max(one["slowest_ms"] for one in rounds)
+    minutes = (rounds[-1]["at"] - begun) / 60
+    lines.append(f"\n{count} exchanges in {minutes:.1f} minutes; the slowest took {slowest:.0f} ms")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, str(HERE))
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    own = {"allow": ["soak"]}
+    sites = Sites.model_validate({"server": {"port": port, **own}, "least": 3, "site": {"a": own, "b": own, "c": own}})
+    spec = fs.Experiment.from_table(
+        {
+            "method": {"name": "soak:Soak"},
+            "data": {"name": "digits", "limit": 90},
+            "partition": {"name": "iid", "clients": 3},
+            "model": {"name": "mlp", "hidden": [8]},
+            "training": {"rounds": round(60 * options.minutes / BLOCK), "execution": "per-client"},
+            "evaluation": {"every": 0},
+        }
+    )
+    with tempfile.TemporaryDirectory() as place:
+        kits = Path(place) / "fed"
+        with Looks(kits) as looks:
+            folder = try_out(spec, sites, kits, base_dir=HERE)
+        rounds = list(fs.History.load(folder))
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "soak.json").write_text(json.dumps({"samples": looks.found, "rounds": rounds}))
+    print("\n".join(table(looks.found, rounds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""The certificates of a federation: what is wrong with a party's, and new ones for the same keys."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstrata.errors import DataError, FedstrataError
+from fedstrata.jsonl import replace_file
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+ROOT_DAYS = 3650
+"""How long a federation's root is valid: longer than the certificates that it signs, so that they can be renewed."""
+
+WARNED = timedelta(days=30)
+"""Before a certificate ends its party is warned."""
+
+ROOT = "rootCA.pem"
+
+
+def own(kit: Path) -> tuple[Path, Path]:
+    """A party's certificate and its private key.
+
+    Raises:
+        FedstrataError: It has none.
+    """
+    for name in ("server", "client"):
+        path = kit / "startup" / f"{name}.crt"
+        if path.exists():
+            return path, path.with_suffix(".key")
+    raise FedstrataError(f"{kit}: no certificate in its folder startup; is it a party's folder?")
+
+
+def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
+    """What is wrong with a party's certificates, and whether that ends all.
+
+    Args:
+        kit: Its folder.
+        now: When.
+    """
+    now = now or datetime.now(UTC)
+    path, key = own(kit)
+    try:
+        certificate, root = read(path), read(path.with_name(ROOT))
+    except DataError as error:
+        yield True, str(error)
+        return
+    try:
+        certificate.verify_directly_issued_by(root)
+    except Exception:
+        yield True, f"{path.name} was not made by this federation: {ROOT} did not sign it; ask for a new folder"
+    if not _fits(certificate, key):
+        yield True, f"{key.name} is not the key of {path.name}; ask for a new folder"
+    for one, name in ((certificate, path.name), (root, ROOT)):
+        begin, end = one.not_valid_before_utc, one.not_valid_after_utc
+        if now < begin:
+            yield True, f"{name} is valid from {begin:%d %B %Y %H:%M} UTC only, and it is {now:%d %B %Y %H:%M} here: "\
+                "look at this machine's clock"  # fmt: skip
+        elif now > end:
+            yield True, f"{name} has been invalid since {end:%d %B %Y}: ask for a new one (fedstrata renew)"
+        elif now > end - WARNED:
+            yield (
+                False,
+                f"{name} ends on {end:%d %B %Y}, in {(end - now).days} days: ask for a new one (fedstrata renew)",
+            )
+
+
+def read(path: Path) -> Certificate:
+    """A certificate.
+
+    Raises:
+        DataError: There is none.
+    """
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: no certificate can be read: {error}") from None
+
+
+def renew(authority: Path, path: Path, days: int) -> datetime:
+    """Make a new certificate for the same party and key, in place of the old one.
+
+    Args:
+        authority: The folder of the root's private key.
+        path: The old certificate; its private key is not needed.
+        days: How long the new one is valid.
+
+    Returns:
+        Until when it is.
+
+    Raises:
+        DataError: One of them cannot be read.
+        FedstrataError: The certificate is of another federation.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    old = read(path)
+    try:
+        state = json.loads((authority / "cert.json").read_text(encoding="utf-8"))
+        root = x509.load_pem_x509_certificate(state["root_cert"].encode())
+        key: Any = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{authority}: no folder of a root's private key: {error}") from None
+    try:
+        old.verify_directly_issued_by(root)
+    except Exception:
+        raise FedstrataError(f"{path} was not made by the root in {authority}: another federation's") from None
+    now = datetime.now(UTC)
+    end = min(now + timedelta(days=days), root.not_valid_after_utc)
+    begin = min(now, end) - timedelta(hours=1)  # clocks differ
+    new = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), x509.random_serial_number(), begin, end)
+    for extension in old.extensions:
+        new = new.add_extension(extension.value, extension.critical)
+    replace_file(path, new.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
+    path.chmod(0o600)
+    return end
+
+
+def _fits(certificate: Certificate, path: Path) -> bool:
+    from cryptography.hazmat.primitives import serialization
+
+    form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    try:
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError):
+        return False
+    return key.public_key().public_bytes(*form) == certificate.public_key().public_bytes(*form)

@@ -1,0 +1,137 @@
+"""What a party can find out before it starts: its settings, data, certificates, and whether the server is there."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from fedstrata.deploy.certificates import ROOT, faults, own
+from fedstrata.deploy.settings import SiteSettings
+from fedstrata.errors import DataError, FedstrataError
+
+PART = Path("local") / "part.json"
+"""In a site's folder: the number of its client, how many there are, and whether it must have test samples."""
+
+SPEC = Path("local") / "spec.toml"
+"""Beside it: the experiment."""
+
+CLOCKS = 60.0
+"""Seconds by which two clocks may differ."""
+
+SECONDS = 10.0
+"""For the server to answer."""
+
+
+class Finding(NamedTuple):
+    """What was looked at.
+
+    Args:
+        state: ``ok``, ``warning``, or ``problem``: with one the party cannot take part.
+        text: In words.
+    """
+
+    state: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.state:<8} {self.text}"
+
+
+def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]:
+    """Look at everything that can keep a party from taking part.
+
+    Args:
+        kit: Its folder.
+        server: Whether to call the server.
+        data: Whether to read its data.
+
+    Raises:
+        FedstrataError: It is no party's folder.
+    """
+    own(kit)
+    found = [*_asked(lambda: _settings(kit)), *_certificates(kit)]
+    if data and (kit / PART).exists():
+        found += _asked(lambda: _data(kit))
+    if server and (kit / "startup" / "fed_client.json").exists():
+        found += _server(kit)
+    return found
+
+
+def _asked(work: Callable[[], str]) -> list[Finding]:
+    try:
+        return [Finding("ok", work())]
+    except (FedstrataError, ValueError, OSError) as error:
+        return [Finding("problem", str(error))]
+
+
+def _settings(kit: Path) -> str:
+    settings = SiteSettings.read(kit)
+    if settings.keys is not None and not settings.keys.is_dir():
+        raise FedstrataError(f"keys = {str(settings.keys)!r}: no such folder")
+    return "settings: local/fedstrata.toml can be read"
+
+
+def _certificates(kit: Path) -> Iterator[Finding]:
+    found = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
+    yield from found or [Finding("ok", "certificates: valid, and of one federation")]
+
+
+def _data(kit: Path) -> str:
+    """What the first question of a run would be answered."""
+    from fedstrata.deploy.data_schema import UnusableDataError, survey_of
+    from fedstrata.engines.nvflare.wire import Survey
+
+    part = json.loads((kit / PART).read_text(encoding="utf-8"))
+    survey = Survey((kit / SPEC).read_text(encoding="utf-8"), [part["client"]], part["clients"], part["tests"])
+    data = SiteSettings.read(kit).data
+    try:
+        survey_of(survey, data)
+    except UnusableDataError as error:
+        raise DataError(str(error.__cause__ or error)) from None  # at its own site a file may be named
+    return f"data: {data} is what the spec says"
+
+
+def _server(kit: Path) -> Iterator[Finding]:
+    target = json.loads((kit / "startup" / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]
+    host, _, port = target["service"]["target"].rpartition(":")
+    path, key = own(kit)
+    where = f"server {host}:{port}"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(path.with_name(ROOT))
+        context.load_cert_chain(path, key)
+        line = socket.create_connection((host, int(port)), timeout=SECONDS)
+    except ssl.SSLError as error:
+        yield Finding("problem", f"{where}: these certificates cannot be used: {error.reason or error}")
+        return
+    except OSError as error:
+        yield Finding(
+            "problem", f"{where} cannot be reached: {error.strerror or error}; is it started, and its port open?"
+        )
+        return
+    try:
+        with closing(context.wrap_socket(line, server_hostname=host)) as secured:
+            secured.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            answer = secured.recv(4096).decode("latin-1")
+    except ssl.SSLCertVerificationError as error:
+        yield Finding("problem", f"{where} is not this federation's: {error.verify_message}")
+        return
+    except OSError as error:
+        yield Finding("problem", f"{where} turned this party away: {getattr(error, 'reason', '') or error}")
+        return
+    if not answer:
+        yield Finding("problem", f"{where} turned this party away")
+        return
+    yield Finding("ok", f"{where} is there, and of this federation")
+    dates = [row.partition(":")[2].strip() for row in answer.splitlines() if row.lower().startswith("date:")]
+    if dates:
+        apart = (datetime.now(UTC) - parsedate_to_datetime(dates[0])).total_seconds()
+        text = f"clocks: this machine's is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the server's"
+        yield Finding("warning" if abs(apart) > CLOCKS else "ok", text)

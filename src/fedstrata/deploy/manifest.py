@@ -1,0 +1,99 @@
+"""What a result was made from: the spec, the sites' data as they gave their fingerprints, versions, and a signature."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from fedstrata.deploy.certificates import ROOT, own, read
+from fedstrata.errors import DataError
+from fedstrata.jsonl import replace_file, write_json
+from fedstrata.run_folder import METRICS, RUN, SPEC, WEIGHTS
+
+MANIFEST, SIGNATURE, CERTIFICATE = "manifest.json", "manifest.sig", "manifest.crt"
+"""In the run folder that an administrator fetched: what is signed, the signature, and whose it is."""
+
+FINGERPRINTS = "fingerprints.json"
+"""In the server's run folder: of each site's data, by its name."""
+
+SECRET = "fingerprint.key"
+"""In the folder of a site's states: without it nobody can try out which data have its fingerprint."""
+
+
+def fingerprint(data: Path | None, folder: Path) -> str:
+    """Of a site's file: another one has another, and it tells nothing of what is in the file.
+
+    Args:
+        data: The file.
+        folder: Where the site keeps what is its own.
+    """
+    if data is None:
+        return ""
+    path = folder / SECRET
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, secrets.token_bytes(32))
+        path.chmod(0o600)
+    return hmac.new(path.read_bytes(), data.read_bytes(), hashlib.sha256).hexdigest()
+
+
+def sign(run: Path, kit: Path) -> Path:
+    """Write down what a run folder was made from, signed with the administrator's key.
+
+    Args:
+        run: The run folder.
+        kit: The administrator's folder.
+    """
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import padding
+
+    certificate, key = own(kit)
+    signer: Any = serialization.load_pem_private_key(key.read_bytes(), None)
+    fingerprints = run / FINGERPRINTS
+    table = {
+        "spec": _sha256(run / SPEC),
+        "sites": json.loads(fingerprints.read_text(encoding="utf-8")) if fingerprints.exists() else {},
+        "versions": json.loads((run / RUN).read_text(encoding="utf-8")).get("made_with", {}),
+        "result": {name: _sha256(run / name) for name in (WEIGHTS, METRICS) if (run / name).exists()},
+    }
+    path = run / MANIFEST
+    write_json(path, table)
+    replace_file(run / SIGNATURE, signer.sign(path.read_bytes(), padding.PKCS1v15(), hashes.SHA256()))
+    replace_file(run / CERTIFICATE, certificate.read_bytes())
+    return path
+
+
+def verify(run: Path, kit: Path) -> dict[str, Any]:
+    """The manifest of a run folder, if it is signed by somebody of this federation and the files are those.
+
+    Args:
+        run: The run folder.
+        kit: Any party's folder, for the federation's root.
+
+    Raises:
+        DataError: It is not.
+    """
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import padding
+
+    certificate, root = read(run / CERTIFICATE), read(kit / "startup" / ROOT)
+    try:
+        certificate.verify_directly_issued_by(root)
+        key: Any = certificate.public_key()
+        data = (run / MANIFEST).read_bytes()
+        key.verify((run / SIGNATURE).read_bytes(), data, padding.PKCS1v15(), hashes.SHA256())
+    except Exception as error:
+        raise DataError(f"{run / MANIFEST} is not signed by this federation: {type(error).__name__}") from None
+    table: dict[str, Any] = json.loads(data)
+    for name, wanted in {SPEC: table["spec"], **table["result"]}.items():
+        if _sha256(run / name) != wanted:
+            raise DataError(f"{run / name} is not the one that {MANIFEST} names")
+    return table
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""

@@ -1,0 +1,98 @@
+"""What NVFlare's streams cost a process that exchanges messages for days is bounded here.
+
+**Threads.** Since its streams are reliable (NVFlare's pull request 4785), a receiver remembers each message for 65
+seconds, in case it is sent again, and starts a ``threading.Timer`` that forgets it: twenty exchanges a second with
+three sites are 4,000 threads. No setting turns that off; a shorter memory (``streaming_retry_timeout``) is also a
+shorter time in which a message that got lost is sent again. Here one thread forgets all.
+
+**Memory.** A stream that is sent holds a buffer of a mebibyte, however small the message, in a cycle of references.
+Cycles wait for Python's collector, which looks at old objects only when a quarter of all are new: gigabytes later. Here
+it looks twice a minute, at what has come since the process began.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+Task = Callable[[], object]
+
+SWEEP = 30.0
+"""Seconds between two looks for what nobody uses any more."""
+
+
+class Later:
+    """Does things after a while, in one thread that lives as long as there is something to do.
+
+    >>> done = threading.Event()
+    >>> Later().after(0.01, done.set)
+    >>> done.wait(10)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Task]] = []
+        self._count = itertools.count()
+        self._changed = threading.Condition()
+        self._working = False
+
+    def after(self, seconds: float, task: Task) -> None:
+        """Do something so much later; what it raises is lost."""
+        with self._changed:
+            heapq.heappush(self._due, (time.monotonic() + seconds, next(self._count), task))
+            if not self._working:
+                self._working = True
+                threading.Thread(target=self._work, name="later", daemon=True).start()
+            elif self._due[0][2] is task:
+                self._changed.notify()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._due:
+                    self._working = False
+                    return
+                if (pause := self._due[0][0] - time.monotonic()) > 0:
+                    self._changed.wait(pause)
+                    continue
+                _, _, task = heapq.heappop(self._due)
+            try:
+                task()
+            except Exception:
+                continue
+
+
+class _Scheduled:
+    """Stands where NVFlare keeps its timer."""
+
+    def cancel(self) -> None:
+        """Too late is as good: forgetting twice does nothing."""
+
+
+def bound_growth() -> None:
+    """Let one thread of this process do what NVFlare starts a thread a message for, and free what it leaves behind."""
+    from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+
+    later, scheduled = Later(), _Scheduled()
+
+    def schedule(self: Any, ttl: float | None = None) -> None:
+        with self.stop_lock:
+            if self.cleanup_timer:
+                return
+            self.cleanup_timer = scheduled
+        later.after(self.completed_task_ttl if ttl is None else ttl, self._remove_task)
+
+    RxTask._schedule_remove_task = schedule
+
+    def sweep() -> None:
+        gc.collect()
+        later.after(SWEEP, sweep)
+
+    gc.collect()
+    gc.freeze()  # what is there now is there to stay: it is not looked at again
+    sweep()

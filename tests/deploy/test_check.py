@@ -1,0 +1,243 @@
+"""What a party finds out before it starts; certificates that end, are renewed, or are no good any more."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import ssl
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fedstrata.cli import main
+from fedstrata.deploy.certificates import faults, own, read, renew
+from fedstrata.deploy.check import check
+from fedstrata.deploy.members import members, revoke
+from fedstrata.deploy.start import start
+from fedstrata.errors import FedstrataError, SpecError
+
+pytestmark = pytest.mark.xdist_group("kits")
+GOOD = "age,ill\n" + "".join(f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40))
+
+
+@pytest.fixture
+def made(federations: Path, tmp_path: Path) -> Path:
+    shutil.copytree(federations, tmp_path / "made")
+    return tmp_path / "made"
+
+
+@pytest.fixture
+def fed(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made / "fed", tmp_path / "fed")
+    (tmp_path / "fed" / "a" / "local" / "fedstrata.toml").write_text('data = "own.csv"\n')
+    (tmp_path / "fed" / "a" / "own.csv").write_text(GOOD)
+    return tmp_path / "fed"
+
+
+def problems(kit: Path, **options: bool) -> str:
+    return " | ".join(each.text for each in check(kit, **options) if each.state == "problem")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (GOOD, ""),
+        (GOOD.replace("age", "years"), "'age': .* has no such column; there are: years, ill"),
+        (GOOD + "900,no\n", "'age'.*900"),
+        (GOOD + "30,perhaps\n", "perhaps"),
+        ("age,ill\n30,no\n", "1 training samples|training samples"),
+    ],
+)
+def test_a_file_is_looked_at_before_anything_starts(fed: Path, text: str, problem: str) -> None:
+    (fed / "a" / "own.csv").write_text(text)
+    found = problems(fed / "a", server=False)
+    assert re.search(problem, found) if problem else found == "", found
+
+
+def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
+    (fed / "a" / "local" / "fedstrata.toml").write_text('date = "own.csv"\n')
+    assert "date = 'own.csv': unknown key" in problems(fed / "a", server=False, data=False)
+    (fed / "a" / "local" / "fedstrata.toml").write_text('data = "gone.csv"\nkeys = "none"\n')
+    found = problems(fed / "a", server=False)
+    assert "no such folder" in found
+    assert "gone.csv" in found
+
+
+def at(days: float) -> datetime:
+    return datetime.now(UTC) + timedelta(days=days)
+
+
+@pytest.mark.parametrize(
+    ("when", "ends", "text"),
+    [
+        (0, None, ""),
+        (345, False, "client.crt ends on .*, in (19|20) days: ask for a new one"),
+        (366, True, "client.crt has been invalid since"),
+        (-1, True, "look at this machine's clock"),
+    ],
+)
+def test_a_certificate_that_ends_soon_is_warned_of(fed: Path, when: float, ends: bool | None, text: str) -> None:
+    found = list(faults(fed / "a", at(when)))
+    assert [one for one, _ in found][:1] == ([] if ends is None else [ends])
+    assert re.search(text, " ".join(why for _, why in found))
+
+
+def test_a_foreign_certificate_is_told_from_ours(fed: Path, made: Path) -> None:
+    other = made / "other" / "a" / "startup"
+    shutil.copy(other / "client.crt", fed / "a" / "startup")
+    found = problems(fed / "a", server=False, data=False)
+    assert "was not made by this federation" in found
+    assert "client.key is not the key" in found
+    shutil.copy(other / "client.key", fed / "a" / "startup")
+    assert "is not the key" not in problems(fed / "a", server=False, data=False)
+
+
+def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, key = own(fed / "server")
+    before = read(path)
+    renew(fed / "authority", path, 2)
+    assert [ends for ends, _ in faults(fed / "server")] == [False]
+    key_before = key.read_bytes()
+    assert main(["renew", str(fed / "authority"), str(path), "--days", "700"]) == 0
+    assert "valid until" in capsys.readouterr().out
+    after = read(path)
+    assert list(faults(fed / "server", at(600))) == []
+    assert (after.subject, list(after.extensions)) == (before.subject, list(before.extensions))
+    assert after.serial_number != before.serial_number
+    assert key.read_bytes() == key_before
+    with pytest.raises(FedstrataError, match="another federation's"):
+        renew(made / "other" / "authority", path, 30)
+    with pytest.raises(FedstrataError, match="no folder of a root's private key"):
+        renew(fed / "a", path, 30)
+
+
+def test_the_authority_keeps_no_partys_key(fed: Path) -> None:
+    text = (fed / "authority" / "cert.json").read_text()
+    assert text.count("PRIVATE KEY") == 2  # the begin and the end of the root's
+
+
+def test_a_kit_whose_certificate_has_ended_does_not_start(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It printed nothing, and tried again for ever."""
+    path, _ = own(fed / "a")
+    assert start(fed / "a", verbose=False) == 0
+    assert capsys.readouterr().out == ""
+    renew(fed / "authority", path, 20)
+    assert start(fed / "a", verbose=False) == 0
+    assert "warning  certificates: client.crt ends on" in capsys.readouterr().out
+    renew(fed / "authority", path, -1)
+    assert start(fed / "a", verbose=False) == 1
+    assert "client.crt has been invalid since" in capsys.readouterr().out
+    done = subprocess.run(
+        ["bash", str(fed / "a" / "startup" / "sub_start.sh"), "--once"],
+        env={"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": sys.executable, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "client.crt has been invalid since" in done.stdout
+
+
+class Hello(BaseHTTPRequestHandler):
+    """Answers as NVFlare's server does: with a date, and no more."""
+
+    ahead = 0.0
+
+    def do_GET(self) -> None:
+        self.send_response(426)
+        self.end_headers()
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return super().date_time_string((datetime.now(UTC) + timedelta(seconds=self.ahead)).timestamp())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def serve(kit: Path, ahead: float = 0.0) -> HTTPServer:
+    import json
+
+    target = json.loads((kit.parent / "a" / "startup" / "fed_client.json").read_text())["servers"][0]
+    port = int(target["service"]["target"].rpartition(":")[2])
+    server = HTTPServer(("localhost", port), type("Answers", (Hello,), {"ahead": ahead}))
+    path, key = own(kit)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(path, key)
+    context.load_verify_locations(path.with_name("rootCA.pem"))
+    context.verify_mode = ssl.CERT_REQUIRED
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    server.handle_error = lambda *args: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize(("ahead", "state"), [(0.0, "ok"), (600.0, "warning")])
+def test_the_server_is_there_and_its_clock_is_ours(
+    fed: Path, ahead: float, state: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = serve(fed / "server", ahead)
+    try:
+        assert main(["check", str(fed / "a")]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in said] == ["ok", "ok", "ok", "ok", state]
+        assert "is there, and of this federation" in said[3]
+        if ahead:
+            assert "behind the server's" in said[4]
+        shutil.copy(fed.parent / "fed" / "b" / "startup" / "client.crt", fed / "a" / "startup")
+        assert "these certificates cannot be used" in problems(fed / "a", data=False)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_another_federations_server_is_told_from_ours(made: Path, fed: Path) -> None:
+    server = serve(made / "other" / "server")
+    try:
+        assert "is not this federation's" in problems(fed / "a", data=False)
+        for name in ("client.crt", "client.key"):
+            shutil.copy(fed / "b" / "startup" / name, made / "other" / "b" / "startup")
+        found = problems(made / "other" / "b", data=False)
+        assert "turned this party away" in found
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_server_that_is_not_there(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(fed / "a")]) == 1
+    assert "cannot be reached: Connection refused; is it started" in capsys.readouterr().out
+    assert main(["check", str(fed)]) == 1
+
+
+def test_who_is_struck_off_the_list_may_not_connect(
+    fed: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from nvflare.apis.event_type import EventType
+
+    from fedstrata.deploy.gate import Gate
+
+    manager = SimpleNamespace(is_client_disabled=lambda name: False)
+    context = SimpleNamespace(get_engine=lambda: SimpleNamespace(server=SimpleNamespace(client_manager=manager)))
+    Gate(str(fed / "server" / "records")).handle_event(EventType.CLIENT_REGISTER_RECEIVED, context)
+
+    def refused() -> list[str]:
+        return [name for name in ("a", "b", "c", "admin@fedstrata.local") if manager.is_client_disabled(name)]
+
+    assert members(fed / "server") == ["a", "b"]
+    assert refused() == ["c"]
+    assert main(["revoke", str(fed / "server"), "a"]) == 0
+    assert "who may connect: b" in capsys.readouterr().out
+    assert [refused(), refused()] == [["a", "c"]] * 2
+    assert caplog.text.count("a is not on the list of who may connect") == 1
+    with pytest.raises(SpecError, match="not on the list; on it are b"):
+        revoke(fed / "server", "a")
+    assert revoke(fed / "server", "a", undo=True) == ["a", "b"]
+    assert refused() == ["c"]
+    with pytest.raises(SpecError, match="no server's folder"):
+        revoke(fed / "a", "b")

@@ -1,0 +1,85 @@
+"""A deployment rehearsed on one machine, over the sites' own files: the bytes of a run, and of the deployment."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.cli import main
+from fedstrata.jsonl import read_jsonl
+
+HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"
+MODEL = "model.safetensors"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two hospitals of the example, and the same rows in one table."""
+    folder = tmp_path / "examples" / "hospitals"
+    shutil.copytree(HOSPITALS, folder)
+    rows = (folder / "heart.csv").read_text().splitlines(keepends=True)
+    two = [row for row in rows if row.startswith(("hospital,", "Hungary,", "Switzerland,"))]
+    (folder / "heart.csv").write_text("".join(two))
+    head, _, _ = (folder / "sites.toml").read_text().partition("[site.cleveland]")
+    names = "".join(f'[site.{name}]\ndata = "sites/{name}.csv"\n' for name in ("hungary", "switzerland"))
+    (folder / "sites.toml").write_text(head + names)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rehearse(place: Path, out: str, *settings: str, code: int = 0) -> Path:
+    base = ("training.rounds=2", "training.clients_per_round=2", "training.execution='per-client'")
+    words = [word for each in (*base, *settings) for word in ("--set", each)]
+    spec = "examples/hospitals/hospitals.toml"
+    sites = ["--sites", "examples/hospitals/sites.toml"] if out != "here" else []
+    assert main(["run", spec, *words, *sites, "--quiet", "--out", out]) == code
+    return place / out
+
+
+@pytest.mark.parametrize("method", ["method.name='scaffold'", "method.masking='prf'"], ids=["scaffold", "masked"])
+def test_a_rehearsal_ends_with_the_bytes_of_a_run(place: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    settings = [method]
+    if "masking" in method:
+        # Keys order the labels, and sums are taken in that order: the same bytes need the same keys.
+        assert main(["keys", "--out", "keys"]) == 0
+        monkeypatch.setenv("FEDSTRATA_KEYS", "keys")
+        # what sites tell of their samples would tell their labels: the server has test samples
+        settings += ["method.name='stratify'"]
+        file = place / "examples" / "hospitals" / "sites.toml"
+        file.write_text(file.read_text().replace('# data = "test.csv"', 'data = "sites/cleveland.csv"'))
+    there, here = rehearse(place, "there", *settings), rehearse(place, "here", *settings)
+    assert (there / MODEL).read_bytes() == (here / MODEL).read_bytes()
+    assert {record["clients_returned"] for record in fs.History.load(there)} == {2}
+
+
+def test_a_rehearsal_finds_the_file_that_is_not_what_the_spec_says(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = place / "examples/hospitals/sites/switzerland.csv"
+    header, first, *rest = file.read_text().splitlines()
+    file.write_text("\n".join([header, "900" + first[first.index(",") :], *rest]) + "\n")
+    there = rehearse(place, "there")
+    reasons = [event["reason"] for event in read_jsonl(there / "events.jsonl") if event["kind"] == "absent"]
+    assert any("site switzerland takes no part" in reason and "'age'" in reason for reason in reasons)
+    sites = place / "examples/hospitals/sites.toml"
+    sites.write_text(sites.read_text().replace("least = 1 ", "least = 2 ").replace('"wait"', '"abort"'))
+    rehearse(place, "again", code=1)
+    assert "1 sites answer, and least = 2; site switzerland takes no part" in capsys.readouterr().err
+
+
+def test_a_rehearsal_goes_on(place: Path) -> None:
+    whole = rehearse(place, "whole")
+    rehearse(place, "part", "training.rounds=1", "evaluation.checkpoint_every=1")
+    words = ["--set", "training.rounds=2", "--sites", "examples/hospitals/sites.toml", "--quiet"]
+    assert main(["run", "--resume", "part", *words]) == 0
+    assert (place / "part" / MODEL).read_bytes() == (whole / MODEL).read_bytes()
+
+
+def test_a_rehearsal_runs_here(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments: list[Any] = ["run", "examples/hospitals/hospitals.toml", "--sites", "examples/hospitals/sites.toml"]
+    assert main([*arguments, "--engine", "ray", "--out", "x"]) == 2
+    assert "a rehearsal runs here" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""NVFlare's receivers in one process: what it costs to remember a message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from fedstrata.deploy.streams import Later
+
+PROGRAM = """
+import gc, sys, threading, time
+from types import SimpleNamespace
+from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+if sys.argv[1] == "ours":
+    from fedstrata.deploy import streams
+    streams.SWEEP = 0.5
+    streams.bound_growth()
+cell = SimpleNamespace(fire_and_forget=lambda *args, **options: {})
+for sid in range(200):
+    task = RxTask(sid, "site", cell, reliable=True)
+    task.completed_task_ttl = 1.0
+    RxTask.rx_task_map["site", sid] = task
+    task.stop()
+    task.stop()
+most = threading.active_count()
+import weakref
+class Cycle: pass
+cycle = Cycle()
+cycle.cycle, seen = cycle, weakref.ref(cycle)
+gc.collect(1)
+gc.collect(1)  # now it is old
+del cycle
+end = time.monotonic() + 60
+while RxTask.rx_task_map and time.monotonic() < end:
+    time.sleep(0.05)
+time.sleep(1)
+print(most, len(RxTask.rx_task_map), seen() is None)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("whose", "threads"), [("ours", 2), ("nvflare", 201)])
+def test_messages_are_forgotten_by_one_thread_and_what_they_leave_is_freed(whose: str, threads: int) -> None:
+    pytest.importorskip("nvflare")
+    done = subprocess.run([sys.executable, "-c", PROGRAM, whose], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(threads), "0", str(whose == "ours")]
+
+
+def test_what_is_due_first_is_done_first_whatever_the_others_raise() -> None:
+    done: list[str] = []
+    later, ended = Later(), threading.Event()
+    later.after(0.2, ended.set)
+    later.after(0.1, lambda: done.append("second"))
+    later.after(0.01, lambda: 1 / 0)
+    later.after(0.02, lambda: done.append("first"))
+    assert ended.wait(30)
+    assert done == ["first", "second"]
+    time.sleep(0.05)
+    later.after(0.0, lambda: done.append("again"))
+    while len(done) < 3:
+        time.sleep(0.01)
