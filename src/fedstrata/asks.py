@@ -35,6 +35,7 @@ class Declaration:
         rounds: The last round.
         questions: All that a client may be asked; None where the method, or a choice of it, does not declare it.
         survey: What is asked before all rounds of a site that brings its own data; empty for nothing.
+        own_data: Whether sites bring their own data, of which each sends a fingerprint.
         hides: What the method keeps private.
         extremes: Whether the survey tells the least and the greatest value of something: those of single samples.
     """
@@ -44,6 +45,7 @@ class Declaration:
     rounds: int
     questions: Questions | None
     survey: str = ""
+    own_data: bool = False
     hides: frozenset[Fact] = frozenset()
     extremes: bool = False
 
@@ -60,6 +62,7 @@ class Declaration:
             "method": self.method,
             "rounds": self.rounds,
             "survey": self.survey or None,
+            "fingerprint": self.own_data,
             "questions": None if self.questions is None else [question.table() for question in self.questions],
             "tells": sorted(self.tells),
             "hides": sorted(self.hides),
@@ -72,9 +75,11 @@ class Declaration:
             yield f"The method {UNDECLARED}."
             return
         yield "A site that takes part answers the following to the server that runs the job, and nothing else."
-        if self.survey:
+        if self.own_data:
             yield "Before anything else, once:"
-            yield f"  - It sends {self.survey}."
+            if self.survey:
+                yield f"  - It sends {self.survey}."
+            yield "  - It sends a fingerprint of its data file, under a key that stays with it."
         for phase in PHASES:
             asked = [question for question in self.questions if question.phase == phase]
             if asked:
@@ -133,6 +138,7 @@ def declaration_of(
         rounds,
         questions,
         survey,
+        own,
         method.hides,
         extremes=bool(survey) and data.normalize == "unit",
     )

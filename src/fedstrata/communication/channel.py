@@ -29,7 +29,7 @@ from fedstrata.communication.codecs import (
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.errors import FedstrataError, ReplyRefusedError
 from fedstrata.federation.accounting import Summed
-from fedstrata.federation.federation import Federation, Terms
+from fedstrata.federation.federation import AskOptions, Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.objectives.base import Objective
 from fedstrata.records import record
@@ -156,17 +156,17 @@ class Channel:
         return True
 
     def ask(
-        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **terms: Unpack[Terms]
+        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **options: Unpack[AskOptions]
     ) -> dict[ClientId, Any]:
         """The answers that can be used; see ``Federation.ask``."""
-        answers, reader = self._ask(federation, requests, terms)
+        answers, reader = self._ask(federation, requests, options)
         return {client: reader.read(answer) for client, answer in answers.items()} if reader else {}
 
     def ask_sum(
-        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **terms: Unpack[Terms]
+        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **options: Unpack[AskOptions]
     ) -> Summed | None:
         """The sum of all answers; see ``Federation.ask_sum``."""
-        answers, reader = self._ask(federation, requests, terms)
+        answers, reader = self._ask(federation, requests, options)
         if not answers or reader is None:
             return None
         clients = list(answers)
@@ -180,7 +180,7 @@ class Channel:
         return Summed(reader.read_sum(rest, answers.values()), clients)
 
     def _ask(
-        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], terms: Terms
+        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], options: AskOptions
     ) -> tuple[dict[ClientId, EncodedReply], Reader | None]:
         """Put one question to clients; their answers, and what reads them."""
         question = next(iter(requests.values()))
@@ -195,17 +195,17 @@ class Channel:
         reader = Reader(question, codec, like, codec.forms(like), {})
         if not basis or not isinstance(codec, PowerSGD):
             request = Encoded(question, federation.round, exchange, None, plain, pack({}, {}), reader)
-            return self._first_sum(federation, requests, request, terms), reader
+            return self._first_sum(federation, requests, request, options), reader
         projected = replace(reader, forms=codec.forms_of_frame(like), first=True)
         packed = pack(basis, codec.forms_of_basis(like))
         request = Encoded(question, federation.round, exchange, None, plain, packed, projected)
-        answers = self._first_sum(federation, requests, request, terms)
+        answers = self._first_sum(federation, requests, request, options)
         if not answers:
             return {}, None
         frame = codec.orthonormal(projected.summed(answers.values()))
         reader = replace(reader, forms=codec.forms_of_coefficients(like), frame=frame)
         coefficients = Coefficients(exchange, pack(frame, projected.forms), reader)
-        done: Terms = {**terms, "work": None}
+        done: AskOptions = {**options, "work": None}
         answers = federation.exchange(dict.fromkeys(answers, coefficients), **done)
         if answers:
             self.state = replace(self.state, basis=codec.next_basis(reader.summed(answers.values()), basis))
@@ -223,11 +223,11 @@ class Channel:
         return before if alike else fresh
 
     def _first_sum(
-        self, federation: Federation, clients: Iterable[ClientId], request: Encoded, terms: Terms
+        self, federation: Federation, clients: Iterable[ClientId], request: Encoded, options: AskOptions
     ) -> dict[ClientId, EncodedReply]:
         """Ask; each client gets the model in the way that is shortest for it."""
         if isinstance(self.down, Uncompressed):
-            return federation.exchange(dict.fromkeys(clients, request), **terms)
+            return federation.exchange(dict.fromkeys(clients, request), **options)
         question, confirmed = request.request, self.state.confirmed.copy()
         bare = replace(question, weights=Weights({}, question.weights.buffers))
         ways: dict[int, Encoded] = {}
@@ -237,7 +237,7 @@ class Channel:
             if base not in ways:
                 ways[base] = replace(request, request=bare, delivery=self._delivery(base))
             requests[client] = ways[base]
-        answers: dict[ClientId, EncodedReply] = federation.exchange(requests, **terms)
+        answers: dict[ClientId, EncodedReply] = federation.exchange(requests, **options)
         confirmed[list(answers)] = self.state.version
         # Nobody knows what a client has whose answer failed; one that was never reached has what it had.
         confirmed[[client for client in clients if client in federation.accounting.failed]] = -1

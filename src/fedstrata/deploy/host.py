@@ -300,9 +300,9 @@ class _Run:
             raise WireError(f"{begin.run!r} names no run")
         own = begin.statistics is not None
         asked = host.admit(begin.spec, begin.total, own_data=own)
-        spent = Spent(host.folder, asked.job)
-        spent.start(host.policy)
         context = host.context(begin)
+        spent = Spent(host.folder, asked.job)
+        spent.start(host.policy)  # a site that could not begin has answered nothing
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
         asked = declaration_of(spec, agreed=context.config, own_data=own)

@@ -27,7 +27,7 @@ from fedstrata.rng import SERVER, rng
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
 
-class Terms(TypedDict, total=False):
+class AskOptions(TypedDict, total=False):
     """How a question is put: the settings of ``Federation.ask``, by their names there."""
 
     deadline: float | None
@@ -43,12 +43,12 @@ class Channel(Protocol):
         """Whether these questions go through it."""
 
     def ask(
-        self, federation: Federation, requests: Mapping[ClientId, Any], **terms: Unpack[Terms]
+        self, federation: Federation, requests: Mapping[ClientId, Any], **options: Unpack[AskOptions]
     ) -> dict[ClientId, Any]:
         """See ``Federation.ask``; what travels goes through ``Federation.exchange``."""
 
     def ask_sum(
-        self, federation: Federation, requests: Mapping[ClientId, Any], **terms: Unpack[Terms]
+        self, federation: Federation, requests: Mapping[ClientId, Any], **options: Unpack[AskOptions]
     ) -> Summed | None:
         """See ``Federation.ask_sum``."""
 
@@ -138,11 +138,11 @@ class Federation:
             QuorumError: Fewer than ``quorum`` answered.
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
-        terms: Terms = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
+        options: AskOptions = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
         if self.channel is not None and self.channel.takes(requests):
-            replies = self.channel.ask(self, requests, **terms)
+            replies = self.channel.ask(self, requests, **options)
         else:
-            replies = self.exchange(requests, **terms)
+            replies = self.exchange(requests, **options)
         self._tell(replies)
         return replies
 
