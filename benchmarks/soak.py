@@ -116,6 +116,8 @@ def slope(at: list[float], values: list[float]) -> tuple[float, float, float]:
     blocks = min(20, len(at))
     x = np.array([part.mean() for part in np.array_split(np.array(at) / 3600, blocks)])
     y = np.array([part.mean() for part in np.array_split(np.array(values), blocks)])
+    if not y.std():
+        return 0.0, 0.0, 0.0
     fit = stats.linregress(x, y)
     half = fit.stderr * stats.t.ppf(0.975, blocks - 2)
     return fit.slope, fit.slope - half, fit.slope + half

@@ -30,7 +30,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         super().__init__()
         bound_growth()  # this process runs longer than any job
         self._kit = Path(records).parent
-        self._told: set[str] = set()
+        self._said_of: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
         """Before the first registration is looked at, put our list where NVFlare asks."""
@@ -40,9 +40,9 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     def refuses(self, name: str) -> bool:
         """Whether somebody of this name may not connect."""
         if name == USER or name in members(self._kit):
-            self._told.discard(name)
+            self._said_of.discard(name)
             return False
-        if name not in self._told:
+        if name not in self._said_of:
             LOG.warning("%s is not on the list of who may connect, and is turned away", name)
-        self._told.add(name)
+        self._said_of.add(name)
         return True

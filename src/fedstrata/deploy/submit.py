@@ -122,22 +122,22 @@ class _Watch:
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
         self._said = ""
-        self._round, self._told = 0, -math.inf
+        self._round, self._last_line = 0, -math.inf
         self._sites: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
         """Wait until so many are connected; 0 for all that the job names."""
         named = set(self._named())
-        end, told = time.monotonic() + wait, ""
+        end, before = time.monotonic() + wait, ""
         while time.monotonic() < end:
             there = self._do(lambda session: session.get_connected_client_list())
             if there is not None:
                 names = {site.name for site in there}
                 if names and (named <= names or 0 < count <= len(names)):
                     return
-                if (why := f"not connected yet: {', '.join(sorted(named - names))}") != told:
+                if (why := f"not connected yet: {', '.join(sorted(named - names))}") != before:
                     self.tell(why)
-                told = why
+                before = why
             time.sleep(POLL)
 
     def _named(self) -> list[str]:
@@ -192,8 +192,8 @@ class _Watch:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
             self._sites[site] = state
         now = time.monotonic()
-        if table["round"] != self._round and (now - self._told > TELL or table["round"] == table["rounds"]):
-            self._round, self._told = table["round"], now
+        if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
+            self._round, self._last_line = table["round"], now
             self.tell(headline(table))
 
     def _bring(self, session: Any) -> tuple[str, str]:

@@ -140,7 +140,7 @@ class NVFlareEngine(Engine):
         self._news: dict[str, list[Message]] = {site: [] for site in self._sites}
         self._pending_events: list[EngineEvent] = []
         self._absent: dict[str, str] = {}
-        self._told: dict[str, str] = {}
+        self._said_of: dict[str, str] = {}
         self._lost: set[str] = set()
         self._unsaved: set[str] = set()
         self._exchange = 0
@@ -218,9 +218,9 @@ class NVFlareEngine(Engine):
 
     def _leave_out(self, site: str, error: FedstrataError) -> None:
         reason = f"site {site} takes no part: {error}"
-        if self._told.get(site) != reason:
+        if self._said_of.get(site) != reason:
             LOG.warning("%s", reason)
-        self._absent[site] = self._told[site] = reason
+        self._absent[site] = self._said_of[site] = reason
 
     def restore(self, round: int) -> None:
         """Let every site make its clients ready, with their states after ``round``; 0 to start anew.
