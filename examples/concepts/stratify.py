@@ -1,0 +1,7 @@
+"""
+Compose your own
+================
+
+x
+"""
+print(1)
