@@ -12,8 +12,7 @@ ReBaFL (relaxed balanced softmax, and prototypes) changes what a client minimise
 - **Prototypes**: the server keeps the mean feature of each class, and clients train their head on features of classes
   that they lack.
 
-Twenty clients hold two digits each. In every round those who hold a nine are absent with the others: nobody brings a
-nine from round 10 to round 20.
+Twenty clients hold two digits each. From round 10 to round 20 whoever holds a nine is absent, and nobody brings a nine.
 """
 
 import matplotlib.pyplot as plt
