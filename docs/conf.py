@@ -8,11 +8,28 @@ import warnings
 from pathlib import Path
 
 from sphinx.application import Sphinx
-from sphinx_gallery.sorting import FileNameSortKey
 
 import fedstrata
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+class Order:
+    """The order of the gallery's pages; whatever is not named comes last."""
+
+    NAMES = [
+        *("hospitals", "who_is_missing", "compose_your_own", "from_scratch", "bytes_against_accuracy"),
+        *("from_flower", "from_fluke", "stratify", "fedsts_fedstas", "fedssar", "rebafl"),
+    ]
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> tuple[int, str]:
+        """A page's place."""
+        stem = Path(name).stem
+        return (self.NAMES.index(stem) if stem in self.NAMES else len(self.NAMES)), stem
+
 
 project = "fedstrata"
 author = "The fedstrata authors"
@@ -36,7 +53,7 @@ myst_heading_anchors = 4
 myst_links_external_new_tab = False
 
 # Docstrings: Google style; the types are in the signatures.
-autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_default_options = {"members": True, "member-order": "bysource", "exclude-members": "model_config"}
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
@@ -52,8 +69,9 @@ sphinx_gallery_conf = {
     "gallery_dirs": ["gallery", "concepts"],
     "filename_pattern": r"\.py$",
     "ignore_pattern": r"__init__\.py|/own_[a-z]+\.py",
-    "within_subsection_order": FileNameSortKey,
+    "within_subsection_order": Order,
     "download_all_examples": False,
+    "default_thumb_file": str(ROOT / "docs" / "_static" / "difference-light.png"),
     "remove_config_comments": True,
     "show_signature": False,
     "show_memory": False,
@@ -182,8 +200,25 @@ def write_command_line(app: Sphinx) -> None:
     write(Path(app.srcdir) / "reference" / "command-line.md", "\n".join(lines))
 
 
+_TEXTS: dict[str, list[str]] = {}
+
+
+def keep(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Remember the docstring of an attribute, of which napoleon would take the words before a colon for a type."""
+    if what == "attribute":
+        _TEXTS[name] = list(lines)
+
+
+def restore(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """After napoleon, put it back."""
+    if what == "attribute" and name in _TEXTS:
+        lines[:] = _TEXTS.pop(name)
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", keep, priority=1)
+    app.connect("autodoc-process-docstring", restore, priority=999)
     app.connect("builder-inited", write_command_line)
     app.connect("builder-inited", write_copies)
     app.connect("source-read", relink)

@@ -1,7 +1,7 @@
 """The picture of the front page and of the README, from the runs of the demo.
 
-    fedstrata compare examples/specs/demo.toml --seeds 0,1,2 --out demo
-    python docs/pictures.py demo
+fedstrata compare examples/specs/demo.toml --seeds 0,1,2 --out demo
+python docs/pictures.py demo
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def draw(runs: dict, theme: str) -> None:
         figure, axes = plt.subplots(1, 2, figsize=(9.2, 3.5), sharey=True, layout="constrained")
         for panel, (kind, (label, title, unit, word)) in zip(axes, PANELS.items(), strict=True):
             ends = [spent(run.history, kind)[-1] for members in runs.values() for run in members]
-            grid = np.geomspace(min(spent(run.history, kind)[0] for each in runs.values() for run in each), max(ends), 200)
+            grid = np.geomspace(
+                min(spent(run.history, kind)[0] for each in runs.values() for run in each), max(ends), 200
+            )
             for name, members in runs.items():
                 curves = np.array([on_grid(run.history, kind, grid) for run in members])
                 known = ~np.isnan(curves).any(axis=0)

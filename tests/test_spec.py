@@ -227,7 +227,11 @@ def test_an_override_of_another_kind_is_not_for_a_label_that_changed_it():
         ({"availability": {"p": 0.5}}, r"availability\.p = 0\.5: unknown key; .* \(without a name this is 'always'\)"),
         ({"model": {"name": "mlp", "hidden": 50}}, r"model\.hidden = 50: expected a list, such as \[1, 2\]"),
         ({"method": {"name": "fedsampling", "strata": 3}}, r"method\.strata = 3: unknown key"),
-        ({"model": {"name": "cnn64", "channels": [3]}}, r"model\.channels = \[3\]: unknown key; cnn64 has no settings"),
+        (
+            {"model": {"name": "cnn64", "channels": [3]}},
+            r"model\.channels = \[3\]: unknown key; channels belongs to cnn; this model is cnn64; cnn64 has no",
+        ),
+        ({"partition": {"name": "iid", "alpha": 1}}, r"alpha belongs to dirichlet, domain; this partition is iid; acc"),
         ({"partition": {"name": "Dirichlet"}}, r"did you mean 'dirichlet'"),
     ],
 )

@@ -12,7 +12,6 @@ Forty clients, one label each:
 """
 
 import matplotlib.pyplot as plt
-import numpy as np
 
 import fedstrata as fs
 from fedstrata.inspect.strata import strata_after

@@ -36,9 +36,7 @@ print("the first labels of the schedule:", *labels[:20])
 
 owner = assign_runs(labels, held.T > 0, chunk_size=CHUNK, retain=1.0, generator=generator)
 
-figure, (top, axes) = plt.subplots(
-    2, 1, figsize=(9, 5), sharex=True, height_ratios=[1, 6], layout="constrained"
-)
+figure, (top, axes) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=[1, 6], layout="constrained")
 colours = [plt.colormaps["tab10"](label) for label in labels]
 top.bar(np.arange(SHOWN), 1, width=1, color=colours, edgecolor="white")
 for place, label in enumerate(labels):

@@ -28,7 +28,9 @@ found = {}
 for name, method in METHODS.items():
     history = fs.run(spec.model_copy(update={"method": method}))
     found[name] = np.array([record["per_class"] for record in history])
-    print(f"{name}: mean accuracy over the rounds {found[name].mean():.1%}, worst digit {found[name].min(axis=1).mean():.1%}")
+    print(
+        f"{name}: mean accuracy over the rounds {found[name].mean():.1%}, worst digit {found[name].min(axis=1).mean():.1%}"
+    )
 
 # %%
 # One row a digit, one column a round; light is learnt, dark is forgotten. A dot marks the rounds in which nobody who

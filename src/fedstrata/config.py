@@ -11,7 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
@@ -281,7 +281,11 @@ def _belongs(cls: type[BaseModel], word: str) -> str:
     """Which other kinds of the same registry have a setting of that name, such as ``alpha`` of a partition."""
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
-            having = [name for name in registry if word in registry.find(name).model_fields]
+            having = []
+            for name in registry:
+                with suppress(SpecError):  # one that cannot be loaded has nothing
+                    if word in registry.find(name).model_fields:
+                        having.append(name)
             this = getattr(cls, "name", "") or cls.__name__
             return f"{word} belongs to {', '.join(having)}; this {registry.kind} is {this}; " if having else ""
     return ""

@@ -7,7 +7,7 @@ A page's blocks run one after another in an empty folder, beside copies of ``exa
 - ``toml`` is a spec or a part of one;
 - a first line such as ``# mine.py`` is the name of a file, which the block is written to instead.
 
-``<!-- not run: WHY -->`` above a block says that it is only shown. Blocks of other languages, or of none, are shown too.
+``<!-- not run: WHY -->`` above a block says that it is only shown. So are blocks of other languages, or of none.
 """
 
 from __future__ import annotations
@@ -36,10 +36,14 @@ SKIP = {"CHANGELOG.md"}
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    if path.name not in SKIP and not {"gallery", "concepts", "tables"} & set(path.relative_to(ROOT / "docs").parts[:-1] if path.is_relative_to(ROOT / "docs") else ())
+    if path.name not in SKIP
+    and not {"gallery", "concepts", "tables"}
+    & set(path.relative_to(ROOT / "docs").parts[:-1] if path.is_relative_to(ROOT / "docs") else ())
     and path.name != "command-line.md"
 )
-FENCE = re.compile(r"(?P<note><!-- not run: [^>]*-->\s*\n)?^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^ *```", re.M | re.S)
+FENCE = re.compile(
+    r"(?P<note><!-- not run: [^>]*-->\s*\n)?^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^ *```", re.M | re.S
+)
 FILE = re.compile(r"# ([\w.-]+\.(?:py|toml|csv))\s*\n")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 

@@ -37,7 +37,11 @@ class Page(HTMLParser):
             self.links.append(found["href"])
         if tag in ("script", "img", "source", "iframe") and found.get("src"):
             self.loads.append(found["src"])
-        if tag == "link" and found.get("href") and found.get("rel") not in ("search", "author", "next", "prev", "index"):
+        if (
+            tag == "link"
+            and found.get("href")
+            and found.get("rel") not in ("search", "author", "next", "prev", "index")
+        ):
             self.loads.append(found["href"])
 
 

@@ -79,4 +79,4 @@ def attach(whole: argparse.ArgumentParser) -> None:
                 for argument in parser._actions:
                     found = COMPLETERS.get((command, argument.dest)) or COMPLETERS.get(("", argument.dest))
                     if found is not None:
-                        argument.completer = found  # type: ignore[attr-defined]
+                        argument.completer = found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,7 +54,9 @@ def _deploy(options: argparse.Namespace) -> int:
             return 0
         print(f"{options.out}: give everybody the folder of their name; its README.md says what to do there")
         return 0
-    folder = located(options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent))
+    folder = located(
+        options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent, tell=_tell(options))
+    )
     return show_run(History.load(folder), options.json)
 
 
@@ -74,7 +78,13 @@ def _submit(options: argparse.Namespace) -> int:
     from fedstrata.deploy.submit import submit
     from fedstrata.history import History
 
-    return show_run(History.load(submit(options.admin, options.out, wait=options.wait)), options.json)
+    folder = submit(options.admin, options.out, wait=options.wait, tell=_tell(options))
+    return show_run(History.load(folder), options.json)
+
+
+def _tell(options: argparse.Namespace) -> Callable[[str], None]:
+    """Where to say what happens: beside the result, where that is JSON."""
+    return (lambda text: print(text, file=sys.stderr)) if options.json else print
 
 
 def add_keys(commands: Commands) -> None:

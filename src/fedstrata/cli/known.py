@@ -25,8 +25,11 @@ FILE = Path(__file__).with_name("known.json")
 
 
 def known() -> dict[str, Any]:
-    """The table: ``methods``, rows of name, first sentence and paper; the keys of an ``experiment``; and ``settings``,
-    the kinds of each section.
+    """The table.
+
+    Returns:
+        ``methods``, rows of name, first sentence and paper; ``experiment``, the keys of a spec that stand in no section;
+        ``settings``, the kinds of each section.
     """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return table

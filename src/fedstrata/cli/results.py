@@ -26,9 +26,7 @@ def add_table(commands: Commands) -> None:
         fedstrata table runs/first --baseline fedavg --format latex
         fedstrata table runs/first --metric best_accuracy,rounds_to_0.8 --at bytes=5e7
     """
-    parser = add_command(
-        commands, "table", "methods beside a baseline: intervals, paired differences, tests", examples
-    )
+    parser = add_command(commands, "table", "methods beside a baseline: intervals, paired differences, tests", examples)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons and runs")
     parser.add_argument("--baseline", metavar="LABEL", help="what the others are compared with (default: the first)")
     parser.add_argument(

@@ -86,7 +86,9 @@ def add_compare(commands: Commands) -> None:
         fedstrata compare spec.toml --methods fedavg,sampler:Rotating --set training.rounds=10
     """
     more = "With --out DIR the same command goes on where it was interrupted."
-    parser = add_command(commands, "compare", "several methods, several seeds, one table and one report", examples, more)
+    parser = add_command(
+        commands, "compare", "several methods, several seeds, one table and one report", examples, more
+    )
     add_spec(parser)
     parser.add_argument(
         "--methods", help="comma-separated methods or labels of [compare.LABEL]; all labels unless given"

@@ -108,21 +108,27 @@ def _explain(options: argparse.Namespace) -> int:
         print(f"  {entry['about']}")
         if entry["key"]:
             print(f"  takes: {entry['takes']}; default: {entry['default']}")
-            print(f"  {_example(entry)}")
+            if example := _example(entry):
+                print(f"  {example}")
         if entry["has"]:
             print(f"  has: {', '.join(entry['has'])}")
         print()
     return 0
 
 
+NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
+"""Sections that stand for parts of other keys, which ``--set`` has no path to."""
+
+
 def _example(entry: dict[str, Any]) -> str:
-    """How it is set on the command line."""
+    """How it is set on the command line; nothing where it cannot be."""
+    if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
+        return ""
     value = "VALUE" if entry["default"] in ("needed", "none", "") else entry["default"]
     value = f"'{value}'" if set(value) & set(" []{}'\"") else value
     section, kinds = entry["section"], entry["kinds"]
-    key = f"{section}.{entry['key']}" if section else entry["key"]
-    kind = f"--set {section}.name={kinds[0]} " if kinds and "." not in section else ""
-    return f"for example: {kind}--set {key}={value}"
+    kind = f"--set {section}={kinds[0]} " if kinds else ""
+    return f"for example: {kind}--set {f'{section}.' if section else ''}{entry['key']}={value}"
 
 
 def explanations(word: str) -> list[dict[str, Any]]:
@@ -159,7 +165,9 @@ def explanations(word: str) -> list[dict[str, Any]]:
             found.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
     if not found:
         words = list(dict.fromkeys(_words(table)))
-        raise SpecError("KEY", f"nothing in a spec is called so{nearest(word, words)}; 'fedstrata settings' lists all", word)
+        raise SpecError(
+            "KEY", f"nothing in a spec is called so{nearest(word, words)}; 'fedstrata settings' lists all", word
+        )
     return found
 
 

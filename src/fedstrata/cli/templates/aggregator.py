@@ -1,6 +1,6 @@
 """An aggregator: how replies are combined. Try it:
 
-    fedstrata run --set method.aggregator={module}:BySquareRoot
+fedstrata run --set method.aggregator={module}:BySquareRoot
 """
 
 from typing import ClassVar

@@ -1,6 +1,6 @@
 """A drop-out model: who is there in which round. Try it:
 
-    fedstrata run --set availability={module}:Nights
+fedstrata run --set availability={module}:Nights
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """A data sampler: which of its samples a client uses. Try it:
 
-    fedstrata run --set method.data_sampler={module}:Half
+fedstrata run --set method.data_sampler={module}:Half
 """
 
 from pydantic import Field

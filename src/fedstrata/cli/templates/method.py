@@ -1,7 +1,7 @@
 """A method: four choices under a name. Try it:
 
-    fedstrata run --set method={module}:Steady
-    fedstrata compare --methods fedavg,{module}:Steady
+fedstrata run --set method={module}:Steady
+fedstrata compare --methods fedavg,{module}:Steady
 """
 
 import fedstrata as fs

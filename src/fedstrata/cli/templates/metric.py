@@ -1,6 +1,6 @@
 """A metric: how good the model is. Try it:
 
-    fedstrata run --set 'evaluation.metrics=["accuracy", "{module}:worst_recall"]'
+fedstrata run --set 'evaluation.metrics=["accuracy", "{module}:worst_recall"]'
 """
 
 

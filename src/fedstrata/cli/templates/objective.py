@@ -1,6 +1,6 @@
 """An objective: what a client minimises. Try it:
 
-    fedstrata run --set method.objective={module}:Smoothed
+fedstrata run --set method.objective={module}:Smoothed
 """
 
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """A partition: who holds which training samples. Try it:
 
-    fedstrata partition --set partition={module}:Leaning
-    fedstrata run --set partition={module}:Leaning
+fedstrata partition --set partition={module}:Leaning
+fedstrata run --set partition={module}:Leaning
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """A client sampler: who is invited. Try it:
 
-    fedstrata run --set method.client_sampler={module}:LongestAway
-    fedstrata compare --methods fedavg --set method.client_sampler={module}:LongestAway
+fedstrata run --set method.client_sampler={module}:LongestAway
+fedstrata compare --methods fedavg --set method.client_sampler={module}:LongestAway
 """
 
 import numpy as np
