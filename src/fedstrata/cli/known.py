@@ -28,7 +28,7 @@ def known() -> dict[str, Any]:
     """The table.
 
     Returns:
-        ``methods``, rows of name, first sentence and paper; ``experiment``, the keys of a spec that stand in no section;
+        ``methods``, rows of name, first sentence and paper; ``experiment``, the keys that stand in no section;
         ``settings``, the kinds of each section.
     """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
