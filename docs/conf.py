@@ -6,6 +6,7 @@ import os
 import re
 import warnings
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from sphinx.application import Sphinx
 
@@ -165,9 +166,21 @@ def write_copies(app: Sphinx) -> None:
         write(Path(app.srcdir) / page, text)
 
 
+def pack_hospitals(app: Sphinx) -> None:
+    """What a reader of the site alone needs for the study of hospitals, as one file."""
+    source, target = ROOT / "examples" / "hospitals", Path(app.srcdir) / "_static" / "hospitals.zip"
+    with ZipFile(target, "w", ZIP_DEFLATED) as archive:
+        for path in sorted([*source.glob("*.*"), *source.glob("sites/*.csv")]):
+            inside = ZipInfo(f"examples/hospitals/{path.relative_to(source).as_posix()}")
+            archive.writestr(inside, path.read_bytes(), ZIP_DEFLATED)
+
+
 def relink(app: Sphinx, name: str, source: list[str]) -> None:
     """Links of the pages in docs to files that are pages elsewhere."""
     folder = (ROOT / "docs" / name).parent
+    if name == "results/index":
+        others = sorted(path.stem for path in folder.glob("*.md") if path.stem != "index")
+        source[0] = source[0].replace("\n../results\n", "\n".join(["", "../results", *others, ""]), 1)
     if Path(app.env.doc2path(name)).suffix == ".md" and f"{name}.md" not in PAGES.values():
         source[0] = LINK.sub(lambda found: _if_copied(found[1], folder), source[0])
 
@@ -221,4 +234,5 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", restore, priority=999)
     app.connect("builder-inited", write_command_line)
     app.connect("builder-inited", write_copies)
+    app.connect("builder-inited", pack_hospitals)
     app.connect("source-read", relink)

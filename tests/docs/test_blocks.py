@@ -131,6 +131,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     monkeypatch.setenv("FEDSTRATA_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
