@@ -209,6 +209,11 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     found = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: to skip it, PyTorch would import its compiler first, two seconds of every run that compiles nothing."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from fedstrata.communication.channel import Channel
 from fedstrata.communication.codecs import Communication
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import SpecError
+from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
@@ -119,6 +119,13 @@ CODECS: dict[str, Any] = {
     "powersgd, bf16": {"name": "powersgd", "rank": 1, "factors": "bfloat16"},
 }
 WITH_MEMORY = ["top-k", "powersgd", "powersgd, bf16"]
+
+
+def test_a_method_that_puts_each_client_another_question_is_told_so() -> None:
+    world = World(up="bf16")
+    world.federation.begin(1)
+    with pytest.raises(FedstrataError, match="each client is put a Tell of its own"):
+        world.federation.ask({client: Tell(1, Weights(world.params, {})) for client in range(N)})
 
 
 @pytest.mark.parametrize("label", WITH_MEMORY)
@@ -378,8 +385,7 @@ def with_junk(answer: Any) -> Any:
 
 def enormous(answer: Any) -> Any:
     if isinstance(answer, EncodedReply) and answer.reply is None:
-        payload = {name: {part: t * 0 + 3e38 for part, t in parts.items()} for name, parts in answer.payload.items()}
-        return replace(answer, payload=payload)
+        return replace(answer, payload=torch.full((len(answer.payload) // 4,), 3e38).view(torch.uint8))
     return answer
 
 

@@ -9,8 +9,19 @@ import torch
 from torch import Tensor
 
 from fedstrata import records
-from fedstrata.communication.codecs import CODECS, QSGD, BFloat16, Codec, PowerSGD, TopK, Uncompressed, with_frame
-from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.communication.codecs import (
+    CODECS,
+    QSGD,
+    BFloat16,
+    Codec,
+    PowerSGD,
+    TopK,
+    Uncompressed,
+    pack,
+    unpack,
+    with_frame,
+)
+from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError
 
 EVERY: list[Codec] = [
     Uncompressed(),
@@ -49,9 +60,12 @@ SHAPES: dict[str, dict[str, Tensor]] = {
 def test_every_shape_and_dtype_comes_back_in_the_form_that_is_known_beforehand(codec: Codec, label: str) -> None:
     change = SHAPES[label]
     payload = codec.encode(change, chance())
-    codec.check(payload, change)
-    there = records.decode(records.encode(payload))
-    found = codec.decode(there, change)
+    packed = pack(payload, codec.forms(change))
+    there = records.decode(records.encode({"payload": packed}))["payload"]
+    assert packed.element_size() * len(packed) == sum(
+        tensor.element_size() * tensor.numel() for parts in payload.values() for tensor in parts.values()
+    )
+    found = codec.decode(unpack(there, codec.forms(change)), change)
     assert found.keys() == change.keys()
     assert all(found[name].shape == tensor.shape for name, tensor in change.items())
     if label == "zeros":
@@ -104,11 +118,11 @@ def test_power_sgd_by_hand_for_two_clients() -> None:
     first = {"w": torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]])}
     second = {"w": torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 0.0], [3.0, 0.0, 0.0]])}
     # M_k Q is the sum of the columns: (1, 0, 0) and (2, 0, 3), together (3, 0, 3).
-    parts = [codec.project(change, {"w": ones}) for change in (first, second)]
+    parts = [codec.project(change, {"w": {"q": ones}}) for change in (first, second)]
     assert [part["w"]["p"].flatten().tolist() for part in parts] == [[1.0, 0.0, 0.0], [2.0, 0.0, 3.0]]
     frame = codec.orthonormal({"w": {"p": parts[0]["w"]["p"] + parts[1]["w"]["p"]}})
     root = 0.5**0.5
-    torch.testing.assert_close(frame["w"].abs().flatten(), torch.tensor([root, 0.0, root]))
+    torch.testing.assert_close(frame["w"]["p"].abs().flatten(), torch.tensor([root, 0.0, root]))
     # P Qᵀ projects the columns on (1, 0, 1) / √2: the first has 1 in a corner, of which each end keeps a half.
     decoded = [codec.decode(with_frame(codec.coefficients(c, frame), frame), c)["w"] for c in (first, second)]
     torch.testing.assert_close(decoded[0], torch.tensor([[0.5, 0.0, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]]))
@@ -154,13 +168,11 @@ def test_ten_thousand_damaged_payloads_are_refused_or_read() -> None:
     like = {"w": normal(12, 10), "b": normal(12)}
     dice = random.Random(0)
     outcomes = {"read": 0, "refused": 0}
-    good = [(codec, codec.encode({"w": normal(12, 10), "b": normal(12)}, chance())) for codec in EVERY]
+    good = [(codec, pack(codec.encode(like, chance()), codec.forms(like))) for codec in EVERY]
     for _ in range(10_000):
-        codec, payload = dice.choice(good)
-        payload = damaged(payload, dice)
+        codec, packed = dice.choice(good)
         try:
-            codec.check(payload, like)
-            found = codec.decode(payload, like)
+            found = codec.decode(unpack(damaged(packed, dice), codec.forms(like)), like)
         except ReplyRefusedError:
             outcomes["refused"] += 1
         else:
@@ -169,31 +181,36 @@ def test_ten_thousand_damaged_payloads_are_refused_or_read() -> None:
     assert min(outcomes.values()) > 1000, outcomes
 
 
-def damaged(payload: Any, dice: random.Random) -> Any:
-    """The same with a part missing, one more, of another shape or dtype, or with other numbers in it."""
-    payload = {name: dict(parts) for name, parts in payload.items()}
-    name = dice.choice(list(payload))
-    part = dice.choice(list(payload[name]))
-    tensor, kind = payload[name][part], dice.randrange(8)
+def damaged(packed: torch.Tensor, dice: random.Random) -> torch.Tensor:
+    """The same with bytes missing, some more, in another shape or dtype, or with other values."""
+    kind, at = dice.randrange(8), dice.randrange(len(packed))
     if kind == 0:
-        del payload[name]
-    elif kind == 1:
-        payload[dice.choice(["x", "", name])] = {dice.choice(["x", "p"]): torch.zeros(1)}
-    elif kind == 2:
-        payload[name][part] = tensor.reshape(-1)[: dice.randrange(tensor.numel() + 1)]
-    elif kind == 3:
-        payload[name][part] = tensor.to(dice.choice([torch.int64, torch.float64, torch.bool, torch.uint8]))
-    elif kind == 4:
-        payload[name][part] = tensor.expand(3, *tensor.shape)
+        return packed[:at]
+    if kind == 1:
+        return torch.cat([packed, packed[:at]])
+    if kind == 2:
+        return packed.to(dice.choice([torch.int64, torch.float64, torch.bool, torch.int8]))
+    if kind == 3:
+        return packed.expand(3, -1) if dice.random() < 0.5 else packed[None]
+    changed = packed.clone()
+    if kind == 4:
+        changed[at : at + 8] = 255  # NaN in every floating-point type
     else:
-        changed = tensor.clone().reshape(-1)
-        at = dice.randrange(len(changed))
-        if tensor.dtype == torch.uint8:
-            changed[at] = dice.randrange(256)
-        else:
-            changed[at] = dice.choice([float("nan"), float("inf"), -1.0, 3e38, 0.0])
-        payload[name][part] = changed.reshape(tensor.shape)
-    return payload
+        changed[at] = dice.randrange(256)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ({"a": {"": ((3,), torch.float32)}}, "'a' is .*float64.* said .*float32"),
+        ({"b": {"": ((2,), torch.float64)}}, "'a' is .* said None"),
+        ({"a": {"": ((2,), torch.float64)}, "b": {"": ((), torch.bool)}}, "'b' is None"),
+    ],
+)
+def test_a_codec_whose_payload_is_not_what_it_said_fails_where_it_encodes(form: Any, problem: str) -> None:
+    with pytest.raises(FedstrataError, match=problem):
+        pack({"a": {"": torch.zeros(2).double()}}, form)
 
 
 @pytest.mark.parametrize(

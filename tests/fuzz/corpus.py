@@ -228,7 +228,7 @@ DATA_ARRAYS: dict[str, dict[str, np.ndarray[Any, Any]]] = {
 
 def messages() -> list[Any]:
     """Trees of every kind that crosses."""
-    from fedstrata.communication.codecs import PowerSGD, TopK
+    from fedstrata.communication.codecs import PowerSGD, TopK, pack
     from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
     from fedstrata.federation.messages import Fit, FitReply, Weights
     from fedstrata.sampling.messages import LossReply
@@ -237,12 +237,14 @@ def messages() -> list[Any]:
     weights = Weights({"a.weight": torch.randn(3, 2), "a.bias": torch.zeros(3)}, {"n": torch.tensor(3)})
     ints = torch.arange(4)
     chance, fit = np.random.default_rng(0), Fit(1, weights, {}, 1.0, 5.0)
-    payload = TopK().encode(weights.params, chance)
+    payload = pack(TopK().encode(weights.params, chance), TopK().forms(weights.params))
+    matrix = {"a": torch.randn(9, 8)}
+    basis = pack(PowerSGD().first_basis(matrix, chance), PowerSGD().forms_of_basis(matrix))
     delivery = ModelDelivery(3, b"digest", 1, [payload, payload], {})
     return [
-        Encoded(fit, 1, 4, delivery, False, PowerSGD().first_basis({"a": torch.randn(9, 8)}, chance)),
+        Encoded(fit, 1, 4, delivery, False, basis),
         EncodedReply(FitReply(weights, 10, 5, 50, 0.25, {}), payload),
-        Coefficients(4, {"a": torch.randn(9, 1)}),
+        Coefficients(4, torch.randn(9).view(torch.uint8)),
         Fit(1, weights, {"c": weights.params}, 1.0, 5.0),
         FitReply(weights, 10, 5, 50, 0.25, {"delta_c": weights.params}),
         LossReply(0.5),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+from torch import Tensor
+
 from fedstrata import records
-from fedstrata.communication.codecs import Codec, Payload, WithMemory
+from fedstrata.communication.codecs import Codec, WithMemory, unpack
 from fedstrata.federation.messages import Params
 from fedstrata.objectives.base import Objective
 
@@ -25,16 +27,15 @@ def _adds_up(name: str, objective: Objective) -> bool:
     return kind != "message" or rest.partition("/")[0] in objective.additive
 
 
-def renewed(params: Params, changes: list[Payload], codec: Codec) -> Params:
-    """A model after some encoded changes."""
-    for payload in changes:
-        codec.check(payload, params)
-        step = codec.decode(payload, params)
+def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
+    """A model after some encoded changes, each as it travels."""
+    for change in changes:
+        step = codec.decode(unpack(change, codec.forms(params)), params)
         params = {name: tensor + step[name] if name in step else tensor for name, tensor in params.items()}
     return params
 
 
-def digest_of(before: bytes, after: Params | Payload) -> bytes:
+def digest_of(before: bytes, after: Params | Tensor) -> bytes:
     """Names a model: that of a digest, after a change of it; or a whole one after nothing.
 
     It is of what was sent and not of what was computed from it, which differs in the last bit between processors.

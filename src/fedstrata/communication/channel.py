@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedstrata import records
 from fedstrata.communication.changes import digest_of, parted, renewed
@@ -21,13 +22,14 @@ from fedstrata.communication.codecs import (
     PowerSGD,
     Uncompressed,
     WithMemory,
-    require_forms,
+    pack,
+    unpack,
     with_frame,
 )
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.errors import FedstrataError, ReplyRefusedError
 from fedstrata.federation.accounting import Summed
-from fedstrata.federation.federation import Federation
+from fedstrata.federation.federation import Federation, Terms
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.objectives.base import Objective
 from fedstrata.records import record
@@ -43,7 +45,7 @@ class ChannelState:
         version: Of the model that clients have; −1 before the first.
         digest: Names it.
         params: The model that clients have, as their copies of it are.
-        changes: The last changes of it, encoded, oldest first.
+        changes: The last changes of it, as they travel, oldest first.
         confirmed: The version of every client, (N,); −1 for who has none that is known of.
         basis: Q of the next exchange.
     """
@@ -52,9 +54,9 @@ class ChannelState:
     version: int
     digest: bytes
     params: Params
-    changes: list[Payload]
+    changes: list[Tensor]
     confirmed: NDArray[np.int64]
-    basis: Params
+    basis: Payload
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Reader:
     codec: Codec
     like: Params
     forms: Forms
-    frame: Params
+    frame: Payload
     first: bool = False
 
     def check(self, answer: EncodedReply) -> None:
@@ -83,8 +85,8 @@ class Reader:
         Raises:
             ReplyRefusedError: With what is wrong.
         """
-        require_forms(answer.payload, self.forms)
         if self.first:
+            unpack(answer.payload, self.forms)
             if answer.reply is not None:
                 raise ReplyRefusedError("an answer before the second sum")
             return
@@ -97,12 +99,28 @@ class Reader:
 
     def decoded(self, answer: EncodedReply) -> Params:
         """The change."""
-        return self.codec.decode(with_frame(answer.payload, self.frame), self.like)
+        return self._decoded(unpack(answer.payload, self.forms))
 
     def read(self, answer: EncodedReply) -> Reply:
         """The answer as its client would have given it without a codec."""
         assert answer.reply is not None
         return answer.reply.put_together(self.request.weights, self.decoded(answer))
+
+    def read_sum(self, rest: Reply, answers: Iterable[EncodedReply]) -> Reply:
+        """The sum of all answers, of a linear codec: decoded once.
+
+        Args:
+            rest: The sum of the answers without their changes.
+            answers: Them.
+        """
+        return rest.put_together(self.request.weights, self._decoded(self.summed(answers)))
+
+    def summed(self, answers: Iterable[EncodedReply]) -> Payload:
+        """The sum of all payloads, in client order and in full precision."""
+        return reduce(records.add, [_wide(unpack(answer.payload, self.forms)) for answer in answers])
+
+    def _decoded(self, payload: Payload) -> Params:
+        return self.codec.decode(with_frame(payload, self.frame), self.like)
 
 
 class Channel:
@@ -122,18 +140,33 @@ class Channel:
         self._round, self._source = 0, Params()
 
     def takes(self, requests: Mapping[ClientId, Request]) -> bool:
-        """Whether these questions go through it: one about a model, the same for all."""
-        first = next(iter(requests.values()), None)
-        return isinstance(first, ModelRequest) and all(request is first for request in requests.values())
+        """Whether these questions go through it: one about a model, the same for all.
 
-    def ask(self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **how: Any) -> dict[ClientId, Any]:
+        Raises:
+            FedstrataError: They are about models, and not the same for all.
+        """
+        first = next(iter(requests.values()), None)
+        if not isinstance(first, ModelRequest):
+            return False
+        if any(request is not first for request in requests.values()):
+            raise FedstrataError(
+                "[communication] encodes one question about a model that is the same for all clients; here each "
+                f"client is put a {type(first).__name__} of its own: use one request, dict.fromkeys(clients, request)"
+            )
+        return True
+
+    def ask(
+        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **terms: Unpack[Terms]
+    ) -> dict[ClientId, Any]:
         """The answers that can be used; see ``Federation.ask``."""
-        answers, reader = self._ask(federation, requests, **how)
+        answers, reader = self._ask(federation, requests, terms)
         return {client: reader.read(answer) for client, answer in answers.items()} if reader else {}
 
-    def ask_sum(self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **how: Any) -> Summed | None:
+    def ask_sum(
+        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **terms: Unpack[Terms]
+    ) -> Summed | None:
         """The sum of all answers; see ``Federation.ask_sum``."""
-        answers, reader = self._ask(federation, requests, **how)
+        answers, reader = self._ask(federation, requests, terms)
         if not answers or reader is None:
             return None
         clients = list(answers)
@@ -144,10 +177,10 @@ class Channel:
             return Summed(reduce(records.add, replies.values()), clients)
         # Of the answers only what was checked is added up, and of the changes what travelled.
         rest = reduce(records.add, [reply.taken_apart(weights)[1] for reply in replies.values()])
-        return Summed(reader.read(EncodedReply(rest, _payloads(answers))), clients)
+        return Summed(reader.read_sum(rest, answers.values()), clients)
 
     def _ask(
-        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **how: Any
+        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], terms: Terms
     ) -> tuple[dict[ClientId, EncodedReply], Reader | None]:
         """Put one question to clients; their answers, and what reads them."""
         question = next(iter(requests.values()))
@@ -161,37 +194,40 @@ class Channel:
         basis = self._basis(codec, like)
         reader = Reader(question, codec, like, codec.forms(like), {})
         if not basis or not isinstance(codec, PowerSGD):
-            request = Encoded(question, federation.round, exchange, None, plain, {}, reader)
-            return self._first_sum(federation, requests, request, **how), reader
-        first, second = codec.forms_of_sums(like)
-        reader = replace(reader, forms=first, first=True)
-        request = Encoded(question, federation.round, exchange, None, plain, basis, reader)
-        answers = self._first_sum(federation, requests, request, **how)
+            request = Encoded(question, federation.round, exchange, None, plain, pack({}, {}), reader)
+            return self._first_sum(federation, requests, request, terms), reader
+        projected = replace(reader, forms=codec.forms_of_frame(like), first=True)
+        packed = pack(basis, codec.forms_of_basis(like))
+        request = Encoded(question, federation.round, exchange, None, plain, packed, projected)
+        answers = self._first_sum(federation, requests, request, terms)
         if not answers:
             return {}, None
-        frame = codec.orthonormal(_payloads(answers))
-        reader = replace(reader, forms=second, frame=frame, first=False)
-        how = {key: value for key, value in how.items() if key != "work"}  # which is done
-        answers = federation.exchange(dict.fromkeys(answers, Coefficients(exchange, frame, reader)), **how)
+        frame = codec.orthonormal(projected.summed(answers.values()))
+        reader = replace(reader, forms=codec.forms_of_coefficients(like), frame=frame)
+        coefficients = Coefficients(exchange, pack(frame, projected.forms), reader)
+        done: Terms = {**terms, "work": None}
+        answers = federation.exchange(dict.fromkeys(answers, coefficients), **done)
         if answers:
-            self.state = replace(self.state, basis=codec.next_basis(_payloads(answers), basis))
+            self.state = replace(self.state, basis=codec.next_basis(reader.summed(answers.values()), basis))
         return answers, reader
 
-    def _basis(self, codec: Codec, like: Params) -> Params:
+    def _basis(self, codec: Codec, like: Params) -> Payload:
         """Q: that of the last exchange, or random numbers at first."""
         if not isinstance(codec, PowerSGD):
             return {}
         fresh = codec.first_basis(like, rng(self.seed, "codec/basis"))
         before = self.state.basis
-        alike = before.keys() == fresh.keys() and all(before[name].shape == q.shape for name, q in fresh.items())
+        alike = before.keys() == fresh.keys() and all(
+            before[name]["q"].shape == q["q"].shape for name, q in fresh.items()
+        )
         return before if alike else fresh
 
     def _first_sum(
-        self, federation: Federation, clients: Iterable[ClientId], request: Encoded, **how: Any
+        self, federation: Federation, clients: Iterable[ClientId], request: Encoded, terms: Terms
     ) -> dict[ClientId, EncodedReply]:
         """Ask; each client gets the model in the way that is shortest for it."""
         if isinstance(self.down, Uncompressed):
-            return federation.exchange(dict.fromkeys(clients, request), **how)
+            return federation.exchange(dict.fromkeys(clients, request), **terms)
         question, confirmed = request.request, self.state.confirmed.copy()
         bare = replace(question, weights=Weights({}, question.weights.buffers))
         ways: dict[int, Encoded] = {}
@@ -199,9 +235,9 @@ class Channel:
         for client in clients:
             base = int(confirmed[client])
             if base not in ways:
-                ways[base] = replace(request, request=bare, delivery=self._delivery(base), reader=request.reader)
+                ways[base] = replace(request, request=bare, delivery=self._delivery(base))
             requests[client] = ways[base]
-        answers: dict[ClientId, EncodedReply] = federation.exchange(requests, **how)
+        answers: dict[ClientId, EncodedReply] = federation.exchange(requests, **terms)
         confirmed[list(answers)] = self.state.version
         # Nobody knows what a client has whose answer failed; one that was never reached has what it had.
         confirmed[[client for client in clients if client in federation.accounting.failed]] = -1
@@ -224,15 +260,16 @@ class Channel:
             return
         # What a codec loses stays in this difference: the server needs no memory of its own.
         missed = {name: tensor - state.params[name] for name, tensor in params.items()}
-        payload = self.down.encode(missed, rng(self.seed, f"codec/down/{version}", round))
-        changes = [*state.changes, payload]
+        encoded = self.down.encode(missed, rng(self.seed, f"codec/down/{version}", round))
+        change = pack(encoded, self.down.forms(missed))
+        changes = [*state.changes, change]
         while sum(map(records.size, changes)) >= records.size(params):
             changes.pop(0)
         self.state = replace(
             state,
             version=version,
-            digest=digest_of(state.digest, payload),
-            params=renewed(state.params, [payload], self.down),
+            digest=digest_of(state.digest, change),
+            params=renewed(state.params, [change], self.down),
             changes=changes,
         )
 
@@ -244,12 +281,6 @@ class Channel:
             changes = state.changes[len(state.changes) - missed :]
             return ModelDelivery(state.version, state.digest, base, changes, {})
         return ModelDelivery(state.version, state.digest, -1, [], state.params)
-
-
-def _payloads(answers: Mapping[ClientId, EncodedReply]) -> Payload:
-    """The sum of all payloads, in client order and in full precision."""
-    wide = [_wide(answer.payload) for answer in answers.values()]
-    return reduce(records.add, wide)
 
 
 def _wide(payload: Payload) -> Payload:

@@ -1,8 +1,9 @@
 """Codecs: how a change of a model becomes fewer bytes, and back.
 
 A *change* is a table of named floating-point tensors: what local training made of a model, a gradient, a difference of
-two models. A *payload* is what travels of it, tensors by name and part. Their shapes and dtypes depend on those of the
-change alone, so that the size of a message tells nothing of what is in it.
+two models. A *payload* is what is sent of it, tensors by name and part. Their shapes and dtypes depend on those of the
+change alone: both ends know them, so that nothing but the numbers travels (``pack``), and the size of a message tells
+nothing of what is in it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fedstrata.config import FromRegistry, Registry, Setting
-from fedstrata.errors import ReplyRefusedError, SpecError
+from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError
 from fedstrata.federation.messages import Params
 
 Payload = dict[str, dict[str, Tensor]]
-"""What travels of a change: by tensor, or under a name of the codec's own for all of them, and by part."""
+"""What is sent of a change: by tensor, or under a name of the codec's own for all of them, and by part."""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """Shape and dtype of every part of a payload."""
@@ -63,27 +64,48 @@ class Codec(Setting):
             ReplyRefusedError: A number in it can be no codec's.
         """
 
-    def check(self, payload: Payload, like: Params) -> None:
-        """Refuse a payload that is no change's like ``like``.
 
-        Raises:
-            ReplyRefusedError: With the first difference.
-        """
-        require_forms(payload, self.forms(like))
+def pack(payload: Payload, forms: Forms) -> Tensor:
+    """A payload as it travels: the numbers of all its tensors one after another, as bytes.
 
+    Args:
+        payload: Tensors of these forms.
+        forms: What both ends expect.
 
-def require_forms(payload: Payload, forms: Forms) -> None:
-    """Refuse a payload of another form.
+    Returns:
+        uint8, (bytes,).
 
     Raises:
-        ReplyRefusedError: With the first difference.
+        FedstrataError: The payload has another form: its codec's ``forms`` and ``encode`` do not agree.
     """
     found = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
-    if found.keys() != forms.keys():
-        raise ReplyRefusedError(f"the payload has {sorted(found)[:5]}, expected {sorted(forms)[:5]}")
-    for name, parts in forms.items():
-        if found[name] != parts:
-            raise ReplyRefusedError(f"the payload's {name!r} is {found[name]}, expected {parts}")
+    for name in found | forms:
+        if found.get(name) != forms.get(name):
+            raise FedstrataError(f"the payload's {name!r} is {found.get(name)}, its codec said {forms.get(name)}")
+    tensors = [payload[name][part].detach().reshape(-1) for name, parts in forms.items() for part in parts]
+    flat = [tensor.view(torch.uint8) for tensor in tensors if len(tensor)]
+    return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, forms: Forms) -> Payload:
+    """What ``pack`` packed.
+
+    Raises:
+        ReplyRefusedError: These are not as many bytes, or a number is NaN or infinite.
+    """
+    sizes = [math.prod(shape) * dtype.itemsize for parts in forms.values() for shape, dtype in parts.values()]
+    if packed.dtype != torch.uint8 or packed.shape != (sum(sizes),):
+        raise ReplyRefusedError(f"{packed.dtype} of {tuple(packed.shape)} instead of {sum(sizes)} bytes")
+    pieces = iter(torch.split(packed, sizes))
+    # A copy of each piece begins where its dtype may.
+    found = {
+        name: {part: next(pieces).clone().view(dtype).reshape(shape) for part, (shape, dtype) in parts.items()}
+        for name, parts in forms.items()
+    }
+    for name, parts in found.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in parts.values()):
+            raise ReplyRefusedError(f"NaN or infinity in the payload's {name!r}")
+    return found
 
 
 class Uncompressed(Codec):
@@ -264,45 +286,55 @@ class PowerSGD(WithMemory):
                 matrices.append(name)
         return matrices, [name for name in like if name not in matrices]
 
-    def first_basis(self, like: Params, generator: np.random.Generator) -> Params:
-        """Q of the first exchange: normal numbers, (columns, rank) for every matrix."""
-        matrices, _ = self.split(like)
-        sides = {name: (_sides(like[name])[1], self.rank) for name in matrices}
-        drawn = {name: generator.standard_normal(side, np.float32) for name, side in sides.items()}
-        return {name: self.rounded(torch.from_numpy(basis)) for name, basis in drawn.items()}
+    def first_basis(self, like: Params, generator: np.random.Generator) -> Payload:
+        """Q of the first exchange: normal numbers."""
+        drawn = {
+            name: generator.standard_normal(parts["q"][0], np.float32)
+            for name, parts in self.forms_of_basis(like).items()
+        }
+        return {name: {"q": self.rounded(torch.from_numpy(basis))} for name, basis in drawn.items()}
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """As it travels."""
         return tensor.to(DTYPES[self.factors])
 
-    def project(self, change: Params, basis: Params) -> Payload:
+    def project(self, change: Params, basis: Payload) -> Payload:
         """The first sum's part: P_k = M_k Q."""
-        return {name: {"p": self.rounded(_matrix(change[name]) @ q.float())} for name, q in basis.items()}
+        return {name: {"p": self.rounded(_matrix(change[name]) @ parts["q"].float())} for name, parts in basis.items()}
 
-    def orthonormal(self, summed: Payload) -> Params:
+    def orthonormal(self, summed: Payload) -> Payload:
         """P of the first sum, its columns orthonormal."""
-        return {name: self.rounded(torch.linalg.qr(parts["p"].double()).Q.float()) for name, parts in summed.items()}
+        found = {name: torch.linalg.qr(parts["p"].double()).Q.float() for name, parts in summed.items()}
+        return {name: {"p": self.rounded(p)} for name, p in found.items()}
 
-    def coefficients(self, change: Params, frame: Params) -> Payload:
+    def coefficients(self, change: Params, frame: Payload) -> Payload:
         """The second sum's part, Q_k = M_kᵀ P, and what travels as it is."""
         _, rest = self.split(change)
-        payload = {name: {"q": self.rounded(_matrix(change[name]).T @ p.float())} for name, p in frame.items()}
+        payload = {
+            name: {"q": self.rounded(_matrix(change[name]).T @ parts["p"].float())} for name, parts in frame.items()
+        }
         return payload | {name: {"": self.rounded(change[name])} for name in rest}
 
-    def forms_of_sums(self, like: Params) -> tuple[Forms, Forms]:
-        """What ``project`` and ``coefficients`` give."""
-        whole = self.forms(like)
-        first = {name: {"p": parts["p"]} for name, parts in whole.items() if "p" in parts}
-        second = {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
-        return first, second
+    def forms_of_basis(self, like: Params) -> Forms:
+        """Q: (columns, rank) for every matrix."""
+        return {name: {"q": parts["q"]} for name, parts in self.forms(like).items() if "q" in parts}
 
-    def next_basis(self, payload: Payload, before: Params) -> Params:
+    def forms_of_frame(self, like: Params) -> Forms:
+        """P, and what ``project`` gives: (rows, rank) for every matrix."""
+        return {name: {"p": parts["p"]} for name, parts in self.forms(like).items() if "p" in parts}
+
+    def forms_of_coefficients(self, like: Params) -> Forms:
+        """What ``coefficients`` gives."""
+        whole = self.forms(like)
+        return {name: {part: form for part, form in parts.items() if part != "p"} for name, parts in whole.items()}
+
+    def next_basis(self, payload: Payload, before: Payload) -> Payload:
         """Q of the next exchange: that of this one's sum, of length 1; that before where nothing came."""
         found = {}
-        for name, q in before.items():
+        for name, parts in before.items():
             new = payload[name]["q"].double()
             norm = new.norm()
-            found[name] = self.rounded((new / norm).float()) if norm > 0 else q
+            found[name] = {"q": self.rounded((new / norm).float()) if norm > 0 else parts["q"]}
         return found
 
     def forms(self, like: Params) -> Forms:
@@ -333,9 +365,9 @@ class PowerSGD(WithMemory):
         return found
 
 
-def with_frame(payload: Payload, frame: Params) -> Payload:
+def with_frame(payload: Payload, frame: Payload) -> Payload:
     """The coefficients of a second sum with the P that all of them belong to."""
-    return payload | {name: {"p": p, **payload[name]} for name, p in frame.items()}
+    return payload | {name: {**parts, **payload[name]} for name, parts in frame.items()}
 
 
 def _sides(tensor: Tensor) -> tuple[int, int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from fedstrata.communication.codecs import Payload
+from torch import Tensor
+
 from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import ModelRequest, Params, Reply, Request
 from fedstrata.records import Message, record, unsent
@@ -18,14 +19,14 @@ class ModelDelivery(Message):
         version: How often the model that clients have was renewed.
         digest: Names this version: of the whole model at first, then of the last digest and what came after it.
         base: The version that the changes build on; −1 for a whole model.
-        changes: From one version to the next, encoded.
+        changes: From one version to the next, encoded and packed.
         params: The whole model; empty where there are changes.
     """
 
     version: int
     digest: bytes
     base: int
-    changes: list[Payload]
+    changes: list[Tensor]
     params: Params
 
 
@@ -35,11 +36,11 @@ class EncodedReply(Reply):
 
     Args:
         reply: The answer without its change; None where that comes with a second sum.
-        payload: The change, encoded, or its part of a first sum.
+        payload: The change, encoded and packed, or its part of a first sum.
     """
 
     reply: Reply | None
-    payload: Payload
+    payload: Tensor
 
 
 @record
@@ -52,7 +53,7 @@ class Encoded(Request):
         exchange: Numbers the exchanges of a run.
         delivery: How the model comes; None where the question has it.
         plain: Whether the change comes as it is, whatever the codec.
-        basis: Q of PowerSGD, by matrix; empty where the change comes in one exchange.
+        basis: Q of PowerSGD, packed; empty where the change comes in one exchange.
         reader: Reads answers; stays at the server.
     """
 
@@ -63,7 +64,7 @@ class Encoded(Request):
     exchange: int
     delivery: ModelDelivery | None
     plain: bool
-    basis: Params
+    basis: Tensor
     reader: Any = unsent()
 
     def work(self, samples: int) -> float:
@@ -81,14 +82,14 @@ class Coefficients(Request):
 
     Args:
         exchange: That of the first sum.
-        frame: P of PowerSGD, by matrix, with orthonormal columns.
+        frame: P of PowerSGD, packed; its columns are orthonormal.
         reader: Reads answers; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
 
     exchange: int
-    frame: Params
+    frame: Tensor
     reader: Any = unsent()
 
     def check(self, reply: EncodedReply) -> None:

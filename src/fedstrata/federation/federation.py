@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,16 +27,29 @@ from fedstrata.rng import SERVER, rng
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
 
+class Terms(TypedDict, total=False):
+    """How a question is put: the settings of ``Federation.ask``, by their names there."""
+
+    deadline: float | None
+    quorum: int
+    together: bool
+    work: Mapping[ClientId, float] | None
+
+
 class Channel(Protocol):
     """What carries questions about a model, and their answers, in another form; ``fedstrata.communication``."""
 
     def takes(self, requests: Mapping[ClientId, Request]) -> bool:
         """Whether these questions go through it."""
 
-    def ask(self, federation: Federation, requests: Mapping[ClientId, Any], **how: Any) -> dict[ClientId, Any]:
+    def ask(
+        self, federation: Federation, requests: Mapping[ClientId, Any], **terms: Unpack[Terms]
+    ) -> dict[ClientId, Any]:
         """See ``Federation.ask``; what travels goes through ``Federation.exchange``."""
 
-    def ask_sum(self, federation: Federation, requests: Mapping[ClientId, Any], **how: Any) -> Summed | None:
+    def ask_sum(
+        self, federation: Federation, requests: Mapping[ClientId, Any], **terms: Unpack[Terms]
+    ) -> Summed | None:
         """See ``Federation.ask_sum``."""
 
 
@@ -125,11 +138,11 @@ class Federation:
             QuorumError: Fewer than ``quorum`` answered.
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
-        how: dict[str, Any] = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
+        terms: Terms = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
         if self.channel is not None and self.channel.takes(requests):
-            replies = self.channel.ask(self, requests, **how)
+            replies = self.channel.ask(self, requests, **terms)
         else:
-            replies = self.exchange(requests, **how)
+            replies = self.exchange(requests, **terms)
         self._tell(replies)
         return replies
 

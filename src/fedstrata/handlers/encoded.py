@@ -12,7 +12,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.communication.changes import digest_of, parted, renewed
-from fedstrata.communication.codecs import PowerSGD, Uncompressed, WithMemory, with_frame
+from fedstrata.communication.codecs import PowerSGD, Uncompressed, WithMemory, pack, unpack, with_frame
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.errors import FedstrataError
 from fedstrata.federation.messages import Params, Reply, Weights
@@ -91,14 +91,15 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.of_data()
     if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)
-    if isinstance(codec, PowerSGD) and request.basis:
+    if isinstance(codec, PowerSGD) and len(request.basis):
+        basis = unpack(request.basis, codec.forms_of_basis(change))
         pending = Pending(request.exchange, request.round, dict(client.state), reply, change)
         client.state = {**before, PENDING: pending}
-        return EncodedReply(None, codec.project(change, request.basis))
+        return EncodedReply(None, pack(codec.project(change, basis), codec.forms_of_frame(change)))
     payload = codec.encode(change, client.rng(f"codec/{request.exchange}", request.round))
     if remembers:
         _remember(client, request.round, change, codec.decode(payload, change))
-    return EncodedReply(reply, payload)
+    return EncodedReply(reply, pack(payload, codec.forms(change)))
 
 
 @handles(Coefficients)
@@ -107,13 +108,13 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
         raise FedstrataError(f"no first sum of exchange {request.exchange} was answered here")
-    payload = codec.coefficients(pending.change, request.frame)
+    change = pending.change
+    frame = unpack(request.frame, codec.forms_of_frame(change))
+    payload = codec.coefficients(change, frame)
     client.state = dict(pending.state)
     if pending.reply.of_data():
-        _remember(
-            client, pending.round, pending.change, codec.decode(with_frame(payload, request.frame), pending.change)
-        )
-    return EncodedReply(pending.reply, payload)
+        _remember(client, pending.round, change, codec.decode(with_frame(payload, frame), change))
+    return EncodedReply(pending.reply, pack(payload, codec.forms_of_coefficients(change)))
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
@@ -143,8 +144,8 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
             there = f"version {held.version}" if isinstance(held, HeldModel) else "no model"
             raise FedstrataError(f"the changes build on version {delivery.base} of the model; here is {there}")
         digest = held.digest
-        for payload in delivery.changes:
-            digest = digest_of(digest, payload)
+        for change in delivery.changes:
+            digest = digest_of(digest, change)
         if digest != delivery.digest:
             raise FedstrataError(f"the changes lead to another model than version {delivery.version}")
         shared = client.context.once(_models)
