@@ -305,3 +305,10 @@ def test_the_file_of_a_partition_is_looked_for_beside_the_spec(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "there")
     with pytest.raises(SpecError, match=r"partition\.file = 'p\.npz': there is no file .* \(.*spec.toml, line 3\)"):
         Experiment.from_toml(path)
+
+
+def test_a_setting_of_the_kind_that_was_just_named():
+    overrides = ["availability=bernoulli", "availability.p=0.2", "partition.name=classes", "partition.per_client=3"]
+    found = variants({"compare": {"fedavg": {}, "scaffold": {"training": {"lr": 0.5}}}}, overrides=overrides)
+    assert {spec.availability.p for spec in found.values()} == {0.2}
+    assert {spec.partition.per_client for spec in found.values()} == {3}
