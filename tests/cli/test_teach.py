@@ -32,10 +32,9 @@ def _modules_of_here(monkeypatch):
     """Each test has files of its own, under the same names."""
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    before = set(sys.modules)
     yield
-    for name in set(sys.modules) - before:
-        if "." not in name:
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "/").parent.resolve() == Path.cwd():
             del sys.modules[name]
 
 
