@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -143,8 +144,10 @@ RUN = [page for page in PAGES if any(b.kind in ("python", "bash") and not b.show
 @pytest.mark.long
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", RUN)
-def test_blocks_run(page, folder):
-    space: dict[str, object] = {"__name__": "page"}
+def test_blocks_run(page, folder, monkeypatch):
+    module = ModuleType("page_of_the_site")  # where classes of the page are found
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    space = vars(module)
     printed = ""
     for block in blocks(page):
         where = f"{page}, line {block.line}"
