@@ -145,7 +145,7 @@ RUN = [page for page in PAGES if any(b.kind in ("python", "bash") and not b.show
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", RUN)
 def test_blocks_run(page, folder, monkeypatch):
-    module = ModuleType("page_of_the_site")  # where classes of the page are found
+    module = ModuleType("__main__")  # as in a notebook: where classes of the page are found
     monkeypatch.setitem(sys.modules, module.__name__, module)
     space = vars(module)
     printed = ""
