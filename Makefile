@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 LEAN   := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
 
-.PHONY: demo test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
+.PHONY: demo docs package test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
 
 # One process more than there are processors, because one mostly waits for servers and sites. Tests start many processes,
 # which would otherwise compile every module anew where the environment forbids to write bytecode.
@@ -28,6 +28,23 @@ demo: $(LEAN)  ## Four methods on scikit-learn's digits with label skew and drop
 	rm -rf demo
 	$(BIN)/fedstrata compare examples/specs/demo.toml --out demo
 	@echo "open demo/report.html"
+
+docs: $(DEV)  ## The site, with its gallery executed, every warning an error: build/site/index.html.
+	rm -rf build/site docs/gallery docs/concepts
+	$(BIN)/python -m sphinx -q -b html -W --keep-going docs build/site
+	@echo "open build/site/index.html"
+
+package:  ## Wheel and sdist, checked; then the demo from the wheel in an empty environment. Before a release.
+	rm -rf build/package dist
+	$(PYTHON) -m venv build/package/tools
+	build/package/tools/bin/pip install --quiet build twine
+	build/package/tools/bin/python -m build --outdir dist .
+	build/package/tools/bin/twine check --strict dist/*
+	$(PYTHON) -m venv build/package/empty
+	build/package/empty/bin/pip install --quiet --constraint constraints.txt torch
+	build/package/empty/bin/pip install --quiet --constraint constraints.txt dist/*.whl
+	mkdir build/package/folder
+	cd build/package/folder && ../empty/bin/fedstrata new demo && ../empty/bin/fedstrata compare demo.toml --out demo --quiet
 
 test: $(DEV) check  ## All checks, and all tests but those that take minutes each.
 	$(PYTEST) -n $$(($(CORES) + 1))

@@ -230,7 +230,7 @@ def write(out: Path, cells: list[dict[str, Any]], grown: list[dict[str, Any]]) -
         "",
         f"Made by `make bench-masking` ({platform.machine()}, CPU time of one thread, all clients and the server in "
         f"one process, everything in one run). Up and down are the bytes of one client. Making and loading the keys "
-        f"takes another {duration(seconds_of_keys)}, once. What the modes protect is in [privacy.md](privacy.md).",
+        f"takes another {duration(seconds_of_keys)}, once. What the modes protect is in [privacy](privacy.md).",
         "",
         *head,
         *map(line, cells),

@@ -227,7 +227,11 @@ def test_an_override_of_another_kind_is_not_for_a_label_that_changed_it():
         ({"availability": {"p": 0.5}}, r"availability\.p = 0\.5: unknown key; .* \(without a name this is 'always'\)"),
         ({"model": {"name": "mlp", "hidden": 50}}, r"model\.hidden = 50: expected a list, such as \[1, 2\]"),
         ({"method": {"name": "fedsampling", "strata": 3}}, r"method\.strata = 3: unknown key"),
-        ({"model": {"name": "cnn64", "channels": [3]}}, r"model\.channels = \[3\]: unknown key; cnn64 has no settings"),
+        (
+            {"model": {"name": "cnn64", "channels": [3]}},
+            r"model\.channels = \[3\]: unknown key; channels belongs to cnn; this model is cnn64; cnn64 has no",
+        ),
+        ({"partition": {"name": "iid", "alpha": 1}}, r"alpha belongs to dirichlet, domain; this partition is iid; acc"),
         ({"partition": {"name": "Dirichlet"}}, r"did you mean 'dirichlet'"),
     ],
 )
@@ -301,3 +305,10 @@ def test_the_file_of_a_partition_is_looked_for_beside_the_spec(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "there")
     with pytest.raises(SpecError, match=r"partition\.file = 'p\.npz': there is no file .* \(.*spec.toml, line 3\)"):
         Experiment.from_toml(path)
+
+
+def test_a_setting_of_the_kind_that_was_just_named():
+    overrides = ["availability=bernoulli", "availability.p=0.2", "partition.name=classes", "partition.per_client=3"]
+    found = variants({"compare": {"fedavg": {}, "scaffold": {"training": {"lr": 0.5}}}}, overrides=overrides)
+    assert {spec.availability.p for spec in found.values()} == {0.2}
+    assert {spec.partition.per_client for spec in found.values()} == {3}

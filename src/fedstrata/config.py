@@ -11,7 +11,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
@@ -41,8 +41,8 @@ LARGEST = 1e18
 _NAMES: dict[str, str] = {}
 """What specs call a class, by ``"module:Class"``."""
 
-_BASES: list[type] = []
-"""What the registries hold classes of."""
+_REGISTRIES: list[Registry[Any]] = []
+"""All there are."""
 
 _ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
 """The packages that ``"module:Class"`` may come from; None for any."""
@@ -53,7 +53,7 @@ class _SpecName:
 
     def __get__(self, instance: object, owner: type) -> str:
         path = f"{owner.__module__}:{owner.__qualname__}"
-        named = any(issubclass(owner, base) for base in _BASES)
+        named = any(issubclass(owner, each.base) for each in _REGISTRIES)
         return _NAMES.get(path, path if named else "")
 
 
@@ -144,7 +144,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
         self.kind, self.base, self._paths = kind, base, dict(known)
-        _BASES.append(base)
+        _REGISTRIES.append(self)
         _NAMES.update({path: name for name, path in known.items()})
 
     def __iter__(self) -> Iterator[str]:
@@ -268,12 +268,27 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
 def _accepted(cls: type[BaseModel], word: str) -> str:
     """What may stand where ``word`` stood."""
     accepted = list(cls.model_fields)
+    others = _belongs(cls, word)
     if not accepted:
-        return f"{getattr(cls, 'name', '') or cls.__name__} has no settings"
+        return f"{others}{getattr(cls, 'name', '') or cls.__name__} has no settings"
     sections = {key: _model_at(cls, [key]) for key in accepted}
     inside = [key for key, inner in sections.items() if inner is not cls and word in inner.model_fields]
-    hint = f"; did you mean '{inside[0]}.{word}'?" if inside else nearest(word, accepted)
-    return f"accepted here: {', '.join(accepted)}{hint}"
+    hint = f"; did you mean '{inside[0]}.{word}'?" if inside else "" if others else nearest(word, accepted)
+    return f"{others}accepted here: {', '.join(accepted)}{hint}"
+
+
+def _belongs(cls: type[BaseModel], word: str) -> str:
+    """Which other kinds of the same registry have a setting of that name, such as ``alpha`` of a partition."""
+    for registry in _REGISTRIES:
+        if issubclass(cls, registry.base):
+            having = []
+            for name in registry:
+                with suppress(SpecError):  # one that cannot be loaded has nothing
+                    if word in registry.find(name).model_fields:
+                        having.append(name)
+            this = getattr(cls, "name", "") or cls.__name__
+            return f"{word} belongs to {', '.join(having)}; this {registry.kind} is {this}; " if having else ""
+    return ""
 
 
 def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:

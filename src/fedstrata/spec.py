@@ -303,7 +303,8 @@ def variants(
         takers = [each for each in merged.values() if _takes(each, tables, override)]
         if not takers:
             raise SpecError("--set", f"none of these methods has that setting: {', '.join(merged)}", override)
-        for each in takers:
+        # The spec's own too: what comes after is a setting of the kind that this one may have named.
+        for each in (*takers, tables):
             apply_override(each, override)
     result: dict[str, Experiment] = {}
     for label, each in merged.items():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +24,49 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+def add_command(commands: Commands, name: str, help: str, examples: str, more: str = "") -> argparse.ArgumentParser:
+    """A parser whose ``--help`` ends with examples.
+
+    Args:
+        commands: Where it is added.
+        name: What it is called.
+        help: What it does, in one line.
+        examples: A line each, as somebody would type it.
+        more: What else there is to say.
+    """
+    lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
+    return commands.add_parser(
+        name,
+        help=help,
+        description=f"{help[0].upper()}{help[1:]}." + (f"\n\n{more}" if more else ""),
+        epilog=f"examples:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
+    """The arguments ``--json``, and ``--quiet`` where there is progress to leave out."""
+    if progress:
+        parser.add_argument("--quiet", action="store_true", help="no progress")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output, and nothing else")
+
+
+def print_json(found: object) -> None:
+    """Print a result for programs; what is no number becomes null."""
+    json.dump(_finite(found), sys.stdout, indent=1, ensure_ascii=False, default=str, allow_nan=False)
+    print()
+
+
+def _finite(found: object) -> object:
+    if isinstance(found, float):
+        return found if math.isfinite(found) else None
+    if isinstance(found, Mapping):
+        return {str(key): _finite(value) for key, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_finite(value) for value in found]
+    return found
+
+
 def add_spec(parser: argparse.ArgumentParser, help: str = "a TOML file; all defaults without one") -> None:
     """The arguments ``SPEC`` and ``--set``."""
     parser.add_argument("spec", nargs="?", help=help)
@@ -35,7 +81,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
         default=[],
         dest="overrides",
         metavar="SECTION.KEY=VALUE",
-        help="override a setting",
+        help="override a setting, such as training.lr=0.1",
     )
 
 
@@ -70,7 +116,20 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
         given = [override.partition("=")[0].strip() for override in options.overrides]
         by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in given)
         in_file = options.spec and Path(options.spec).is_file() and not by_hand
+        error = elsewhere(error)
         raise (placed(error, options.spec) if in_file else error) from None
+
+
+def elsewhere(error: SpecError) -> SpecError:
+    """An error about an unknown key, with the sections that do have it."""
+    from fedstrata.cli.known import owners
+
+    *outer, word = error.key.split(".")
+    if not error.problem.startswith("unknown key") or "belongs to" in error.problem or "did you mean" in error.problem:
+        return error
+    if not (places := owners(word, besides=".".join(outer))):
+        return error
+    return SpecError(error.key, f"{error.problem}; {word} belongs to {' and '.join(places[:3])}", error.value)
 
 
 def seeds(options: argparse.Namespace) -> list[int] | None:
@@ -84,9 +143,11 @@ def seeds(options: argparse.Namespace) -> list[int] | None:
     try:
         found = [int(seed) for seed in options.seeds.split(",")]
     except ValueError:
-        raise SpecError("--seeds", "expected comma-separated whole numbers", options.seeds) from None
+        problem = "expected comma-separated whole numbers, such as --seeds 0,1,2"
+        raise SpecError("--seeds", problem, options.seeds) from None
     if len(set(found)) < len(found) or min(found) < 0:
-        raise SpecError("--seeds", "expected different whole numbers of at least 0", options.seeds)
+        problem = "expected different whole numbers of at least 0, such as --seeds 0,1,2"
+        raise SpecError("--seeds", problem, options.seeds)
     return found
 
 
@@ -98,7 +159,7 @@ def jobs(options: argparse.Namespace) -> int | None:
     """
     found: int | None = options.jobs
     if found is not None and found < 1:
-        raise SpecError("--jobs", "expected a whole number of at least 1", found)
+        raise SpecError("--jobs", "expected a whole number of at least 1, such as --jobs 4", found)
     return found
 
 
@@ -130,8 +191,11 @@ NO_STEP = 3
 """The exit code where a run, or one of several, never took a step for want of replies that could be used."""
 
 
-def show_run(history: History) -> int:
+def show_run(history: History, as_json: bool = False) -> int:
     """Print how a run went; the exit code."""
+    if as_json:
+        print_json({**history.summary, "folder": str(history.path)})
+        return NO_STEP if history.warning else 0
     import rich
 
     from fedstrata.report.summary import failures, summary_panel

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.cli.common import add_overrides, add_spec, experiment, located, show_run
+from fedstrata.cli.common import add_command, add_output, add_overrides, experiment, located, print_json, show_run
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -14,7 +16,13 @@ if TYPE_CHECKING:
 
 def add_deploy(commands: Commands) -> None:
     """``fedstrata deploy``."""
-    parser = commands.add_parser("deploy", help="certificates, start-up kits and the job for real sites (NVFlare)")
+    examples = """
+        fedstrata deploy spec.toml --sites sites.toml --out kits
+        fedstrata deploy spec.toml --sites sites.toml --out trial --try
+    """
+    parser = add_command(
+        commands, "deploy", "certificates, start-up kits and the job for real sites (NVFlare)", examples
+    )
     parser.add_argument("spec", help="a TOML file")
     add_overrides(parser)
     parser.add_argument("--sites", type=Path, required=True, metavar="TOML", help="the server and the sites")
@@ -27,6 +35,7 @@ def add_deploy(commands: Commands) -> None:
         dest="trial",
         help="start all of it on this machine, run the experiment, fetch the result to DIR/result and shut down",
     )
+    add_output(parser, progress=False)
     parser.set_defaults(work=_deploy)
 
 
@@ -40,18 +49,28 @@ def _deploy(options: argparse.Namespace) -> int:
     sites = Sites.read(options.sites)
     if not options.trial:
         located(options, lambda: provision(spec, sites, options.out))
+        if options.json:
+            print_json({"folder": str(options.out)})
+            return 0
         print(f"{options.out}: give everybody the folder of their name; its README.md says what to do there")
         return 0
-    folder = located(options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent))
-    return show_run(History.load(folder))
+    folder = located(
+        options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent, tell=_tell(options))
+    )
+    return show_run(History.load(folder), options.json)
 
 
 def add_submit(commands: Commands) -> None:
     """``fedstrata submit``."""
-    parser = commands.add_parser("submit", help="bring a deployment's job to its server and fetch the result")
+    examples = """
+        fedstrata submit kits/admin --out result
+        fedstrata submit kits/admin --out result --wait 600
+    """
+    parser = add_command(commands, "submit", "bring a deployment's job to its server and fetch the result", examples)
     parser.add_argument("admin", type=Path, metavar="ADMIN", help="the administrator's folder that deploy wrote")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the run folder goes")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for sites to join (default: 60)")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_submit)
 
 
@@ -59,7 +78,13 @@ def _submit(options: argparse.Namespace) -> int:
     from fedstrata.deploy.submit import submit
     from fedstrata.history import History
 
-    return show_run(History.load(submit(options.admin, options.out, wait=options.wait)))
+    folder = submit(options.admin, options.out, wait=options.wait, tell=_tell(options))
+    return show_run(History.load(folder), options.json)
+
+
+def _tell(options: argparse.Namespace) -> Callable[[str], None]:
+    """Where to say what happens: beside the result, where that is JSON."""
+    return (lambda text: print(text, file=sys.stderr)) if options.json else print
 
 
 def add_status(commands: Commands) -> None:
@@ -132,7 +157,11 @@ def _revoke(options: argparse.Namespace) -> int:
 
 def add_keys(commands: Commands) -> None:
     """``fedstrata keys``."""
-    parser = commands.add_parser("keys", help="make the clients' keys for masked labels")
+    examples = """
+        fedstrata keys
+        fedstrata keys --out /secure/keys
+    """
+    parser = add_command(commands, "keys", "make the clients' keys for masked labels", examples)
     parser.add_argument("--out", type=Path, default=Path("keys"), metavar="DIR", help="the folder (default: keys)")
     parser.set_defaults(work=_keys)
 

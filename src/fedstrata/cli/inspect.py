@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.cli.common import add_spec, experiment, located
+from fedstrata.cli.common import add_command, add_output, add_spec, experiment, located, print_json
 from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
@@ -16,24 +16,42 @@ if TYPE_CHECKING:
 
 def add_methods(commands: Commands) -> None:
     """``fedstrata methods``."""
-    commands.add_parser("methods", help="what methods there are").set_defaults(work=_methods)
+    examples = """
+        fedstrata methods
+        fedstrata settings method stratify
+    """
+    parser = add_command(commands, "methods", "what methods there are", examples)
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_methods)
 
 
-def _methods(_: argparse.Namespace) -> int:
+def _methods(options: argparse.Namespace) -> int:
     from fedstrata.cli.known import known
 
+    if options.json:
+        print_json([dict(zip(("method", "about", "paper"), row, strict=True)) for row in known()["methods"]])
+        return 0
     _columns(("method", "what it does", "paper"), known()["methods"])
     return 0
 
 
 def add_datasets(commands: Commands) -> None:
     """``fedstrata datasets``."""
-    commands.add_parser("datasets", help="what data sets there are").set_defaults(work=_datasets)
+    examples = """
+        fedstrata datasets
+        FEDSTRATA_DATA=/data fedstrata datasets
+    """
+    parser = add_command(commands, "datasets", "what data sets there are, and which were found", examples)
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_datasets)
 
 
-def _datasets(_: argparse.Namespace) -> int:
+def _datasets(options: argparse.Namespace) -> int:
     from fedstrata.data.catalog import available, folders
 
+    if options.json:
+        print_json([{"data": name, "about": about, "found": found} for name, about, found in available()])
+        return 0
     _columns(
         ("data set", "what it is", "found"),
         [(name, description, "yes" if found else "no") for name, description, found in available()],
@@ -44,17 +62,32 @@ def _datasets(_: argparse.Namespace) -> int:
 
 def add_settings(commands: Commands) -> None:
     """``fedstrata settings``."""
-    parser = commands.add_parser("settings", help="what a spec can say: sections, names and keys")
+    examples = """
+        fedstrata settings
+        fedstrata settings availability
+        fedstrata settings method.objective rebafl
+        fedstrata settings method.client_sampler sampler:Rotating
+        fedstrata explain alpha
+    """
+    parser = add_command(commands, "settings", "what a spec can say: sections, names and keys", examples)
     parser.add_argument("section", nargs="?", help="such as availability or method.objective; all unless given")
     parser.add_argument("name", nargs="?", help="one kind of it, such as bernoulli, or module:Class of your own")
     parser.add_argument("--markdown", action="store_true", help="everything, as docs/spec.md has it")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_settings)
 
 
 def _settings(options: argparse.Namespace) -> int:
     from fedstrata.cli.known import find_kind, find_section, known
 
-    if options.markdown:
+    if options.json:
+        found: object = known()["settings"]
+        if options.section is not None:
+            found = find_section(options.section)
+        if options.name is not None:
+            found = find_kind(options.section, options.name)
+        print_json(found)
+    elif options.markdown:
         from fedstrata.reference import markdown
 
         print(markdown())
@@ -100,9 +133,15 @@ def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 def add_partition(commands: Commands) -> None:
     """``fedstrata partition``."""
-    parser = commands.add_parser("partition", help="who gets which labels: a table and a picture")
+    examples = """
+        fedstrata partition spec.toml
+        fedstrata partition --set partition.name=dirichlet --set partition.alpha=0.1 --out skew.png
+        fedstrata partition spec.toml --json
+    """
+    parser = add_command(commands, "partition", "who gets which labels: a table and a picture", examples)
     add_spec(parser)
     parser.add_argument("--out", type=Path, default=Path("partition.png"), help="the picture (default: partition.png)")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_partition)
 
 
@@ -110,7 +149,7 @@ def _partition(options: argparse.Namespace) -> int:
     import rich
 
     from fedstrata.config import under
-    from fedstrata.partitions import draw_partition, render_table
+    from fedstrata.partitions import draw_partition, label_table, render_table
 
     spec = experiment(options)
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
@@ -119,6 +158,11 @@ def _partition(options: argparse.Namespace) -> int:
     data = spec.data.load(spec.seed)
     assignment = located(options, lambda: under("partition", lambda: spec.partition.split(data, spec.seed)))
     draw_partition(assignment, data, options.out)
+    if options.json:
+        table = label_table(assignment, data.y_train.cpu().numpy(), data.classes)
+        classes = [*map(str, data.class_names or range(data.classes))]
+        print_json({"picture": str(options.out), "classes": classes, "samples": table.tolist()})
+        return 0
     rich.print(render_table(assignment, data))
     print(f"picture: {options.out}")
     return 0
@@ -126,10 +170,16 @@ def _partition(options: argparse.Namespace) -> int:
 
 def add_strata(commands: Commands) -> None:
     """``fedstrata strata``."""
-    parser = commands.add_parser("strata", help="which clients a sampler takes for alike: a picture")
+    examples = """
+        fedstrata strata spec.toml --set method=fedsts
+        fedstrata strata spec.toml --set method=fedssar --rounds 5 --out strata.png
+        fedstrata strata runs/fedsts
+    """
+    parser = add_command(commands, "strata", "which clients a sampler takes for alike: a picture", examples)
     add_spec(parser, "a TOML file, or the folder of a run; all defaults without one")
     parser.add_argument("--rounds", type=int, default=1, help="rounds to run before looking, for a spec (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_strata)
 
 
@@ -149,6 +199,9 @@ def _strata(options: argparse.Namespace) -> int:
         view = strata_after(prepared, options.rounds)
     draw(prepared, view, options.out)
     sizes = view.sizes()
+    if options.json:
+        print_json({"picture": str(options.out), "round": view.round, "sizes": sizes, "purity": view.purity()})
+        return 0
     print(f"round {view.round}: {len(sizes)} strata of {sizes} clients; {view.purity():.0%} of the samples bear their")
     print(f"stratum's most frequent label; picture: {options.out}")
     return 0
@@ -156,10 +209,19 @@ def _strata(options: argparse.Namespace) -> int:
 
 def add_audit(commands: Commands) -> None:
     """``fedstrata audit prototypes`` and ``gradients``."""
-    audits = commands.add_parser("audit", help="what a run gives away: attacks on what clients sent")
+    audits = add_command(
+        commands,
+        "audit",
+        "what a run gives away: attacks on what clients sent",
+        "fedstrata audit prototypes runs/rebafl",
+    )
     kinds = audits.add_subparsers(required=True, metavar="WHAT")
     _add_audit_gradients(kinds)
-    parser = kinds.add_parser("prototypes", help="draw clients' images from the prototypes that they sent")
+    examples = """
+        fedstrata audit prototypes runs/rebafl
+        fedstrata audit prototypes runs/rebafl --clients 5 --out audit
+    """
+    parser = add_command(kinds, "prototypes", "draw clients' images from the prototypes that they sent", examples)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/audit)")
     parser.add_argument("--clients", type=int, default=3, help="clients to attack, at most (default: 3)")
@@ -171,7 +233,7 @@ def add_audit(commands: Commands) -> None:
         default="test",
         help="the attacker's own images: the test set (the default), or training samples that no client holds",
     )
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_output(parser)
     parser.set_defaults(work=_audit_prototypes)
 
 
@@ -211,7 +273,7 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
     import rich
     from rich.text import Text
 
-    from fedstrata.audit.outcome import caption, to_rich, write
+    from fedstrata.audit.outcome import caption, to_json, to_rich, write
     from fedstrata.audit.prototypes import audit_prototypes
     from fedstrata.report.progress import Progress
 
@@ -226,6 +288,9 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
         )
     out = options.out or options.run / "audit"
     write(audit, out)
+    if options.json:
+        print_json({"folder": str(out), **to_json(audit)})
+        return 0
     rich.print(Text(caption(audit)))
     rich.print(to_rich(audit))
     print(f"written to {out}: prototypes.png, prototypes.md, prototypes.json")
@@ -234,7 +299,11 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
 
 def add_report(commands: Commands) -> None:
     """``fedstrata report``."""
-    parser = commands.add_parser("report", help="one self-contained HTML page for runs and comparisons")
+    examples = """
+        fedstrata report runs/first
+        fedstrata report runs/first runs/second --out both.html
+    """
+    parser = add_command(commands, "report", "one self-contained HTML page for runs and comparisons", examples)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
     parser.set_defaults(work=_report)

@@ -25,7 +25,12 @@ FILE = Path(__file__).with_name("known.json")
 
 
 def known() -> dict[str, Any]:
-    """The table: ``methods``, rows of name, first sentence and paper, and ``settings``, the kinds of each section."""
+    """The table.
+
+    Returns:
+        ``methods``, rows of name, first sentence and paper; ``experiment``, the keys that stand in no section;
+        ``settings``, the kinds of each section.
+    """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return table
 
@@ -73,6 +78,23 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
     return kind
 
 
+def owners(key: str, besides: str = "") -> list[str]:
+    """The sections that have a key, each with the kinds that do: ``["partition (dirichlet)"]``.
+
+    Args:
+        key: A key by itself, such as ``"alpha"``.
+        besides: A section to leave out.
+    """
+    found = []
+    for section, table in known()["settings"].items():
+        kinds = table["kinds"]
+        holding = [name for name, kind in kinds.items() if any(row[0] == key for row in kind["keys"])]
+        if holding and section != besides:
+            which = ", ".join(holding) if len(holding) < len(kinds) else ""
+            found.append(f"{section} ({which})" if which else section)
+    return found
+
+
 def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
     """What a docstring and a signature say, without the arguments that are not a spec's."""
     if not callable(found):
@@ -97,10 +119,12 @@ def collect() -> dict[str, Any]:
     """The table as the code says it now."""
     from fedstrata import reference
     from fedstrata.methods.base import METHODS
+    from fedstrata.spec import Experiment
 
     methods = [(name, METHODS.find(name)) for name in METHODS]
     return {
         "methods": [[name, (method.__doc__ or "").strip().splitlines()[0], method.paper] for name, method in methods],
+        "experiment": _told(reference.rows(Experiment)),
         "settings": {
             section: {
                 "common": _told(reference.common(section)),

@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 import warnings
 from collections.abc import Sequence
 
 from fedstrata import __version__
-from fedstrata.cli import deploy, inspect, ledger, papers, results, run
+from fedstrata.cli import deploy, inspect, ledger, papers, results, run, teach
 from fedstrata.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.errors import DataError, FedstrataError, SpecError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+BEGIN = """to begin with:
+  fedstrata new demo && fedstrata compare demo.toml --out demo    four methods, a table, demo/report.html
+  fedstrata new spec && fedstrata run spec.toml                   an experiment of your own
+  fedstrata explain alpha                                         what a key of a spec means
+  fedstrata COMMAND --help                                        examples of each command
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without "η" shows "?", and the command goes on
-    options = parser().parse_args(arguments)
+    whole = parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+        from fedstrata.cli import completers
+
+        completers.attach(whole)
+        teach.complete(whole)
+    options = whole.parse_args(arguments)
     warnings.showwarning = _one_line
     try:
         with ending_in_order():
@@ -53,10 +67,12 @@ def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(
         prog="fedstrata",
         description="Federated learning that holds up when data are non-IID and clients drop out.",
+        epilog=BEGIN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for family in (run, results, papers, inspect, deploy, ledger):
+    for family in (teach, run, results, papers, inspect, deploy, ledger):
         for add in family.COMMANDS:
             add(commands)
     return whole

@@ -9,19 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.cli import common
-from fedstrata.cli.common import located, read_spec, run_folder
+from fedstrata.cli.common import add_command, add_output, located, print_json, read_spec, run_folder
 from fedstrata.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
     from fedstrata.grid_search import Sweep
 
-FORMATS = ("console", "markdown", "latex", "csv")
+FORMATS = ("console", "markdown", "latex", "csv", "json")
 
 
 def add_table(commands: Commands) -> None:
     """``fedstrata table``."""
-    parser = commands.add_parser("table", help="methods beside a baseline: intervals, paired differences, tests")
+    examples = """
+        fedstrata table runs/first
+        fedstrata table runs/first --baseline fedavg --format latex
+        fedstrata table runs/first --metric best_accuracy,rounds_to_0.8 --at bytes=5e7
+    """
+    parser = add_command(commands, "table", "methods beside a baseline: intervals, paired differences, tests", examples)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons and runs")
     parser.add_argument("--baseline", metavar="LABEL", help="what the others are compared with (default: the first)")
     parser.add_argument(
@@ -36,6 +41,7 @@ def add_table(commands: Commands) -> None:
     )
     parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help="of paired differences (default: t)")
     parser.add_argument("--format", choices=FORMATS, default="console", help="(default: console)")
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="short for --format json")
     parser.set_defaults(work=_table)
 
 
@@ -62,6 +68,14 @@ def _table(options: argparse.Namespace) -> int:
             found[data] = contrasts.contrast(histories(members), metrics, at, baseline=baseline, test=options.test)
         except SpecError as error:
             raise SpecError(f"--{error.key}", error.problem, error.value) from None
+    if options.format == "json":
+        from fedstrata.report.tables import compare_table
+
+        of_data = by_data(over)
+        print_json(
+            {data: contrasts.to_json(compare_table(histories(of_data[data])), each) for data, each in found.items()}
+        )
+        return 0
     if options.format == "csv":
         sys.stdout.write(contrasts.to_csv(found))
         return 0
@@ -85,7 +99,14 @@ def _budget(text: str) -> tuple[str, float | None]:
 
 def add_sweep(commands: Commands) -> None:
     """``fedstrata sweep``."""
-    parser = commands.add_parser("sweep", help="a grid or a search of settings; the best on validation samples")
+    examples = """
+        fedstrata sweep spec.toml --set evaluation.validation=0.1 --set training.lr=0.01,0.03,0.1 --seeds 0,1
+        fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
+    """
+    more = "The best setting is the one with the highest accuracy on samples that evaluation.validation holds out."
+    parser = add_command(
+        commands, "sweep", "a grid or a search of settings; the best on validation samples", examples, more
+    )
     parser.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
     parser.add_argument(
         "--set",
@@ -107,12 +128,12 @@ def add_sweep(commands: Commands) -> None:
     parser.add_argument("--seeds", help="comma-separated seeds of every setting (default: the spec's)")
     parser.add_argument("--out", type=Path, help="the folder; runs/sweep-DATA-TIME unless given")
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_output(parser)
     parser.set_defaults(work=_sweep)
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from fedstrata.grid_search import to_markdown
+    from fedstrata.grid_search import figures, to_markdown
     from fedstrata.spec import Experiment
 
     jobs, seeds = common.jobs(options), common.seeds(options)
@@ -128,6 +149,9 @@ def _sweep(options: argparse.Namespace) -> int:
             found = _search(options, table, out, seeds, jobs)
         else:
             found = _grid_of(options, table, grid, out, seeds, jobs)
+    if options.json:
+        print_json({"folder": str(out), **figures(found)})
+        return common.exit_code(found.histories)
     print(to_markdown(found))
     print(f"written to {out}: sweep.md, sweep.json, best.toml")
     return common.exit_code(found.histories)

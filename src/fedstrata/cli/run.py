@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstrata.cli import common
-from fedstrata.cli.common import add_spec, exit_code, located, read_spec, run_folder, show_run
+from fedstrata.cli.common import (
+    add_command,
+    add_output,
+    add_spec,
+    exit_code,
+    located,
+    print_json,
+    read_spec,
+    run_folder,
+    show_run,
+)
 from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
@@ -20,7 +30,15 @@ if TYPE_CHECKING:
 
 def add_run(commands: Commands) -> None:
     """``fedstrata run``."""
-    parser = commands.add_parser("run", help="run one experiment")
+    examples = """
+        fedstrata run spec.toml
+        fedstrata run spec.toml --set method=scaffold --set training.lr=0.05 --out runs/scaffold
+        fedstrata run --resume runs/scaffold --set training.rounds=200
+        fedstrata run spec.toml --engine ray
+        fedstrata run spec.toml --quiet --json
+    """
+    more = "The exit code is 3 where the model never took a step, 2 for bad input, 1 for any other failure."
+    parser = add_command(commands, "run", "run one experiment", examples, more)
     add_spec(parser)
     parser.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
     parser.add_argument("--engine", default="local", help="where clients live: local (the default), ray or nvflare")
@@ -28,7 +46,7 @@ def add_run(commands: Commands) -> None:
         "--sites", type=Path, metavar="TOML", help="rehearse a deployment here, over its sites' own files"
     )
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_output(parser)
     parser.set_defaults(work=_run)
 
 
@@ -65,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
                     options, lambda: run(spec, out=folder, engine=options.engine, resume=resume, callbacks=[watch])
                 )
         plot_run(history, folder)
-    return show_run(history)
+    return show_run(history, options.json)
 
 
 def _rehearse(options: argparse.Namespace, spec: Experiment, folder: Path, resume: bool, watch: Watcher) -> History:
@@ -80,7 +98,16 @@ def _rehearse(options: argparse.Namespace, spec: Experiment, folder: Path, resum
 
 def add_compare(commands: Commands) -> None:
     """``fedstrata compare``."""
-    parser = commands.add_parser("compare", help="several methods, several seeds, one table and one plot")
+    examples = """
+        fedstrata new demo && fedstrata compare demo.toml
+        fedstrata compare spec.toml --methods fedavg,scaffold,stratify --seeds 0,1,2 --out runs/first
+        fedstrata compare spec.toml --references local,centralised
+        fedstrata compare spec.toml --methods fedavg,sampler:Rotating --set training.rounds=10
+    """
+    more = "With --out DIR the same command goes on where it was interrupted."
+    parser = add_command(
+        commands, "compare", "several methods, several seeds, one table and one report", examples, more
+    )
     add_spec(parser)
     parser.add_argument(
         "--methods", help="comma-separated methods or labels of [compare.LABEL]; all labels unless given"
@@ -91,7 +118,7 @@ def add_compare(commands: Commands) -> None:
         "--references", help="what else to compare with: local (each client alone), centralised, or both by comma"
     )
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
-    parser.add_argument("--quiet", action="store_true", help="no progress")
+    add_output(parser)
     parser.set_defaults(work=_compare)
 
 
@@ -101,7 +128,7 @@ def _compare(options: argparse.Namespace) -> int:
     from fedstrata.comparison import compare, plan
     from fedstrata.report import contrasts
     from fedstrata.report.progress import Progress
-    from fedstrata.report.tables import compare_table, to_rich
+    from fedstrata.report.tables import compare_table, to_json, to_rich
     from fedstrata.spec import variants
 
     jobs, seeds = common.jobs(options), common.seeds(options)
@@ -121,6 +148,9 @@ def _compare(options: argparse.Namespace) -> int:
             options,
             lambda: compare(experiments, seeds=seeds, out=out, references=references, jobs=jobs, watch=watch),
         )
+    if options.json:
+        print_json({"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))})
+        return exit_code(runs)
     rich.print(to_rich(compare_table(runs)))
     if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
         rich.print(contrasts.to_rich(contrasts.contrast(runs)))

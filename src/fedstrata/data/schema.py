@@ -282,6 +282,7 @@ def parsed(table: Table, schema: Schema) -> Reals:
             if cell is None:
                 if column.impute is None:
                     rules = "accepted: a value, or a rule: impute = 'mean', 'median', 'most-frequent' or 'constant'"
+                    rules += f", such as {name} = {{ impute = 'median' }} in [data.schema.columns]"
                     raise table.wrong(row, name, f"is missing; {rules}")
                 values[row] = math.nan
                 continue

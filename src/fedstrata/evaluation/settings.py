@@ -70,7 +70,8 @@ class Evaluation(Setting):
     def _in_unit_interval(cls, targets: list[float] | dict[str, list[float]]) -> Any:
         for target in targets.get("accuracy", []) if isinstance(targets, dict) else targets:
             if not 0 < target <= 1:
-                raise ValueError(f"{target} is no accuracy in (0, 1]")
+                shown = target / 100 if 1 < target <= 100 else 0.9
+                raise ValueError(f"{target} is no accuracy in (0, 1]; accuracies are fractions, such as [{shown:g}]")
         return targets
 
     @model_validator(mode="after")

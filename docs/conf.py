@@ -1,0 +1,238 @@
+"""How the site is built: ``make docs``. Needs nothing but the repository; no page loads anything from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
+
+from sphinx.application import Sphinx
+
+import fedstrata
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Order:
+    """The order of the gallery's pages; whatever is not named comes last."""
+
+    NAMES = [
+        *("hospitals", "who_is_missing", "compose_your_own", "from_scratch", "bytes_against_accuracy"),
+        *("from_flower", "from_fluke", "stratify", "fedsts_fedstas", "fedssar", "rebafl"),
+    ]
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __call__(self, name: str) -> tuple[int, str]:
+        """A page's place."""
+        stem = Path(name).stem
+        return (self.NAMES.index(stem) if stem in self.NAMES else len(self.NAMES)), stem
+
+
+project = "fedstrata"
+author = "The fedstrata authors"
+copyright = author
+version = release = fedstrata.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_gallery.gen_gallery",
+    "sphinx_design",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "Thumbs.db", "**/README.md", "gallery/*.py", "concepts/*.py"]
+source_suffix = {".rst": "restructuredtext", ".md": "markdown"}
+
+# Markdown
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline", "attrs_block"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+
+# Docstrings: Google style; the types are in the signatures.
+autodoc_default_options = {"members": True, "member-order": "bysource", "exclude-members": "model_config"}
+autodoc_typehints = "none"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+add_module_names = False
+toc_object_entries_show_parents = "hide"
+
+# What examples print belongs to the page, what they only draw does not need to be named.
+sphinx_gallery_conf = {
+    "examples_dirs": ["../examples/gallery", "../examples/concepts"],
+    "gallery_dirs": ["gallery", "concepts"],
+    "filename_pattern": r"\.py$",
+    "ignore_pattern": r"__init__\.py|/own_[a-z]+\.py",
+    "within_subsection_order": Order,
+    "download_all_examples": False,
+    "default_thumb_file": str(ROOT / "docs" / "_static" / "difference-light.png"),
+    "remove_config_comments": True,
+    "show_signature": False,
+    "show_memory": False,
+    "abort_on_example_error": False,
+    "reset_modules": ("matplotlib",),
+    "capture_repr": ("_repr_html_", "__repr__"),
+    "min_reported_time": 1,
+    "write_computation_times": False,
+}
+suppress_warnings = ["config.cache"]  # the gallery's settings hold a class, which cannot be stored
+
+# The look
+html_theme = "pydata_sphinx_theme"
+html_title = "fedstrata"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_theme_options = {
+    "logo": {"text": "fedstrata"},
+    "header_links_before_dropdown": 8,
+    "navbar_align": "left",
+    "show_prev_next": True,
+    "show_toc_level": 2,
+    "navigation_with_keys": True,
+    "footer_start": ["copyright"],
+    "footer_end": ["theme-version"],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+    "secondary_sidebar_items": ["page-toc"],
+    "search_bar_text": "Search these pages",
+}
+html_sidebars = {"index": []}
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_prompt_text = "$ "
+
+warnings.filterwarnings("ignore", message="FigureCanvasAgg is non-interactive")
+
+
+PAGES = {
+    "ARCHITECTURE.md": "project/architecture.md",
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "examples/hospitals/README.md": "results/tables/hospitals_data.md",
+} | {
+    f"benchmarks/results/{path.name}": f"results/tables/{path.name}"
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+}
+"""Files of the repository that are pages of the site too, and which."""
+
+LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
+
+
+def linked(text: str, folder: Path) -> str:
+    """A page's text whose links to files that are pages elsewhere go there.
+
+    Args:
+        text: In Markdown.
+        folder: What its links are relative to.
+    """
+
+    def to_page(found: re.Match[str]) -> str:
+        if found[1].startswith("/"):
+            return found[1]
+        target = Path(os.path.normpath(folder / found[1]))
+        if not target.is_relative_to(ROOT):
+            return found[1]
+        inside = target.relative_to(ROOT).as_posix()
+        if inside in PAGES:
+            return f"/{PAGES[inside]}"
+        # Relative to docs/, where Sphinx looks for what begins with a slash.
+        return f"/{os.path.relpath(target, ROOT / 'docs')}" if folder != ROOT / "docs" else found[1]
+
+    return LINK.sub(to_page, text)
+
+
+def write(page: Path, text: str) -> None:
+    """Write a page where it differs, so that what has not changed is not built anew."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if not page.exists() or page.read_text(encoding="utf-8") != text:
+        page.write_text(text, encoding="utf-8")
+
+
+def write_copies(app: Sphinx) -> None:
+    """The pages of ``PAGES``, each with a heading."""
+    for source, page in PAGES.items():
+        text = linked((ROOT / source).read_text(encoding="utf-8"), (ROOT / source).parent)
+        if not text.startswith("# "):
+            text = f"# {Path(source).stem}\n\nThe file `{source}`.\n\n{text}"
+        write(Path(app.srcdir) / page, text)
+
+
+def pack_hospitals(app: Sphinx) -> None:
+    """What a reader of the site alone needs for the study of hospitals, as one file."""
+    source, target = ROOT / "examples" / "hospitals", Path(app.srcdir) / "_static" / "hospitals.zip"
+    with ZipFile(target, "w", ZIP_DEFLATED) as archive:
+        for path in sorted([*source.glob("*.*"), *source.glob("sites/*.csv")]):
+            inside = ZipInfo(f"examples/hospitals/{path.relative_to(source).as_posix()}")
+            archive.writestr(inside, path.read_bytes(), ZIP_DEFLATED)
+
+
+def relink(app: Sphinx, name: str, source: list[str]) -> None:
+    """Links of the pages in docs to files that are pages elsewhere."""
+    folder = (ROOT / "docs" / name).parent
+    if name == "results/index":
+        others = sorted(path.stem for path in folder.glob("*.md") if path.stem != "index")
+        source[0] = source[0].replace("\n../results\n", "\n".join(["", "../results", *others, ""]), 1)
+    if Path(app.env.doc2path(name)).suffix == ".md" and f"{name}.md" not in PAGES.values():
+        source[0] = LINK.sub(lambda found: _if_copied(found[1], folder), source[0])
+
+
+def _if_copied(link: str, folder: Path) -> str:
+    target = Path(os.path.normpath(folder / link))
+    inside = target.relative_to(ROOT).as_posix() if target.is_relative_to(ROOT) else ""
+    return f"/{PAGES[inside]}" if inside in PAGES else link
+
+
+def write_command_line(app: Sphinx) -> None:
+    """The page of the command line, from the parsers themselves."""
+    from fedstrata.cli.main import parser
+
+    os.environ["COLUMNS"] = "100"
+    whole = parser()
+    lines = [
+        "# The command line",
+        "",
+        "Every command answers `--help` with its arguments and with examples. `--json` prints the result for programs,",
+        "`--quiet` leaves out the progress. The exit code is 0; 2 for bad input; 3 where a run's model never took a",
+        "step; 1 for any other failure; 130 and 143 where it was interrupted or told to end.",
+        "",
+        "Completion for bash, zsh and fish: `fedstrata completion --help` has the line for your shell.",
+        "",
+    ]
+    commands = next(action for action in whole._actions if hasattr(action, "choices") and action.choices)
+    for name, command in commands.choices.items():
+        lines += [f"## `fedstrata {name}`", "", "```text", command.format_help().strip(), "```", ""]
+    write(Path(app.srcdir) / "reference" / "command-line.md", "\n".join(lines))
+
+
+_TEXTS: dict[str, list[str]] = {}
+
+
+def keep(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Remember the docstring of an attribute, of which napoleon would take the words before a colon for a type."""
+    if what == "attribute":
+        _TEXTS[name] = list(lines)
+
+
+def restore(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """After napoleon, put it back."""
+    if what == "attribute" and name in _TEXTS:
+        lines[:] = _TEXTS.pop(name)
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", keep, priority=1)
+    app.connect("autodoc-process-docstring", restore, priority=999)
+    app.connect("builder-inited", write_command_line)
+    app.connect("builder-inited", write_copies)
+    app.connect("builder-inited", pack_hospitals)
+    app.connect("source-read", relink)

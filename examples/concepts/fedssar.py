@@ -1,0 +1,58 @@
+"""
+FedSSAR: clusters of models
+===========================
+
+FedSSAR asks everybody to train once, and clusters the models that come back. OPTICS finds the clusters: groups in
+which each model has near neighbours. Nobody says beforehand how many there are.
+
+Each round draws from every cluster in proportion to its size, so that no kind of client is left out. Clients minimise
+their loss with a proximal term, which pulls them back to the global model.
+
+Forty clients, one label each:
+"""
+
+import matplotlib.pyplot as plt
+
+import fedstrata as fs
+from fedstrata.inspect.strata import strata_after
+from fedstrata.report.strata import plane
+
+spec = fs.Experiment(
+    partition=fs.Classes(clients=40, per_client=1),
+    method=fs.FedSSAR(),
+    training=fs.Training(rounds=1, clients_per_round=10, local_epochs=2),
+)
+view = strata_after(fs.prepare(spec))
+print(len(view.sizes()), "clusters of", view.sizes(), "clients")
+print(f"{view.purity():.0%} of the samples bear the most frequent label of their cluster")
+
+# %%
+# The models, by the first two principal components. The server sees the left picture alone.
+
+where, share = plane(view.points)
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), sharex=True, sharey=True, layout="constrained")
+left.scatter(*where.T, c=view.strata, cmap="tab20", s=50)
+left.set_title(f"the {len(view.sizes())} clusters that OPTICS found", fontsize=10)
+dots = right.scatter(*where.T, c=view.labels.argmax(axis=1), cmap="tab10", vmin=0, vmax=9, s=50)
+right.set_title("the label that each client holds", fontsize=10)
+figure.colorbar(dots, ax=right, ticks=range(10), label="label")
+for axes in (left, right):
+    axes.set_xlabel(f"first of two principal components ({share:.0%} of the variance)")
+figure.show()
+
+# %%
+# **What to watch.** Only those who take part send a new model. Later the others' models are old, and old models lie
+# near each other because of their age. ``features = "updates"`` compares what a client changed instead.
+
+for features in ("parameters", "updates"):
+    later = spec.model_copy(
+        update={
+            "method": fs.FedSSAR(client_sampler={"name": "fedssar", "features": features}),
+            "training": fs.Training(rounds=8, clients_per_round=10, local_epochs=2),
+        }
+    )
+    found = strata_after(fs.prepare(later), rounds=8)
+    print(f"after 8 rounds, by {features}: {len(found.sizes())} clusters, purity {found.purity():.0%}")
+
+# %%
+# **Use it**: ``fedstrata run spec.toml --set method=fedssar``; ``fedstrata strata RUN`` looks at the clusters of a run.

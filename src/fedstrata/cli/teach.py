@@ -1,0 +1,218 @@
+"""What helps to begin: ``fedstrata new`` (a file that runs), ``explain`` (a key), ``completion`` (of a shell)."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedstrata.cli.common import add_command, add_output, print_json
+from fedstrata.errors import SpecError, nearest
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+KINDS = {
+    "spec": "an experiment",
+    "demo": "a comparison of four methods under label skew and drop-outs",
+    "method": "a method",
+    "sampler": "a client sampler: who is invited",
+    "data-sampler": "which of its samples a client uses",
+    "objective": "what a client minimises",
+    "aggregator": "how replies are combined",
+    "availability": "a drop-out model",
+    "partition": "who holds which data",
+    "metric": "how good the model is",
+}
+"""What ``fedstrata new`` can write; a file each in ``templates``."""
+
+SHELLS = {
+    "bash": 'eval "$(fedstrata completion bash)"    # in ~/.bashrc',
+    "zsh": 'eval "$(fedstrata completion zsh)"     # in ~/.zshrc, after compinit',
+    "fish": "fedstrata completion fish | source    # in ~/.config/fish/config.fish",
+}
+
+
+def add_new(commands: Commands) -> None:
+    """``fedstrata new``."""
+    examples = """
+        fedstrata new spec
+        fedstrata new demo && fedstrata compare demo.toml --out demo
+        fedstrata new sampler && fedstrata run --set method.client_sampler=sampler:LongestAway
+        fedstrata new availability nights.py && fedstrata run --set availability=nights:Nights
+    """
+    parser = add_command(
+        commands,
+        "new",
+        "a commented file to begin with, which runs as it is",
+        examples,
+        "\n".join(f"  {kind:<14}{what}" for kind, what in KINDS.items()),
+    )
+    parser.add_argument("kind", metavar="KIND", help=f"what: {', '.join(KINDS)}")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="where to (default: KIND.toml or KIND.py)")
+    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.set_defaults(work=_new)
+
+
+def _new(options: argparse.Namespace) -> int:
+    kind: str = options.kind
+    if kind not in KINDS:
+        raise SpecError("KIND", f"there are: {', '.join(KINDS)}{nearest(kind, KINDS)}", kind)
+    [template] = TEMPLATES.glob(f"{kind.replace('-', '_')}.*")
+    path: Path = options.file or Path(template.name)
+    if path.suffix != template.suffix:
+        raise SpecError("FILE", f"expected a name that ends in {template.suffix}", str(path))
+    if path.suffix == ".py" and not path.stem.isidentifier():
+        raise SpecError("FILE", "expected a name that Python can import, such as my_sampler.py", str(path))
+    text = template.read_text(encoding="utf-8").replace("{module}", path.stem).replace("{file}", path.as_posix())
+    if path.exists() and not options.force:
+        raise SpecError("FILE", "is there already; give another name, or --force to write over it", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(f"written to {path}; try it:")
+    for line in text.splitlines():
+        if (command := line.lstrip("# ")).startswith("fedstrata "):
+            print(f"  {command}")
+    return 0
+
+
+def add_explain(commands: Commands) -> None:
+    """``fedstrata explain``."""
+    examples = """
+        fedstrata explain alpha
+        fedstrata explain training.lr
+        fedstrata explain dirichlet
+        fedstrata explain availability
+    """
+    parser = add_command(
+        commands, "explain", "a key of a spec: what it means, its default, what it takes, who has it", examples
+    )
+    parser.add_argument("key", metavar="KEY", help="a key, a section, a name, or a key with its section")
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_explain)
+
+
+def _explain(options: argparse.Namespace) -> int:
+    found = explanations(options.key)
+    if options.json:
+        print_json(found)
+        return 0
+    for entry in found:
+        names = ", ".join(entry["kinds"])
+        where = f"{entry['section']}.{entry['key']}" if entry["section"] and entry["key"] else entry["section"]
+        print((where or entry["key"]) + (f" of {names}" if names else ""))
+        print(f"  {entry['about']}")
+        if entry["key"]:
+            print(f"  takes: {entry['takes']}; default: {entry['default']}")
+            if example := _example(entry):
+                print(f"  {example}")
+        if entry["has"]:
+            print(f"  has: {', '.join(entry['has'])}")
+        print()
+    return 0
+
+
+NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
+"""Sections that stand for parts of other keys, which ``--set`` has no path to."""
+
+
+def _example(entry: dict[str, Any]) -> str:
+    """How it is set on the command line; nothing where it cannot be."""
+    if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
+        return ""
+    value = "VALUE" if entry["default"] in ("needed", "none", "") else entry["default"]
+    value = f"'{value}'" if set(value) & set(" []{}'\"") else value
+    section, kinds = entry["section"], entry["kinds"]
+    kind = f"--set {section}={kinds[0]} " if kinds else ""
+    return f"for example: {kind}--set {f'{section}.' if section else ''}{entry['key']}={value}"
+
+
+def explanations(word: str) -> list[dict[str, Any]]:
+    """Everything that a spec calls so.
+
+    Args:
+        word: A key (``alpha``), a section (``training``), a name (``dirichlet``), or a path that ends in one of them.
+
+    Returns:
+        For each meaning its ``section``, the ``kinds`` that have it (none where all do), its ``key`` ("" where the word
+        is a section or a name), ``about``, ``takes``, ``default`` and the keys that it ``has``.
+
+    Raises:
+        SpecError: Nothing is called so; the message has the closest spelling.
+    """
+    from fedstrata.cli.known import known
+
+    table = known()
+    settings = table["settings"]
+    found = [_entry("", [], row) for row in table["experiment"] if row[0] == word and word not in settings]
+    for section, each in settings.items():
+        kinds = each["kinds"]
+        if section == word:
+            plain = kinds.get("", {"about": f"One of: {', '.join(kinds)}.", "keys": each["common"]})
+            found.append(_entry(section, [], ["", "", "", plain["about"]], [row[0] for row in plain["keys"]]))
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for name, kind in kinds.items():
+            if name and word in (name, f"{section}.{name}"):
+                found.append(_entry(section, [name], ["", "", "", kind["about"]], [row[0] for row in kind["keys"]]))
+            for row in kind["keys"]:
+                if word in (row[0], f"{section}.{row[0]}", f"{section}.{name}.{row[0]}", f"{name}.{row[0]}"):
+                    rows.setdefault(tuple(row), []).append(name)
+        for meaning, names in rows.items():
+            found.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
+    if not found:
+        words = list(dict.fromkeys(_words(table)))
+        raise SpecError(
+            "KEY", f"nothing in a spec is called so{nearest(word, words)}; 'fedstrata settings' lists all", word
+        )
+    return found
+
+
+def _entry(section: str, kinds: list[str], row: Iterable[str], has: Iterable[str] = ()) -> dict[str, Any]:
+    key, takes, default, about = row
+    values = {"about": about, "takes": takes, "default": default, "has": list(has)}
+    return {"section": section, "kinds": kinds, "key": key, **values}
+
+
+def _words(table: dict[str, Any]) -> Iterable[str]:
+    """Everything that can be explained."""
+    yield from (row[0] for row in table["experiment"])
+    for section, each in table["settings"].items():
+        yield section
+        for name, kind in each["kinds"].items():
+            yield from filter(None, [name])
+            yield from itertools.chain.from_iterable((row[0], f"{section}.{row[0]}") for row in kind["keys"])
+
+
+def add_completion(commands: Commands) -> None:
+    """``fedstrata completion``."""
+    lines = "\n".join(f"  {line}" for line in SHELLS.values())
+    parser = add_command(
+        commands,
+        "completion",
+        "completion of commands, settings and names for a shell",
+        "fedstrata completion bash",
+        f"Put a line into your shell's start-up file:\n\n{lines}",
+    )
+    parser.add_argument("shell", choices=SHELLS, help="which shell")
+    parser.set_defaults(work=_completion)
+
+
+def _completion(options: argparse.Namespace) -> int:
+    import argcomplete
+
+    print(argcomplete.shellcode(["fedstrata"], shell=options.shell))
+    return 0
+
+
+def complete(whole: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks what may come next, and end; does nothing when none asks."""
+    import argcomplete
+
+    argcomplete.autocomplete(whole)
+
+
+COMMANDS = (add_new, add_explain, add_completion)

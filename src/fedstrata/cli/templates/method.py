@@ -1,0 +1,20 @@
+"""A method: four choices under a name. Try it:
+
+fedstrata run --set method={module}:Steady
+fedstrata compare --methods fedavg,{module}:Steady
+"""
+
+import fedstrata as fs
+from fedstrata.objectives.fedprox import Proximal
+from fedstrata.sampling.weighted import Weighted
+
+
+class Steady(fs.Recipe):
+    """Clients drawn by size, each pulled back to the global model.
+
+    Name the choices in which the method differs from FedAvg: client_sampler, data_sampler, objective, aggregator.
+    """
+
+    client_sampler = Weighted()
+    objective = Proximal(mu=0.1)
+    mu: float = fs.setting_of("objective")  # the objective's setting, now the method's: --set method.mu=0.5

@@ -1,0 +1,26 @@
+"""An objective: what a client minimises. Try it:
+
+fedstrata run --set method.objective={module}:Smoothed
+"""
+
+import torch.nn.functional as F
+from pydantic import Field
+
+import fedstrata as fs
+
+
+class Smoothed(fs.Objective):
+    """Cross-entropy with smoothed labels.
+
+    Args:
+        smoothing: The share of the probability that all classes get alike.
+    """
+
+    smoothing: float = Field(default=0.1, ge=0, lt=1)  # a setting: --set method.objective.smoothing=0.2
+
+    def loss(self, model, params, batch, context):
+        """The mean loss over a batch, a pure function of the parameters.
+
+        Also at hand: context.start (the global parameters), context.counts (the client's samples of each class).
+        """
+        return F.cross_entropy(model(params, batch.x), batch.y, label_smoothing=self.smoothing)

@@ -1,0 +1,138 @@
+"""The site: built strictly from the repository alone, and every link of it followed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import deque
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import fedstrata
+
+pytest.importorskip("sphinx", reason="the site needs the extra docs")
+ROOT = Path(__file__).parents[2]
+GENERATED = ("gallery", "concepts", "architecture.md", "changelog.md", "contributing.md", "security.md", "tables")
+
+
+class Page(HTMLParser):
+    """What a page links to, what it loads, and where in it links may lead."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.anchors: set[str] = {""}
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.anchors |= {found[key] for key in ("id", "name") if found.get(key)}
+        if tag == "a" and found.get("href"):
+            self.links.append(found["href"])
+        if tag in ("script", "img", "source", "iframe") and found.get("src"):
+            self.loads.append(found["src"])
+        if (
+            tag == "link"
+            and found.get("href")
+            and found.get("rel") not in ("search", "author", "next", "prev", "index")
+        ):
+            self.loads.append(found["href"])
+
+
+def build(folder: Path, execute: bool) -> Path:
+    """The site of a copy of docs, beside links to everything else that it reads."""
+    shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns(*GENERATED))
+    for path in ROOT.iterdir():
+        if path.name not in ("docs", "build", ".git") and not (folder / path.name).exists():
+            (folder / path.name).symlink_to(path)
+    options = [] if execute else ["-D", "plot_gallery=0"]
+    environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-W", "--keep-going", *options, "docs", "site"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+def check(site: Path) -> dict[Path, Page]:
+    """Follow every link."""
+    pages = {path: Page(path) for path in sorted(site.rglob("*.html")) if "_static" not in path.parts}
+    broken = []
+    for path, page in pages.items():
+        for link in page.loads:
+            assert not urlsplit(link).netloc, f"{path.name} loads {link} from elsewhere"
+        for link in page.links + page.loads:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            anchors = pages[target].anchors if target in pages else {"", unquote(parts.fragment)}
+            if not target.exists() or unquote(parts.fragment) not in anchors:
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert not broken, "\n".join(broken)
+    return pages
+
+
+def clicks(site: Path, pages: dict[Path, Page]) -> dict[Path, int]:
+    """How many clicks each page is from the first one."""
+    far, waiting = {site / "index.html": 0}, deque([site / "index.html"])
+    while waiting:
+        path = waiting.popleft()
+        for link in pages[path].links:
+            parts = urlsplit(link)
+            target = (path.parent / unquote(parts.path)).resolve()
+            if not parts.netloc and parts.path and target in pages and target not in far:
+                far[target] = far[path] + 1
+                waiting.append(target)
+    return far
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("site"), execute=False)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_no_link_is_broken_and_every_page_is_two_clicks_away(site):
+    pages = check(site)
+    far = clicks(site, pages)
+    own = {path for path in pages if path.name not in ("genindex.html", "search.html", "py-modindex.html")}
+    assert {path.relative_to(site).as_posix(): far.get(path) for path in own if far.get(path, 9) > 2} == {}
+    assert len(own) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("site")
+def test_every_public_name_has_its_entry_and_the_search_finds_it(site):
+    from sphinx.util.inventory import InventoryFile
+
+    inventory = InventoryFile.loads((site / "objects.inv").read_bytes(), uri="")
+    described = {name for kind in ("py:class", "py:function", "py:exception") for name in inventory.data.get(kind, {})}
+    missing = [name for name in fedstrata.__all__ if name != "__version__" and f"fedstrata.{name}" not in described]
+    assert missing == []
+    index = (site / "searchindex.js").read_text(encoding="utf-8")
+    for word in ("dirichlet", "neyman", "placehold"):
+        assert word in index
+
+
+@pytest.mark.long
+def test_with_the_gallery_executed(tmp_path):
+    site = build(tmp_path, execute=True)
+    check(site)
+    for folder in ("gallery", "concepts"):
+        for page in (ROOT / "examples" / folder).glob("*.py"):
+            text = (site / folder / f"{page.stem}.html").read_text(encoding="utf-8")
+            assert "sphx_glr_" in text or "sphx-glr-script-out" in text, page.name
