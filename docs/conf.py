@@ -178,9 +178,6 @@ def pack_hospitals(app: Sphinx) -> None:
 def relink(app: Sphinx, name: str, source: list[str]) -> None:
     """Links of the pages in docs to files that are pages elsewhere."""
     folder = (ROOT / "docs" / name).parent
-    if name == "results/index":
-        others = sorted(path.stem for path in folder.glob("*.md") if path.stem != "index")
-        source[0] = source[0].replace("\n../results\n", "\n".join(["", "../results", *others, ""]), 1)
     if Path(app.env.doc2path(name)).suffix == ".md" and f"{name}.md" not in PAGES.values():
         source[0] = LINK.sub(lambda found: _if_copied(found[1], folder), source[0])
 

@@ -86,7 +86,7 @@ def test_the_first_page_has_every_claim_in_one_line():
 def test_the_pages_of_the_documentation_are_those_of_the_results_beside_them():
     docs = Path(__file__).parents[2] / "docs" / "results"
     found = known(docs)
-    wanted = {"README.md": first_page(found), "readings.md": pages.page_of_readings()}
+    wanted = {"claims.md": first_page(found), "readings.md": pages.page_of_readings()}
     wanted |= {f"{paper}.md": page(paper, found) for paper in PAPERS}
     for name, text in wanted.items():
         assert (docs / name).read_text(encoding="utf-8") == text, "fedstrata reproduce --show --out docs/results"

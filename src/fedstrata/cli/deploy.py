@@ -8,7 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.cli.common import add_command, add_output, add_overrides, experiment, located, print_json, show_run
+from fedstrata.cli.common import (
+    add_command,
+    add_output,
+    add_overrides,
+    add_spec,
+    experiment,
+    located,
+    print_json,
+    show_run,
+)
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -89,7 +98,13 @@ def _tell(options: argparse.Namespace) -> Callable[[str], None]:
 
 def add_status(commands: Commands) -> None:
     """``fedstrata status``."""
-    parser = commands.add_parser("status", help="how far a deployment's run is: round, accuracy, sites, time left")
+    examples = """
+        fedstrata status kits/admin
+        fedstrata status kits/hospital-a --watch
+    """
+    parser = add_command(
+        commands, "status", "how far a deployment's run is: round, accuracy, sites, time left", examples
+    )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the administrator's folder, or a site's for its part")
     parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
     parser.set_defaults(work=_status)
@@ -104,8 +119,11 @@ def _status(options: argparse.Namespace) -> int:
 
 def add_check(commands: Commands) -> None:
     """``fedstrata check``."""
-    parser = commands.add_parser(
-        "check", help="whether a site can take part: settings, data, certificates, server, clock"
+    examples = """
+        fedstrata check kits/hospital-a
+    """
+    parser = add_command(
+        commands, "check", "whether a site can take part: settings, data, certificates, server, clock", examples
     )
     parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
     parser.set_defaults(work=_check)
@@ -122,7 +140,10 @@ def _check(options: argparse.Namespace) -> int:
 
 def add_renew(commands: Commands) -> None:
     """``fedstrata renew``."""
-    parser = commands.add_parser("renew", help="new certificates for the same keys, in place of old ones")
+    examples = """
+        fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365
+    """
+    parser = add_command(commands, "renew", "new certificates for the same keys, in place of old ones", examples)
     parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="the folder of the root's private key")
     parser.add_argument("certificates", type=Path, nargs="+", metavar="CRT", help="what a party has in startup/")
     parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
@@ -140,7 +161,10 @@ def _renew(options: argparse.Namespace) -> int:
 
 def add_revoke(commands: Commands) -> None:
     """``fedstrata revoke``."""
-    parser = commands.add_parser("revoke", help="strike a site off the server's list of who may connect")
+    examples = """
+        fedstrata revoke kits/server hospital-a
+    """
+    parser = add_command(commands, "revoke", "strike a site off the server's list of who may connect", examples)
     parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
     parser.add_argument("site", metavar="SITE", help="the site's name")
     parser.add_argument("--undo", action="store_true", help="put it on the list again")
@@ -176,7 +200,11 @@ def _keys(options: argparse.Namespace) -> int:
 
 def add_asks(commands: Commands) -> None:
     """``fedstrata asks``."""
-    parser = commands.add_parser("asks", help="what a job asks of each site, in plain English")
+    examples = """
+        fedstrata asks spec.toml
+        fedstrata asks spec.toml --policy kits/hospital-a --json
+    """
+    parser = add_command(commands, "asks", "what a job asks of each site, in plain English", examples)
     add_spec(parser)
     parser.add_argument("--json", action="store_true", help="as a table for programs")
     parser.add_argument(
@@ -204,7 +232,11 @@ def _asks(options: argparse.Namespace) -> int:
 
 def add_approve(commands: Commands) -> None:
     """``fedstrata approve``."""
-    parser = commands.add_parser("approve", help="let a site accept a job, by the hash of its spec")
+    examples = """
+        fedstrata approve spec.toml --kit kits/hospital-a
+        fedstrata approve 0123456789abcdef --kit kits/hospital-a
+    """
+    parser = add_command(commands, "approve", "let a site accept a job, by the hash of its spec", examples)
     parser.add_argument("job", metavar="HASH|SPEC", help="the hash that 'fedstrata asks' prints, or the spec itself")
     parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the site's folder that deploy wrote")
     parser.set_defaults(work=_approve)

@@ -238,7 +238,13 @@ def add_audit(commands: Commands) -> None:
 
 
 def _add_audit_gradients(kinds: Commands) -> None:
-    parser = kinds.add_parser("gradients", help="labels and images from the parts of Stratify's batches, by their size")
+    examples = """
+        fedstrata audit gradients runs/stratify
+        fedstrata audit gradients runs/stratify --sizes 1 4 16
+    """
+    parser = add_command(
+        kinds, "gradients", "labels and images from the parts of Stratify's batches, by their size", examples
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/audit)")
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="samples in a part (default: 1 2 4 8)")

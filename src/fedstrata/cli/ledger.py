@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.cli.common import add_command
+
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
 
@@ -17,7 +19,14 @@ COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "byt
 
 def add_ledger(commands: Commands) -> None:
     """``fedstrata ledger``."""
-    parser = commands.add_parser("ledger", help="what a site answered, from its own book, and whether that is whole")
+    examples = """
+        fedstrata ledger kits/hospital-a
+        fedstrata ledger kits/hospital-a --verify --told result
+        fedstrata ledger kits/hospital-a --csv
+    """
+    parser = add_command(
+        commands, "ledger", "what a site answered, from its own book, and whether that is whole", examples
+    )
     parser.add_argument("kit", type=Path, metavar="KIT", help="the site's folder")
     parser.add_argument(
         "--verify", action="store_true", help="check every hash and the head; exit code 1 if one is off"

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 def add_reproduce(commands: Commands) -> None:
     """``fedstrata reproduce``."""
-    parser = commands.add_parser("reproduce", help="the tables of the four papers: run what is missing, judge, write")
+    examples = """
+        fedstrata reproduce --list
+        fedstrata reproduce rebafl/fashion20 --seeds 0
+        fedstrata reproduce --quick
+    """
+    parser = common.add_command(
+        commands, "reproduce", "the tables of the four papers: run what is missing, judge, write", examples
+    )
     parser.add_argument(
         "tables", nargs="*", metavar="TABLE", help="PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"
     )

@@ -23,7 +23,7 @@ from fedstrata.papers.running import Results, known
 from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
 from fedstrata.statistics import Estimate
 
-FIRST, READINGS = "README.md", "readings.md"
+FIRST, READINGS = "claims.md", "readings.md"
 MADE = "Written by `fedstrata reproduce`; the figures are in `cells/`, one file a table."
 QUICK = "\n**At small scale, to see that everything runs: nothing here says anything of the papers.**\n"
 
