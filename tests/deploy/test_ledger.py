@@ -276,7 +276,10 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
     }
 
     class Line:
-        def send(self, site: str, data: bytes, patience: float) -> object:
+        def there(self, site: str) -> bool:
+            return True
+
+        def send(self, site: str, data: bytes, patience: float, number: int) -> object:
             return hosts[site].call(SERVER, data)
 
     folder, prepared = tmp_path / "run", prepare(spec)
