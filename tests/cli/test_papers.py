@@ -24,7 +24,7 @@ def test_a_table_at_small_scale_and_once_more(capsys):
     assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here"]) == 0
     assert capsys.readouterr().out.count("seed-0: ") == 8
     assert len(json.loads(Path("here/cells/fedssar/emnist.json").read_text())) == 8
-    assert "At small scale" in Path("here/README.md").read_text()
+    assert "At small scale" in Path("here/claims.md").read_text()
     assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here"]) == 0
     assert "seed-0: " not in capsys.readouterr().out
 

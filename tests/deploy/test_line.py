@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,21 @@ def test_a_site_that_dies_at_work_is_noticed_within_seconds_and_costs_nothing_th
     site.dead.clear()
     time.sleep(0.15)
     assert site.send() == b"back"
+
+
+@pytest.mark.parametrize(
+    "beat", [(1, "x"), (1, float("nan")), (1, 1e300), (1, 2**62), (1, -7), ("1", 0), (None, None), (True, 0)]
+)
+def test_what_is_no_heartbeat_is_none(site: Site, beat: Any) -> None:
+    """One of them ended the run of everybody."""
+    assert site.send() == b"done"
+    site.dead.set()
+    site.line.hear("a", *beat)
+    time.sleep(0.6)
+    site.line.hear("a", *beat)
+    assert not site.line.there("a")
+    with pytest.raises(SiteLostError, match="nothing was heard"):
+        site.send()
 
 
 def test_a_site_that_is_busy_is_waited_for_and_asked_once(site: Site) -> None:

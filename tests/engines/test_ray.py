@@ -152,7 +152,7 @@ def test_a_worker_that_is_killed_costs_nothing(run: Any, tmp_path: Path, deaths:
 
 def test_a_client_that_kills_its_workers_fails_alone(pool: WorkerPool) -> None:
     context = context_of(fs.Experiment(partition=fs.IID(clients=5)))
-    context = dataclasses.replace(context, handlers=[*context.handlers, raycases.deadly])
+    context = dataclasses.replace(context, handlers=context.handlers + [raycases.deadly])  # noqa: RUF005
     asked = federation(RayEngine(context, StateStore(), pool=pool), context)
     assert sorted(asked.ask(dict.fromkeys(range(5), raycases.Deadly()))) == [0, 2, 3, 4]
     ((failed,),) = [event["clients"] for event in asked.events]

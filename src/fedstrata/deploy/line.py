@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from fedstrata.engines.nvflare.turns import AT_WORK
 from fedstrata.engines.nvflare.wire import SiteLostError
+from fedstrata.records import DEFAULT_LIMIT
 
 LOG = logging.getLogger(__name__)
 
@@ -117,7 +118,9 @@ class CollabLine:
             number: Of the last question with which it began.
             size: Bytes of its answer; ``AT_WORK`` while it works.
         """
-        if heart := self._hearts.get(site):
+        # A site may say anything. What is no heartbeat is none.
+        sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
+        if sound and (heart := self._hearts.get(site)):
             with self._lock:
                 heart.beat(self._clock(), number, size)
 

@@ -33,6 +33,7 @@ from fedstrata.engines.nvflare.wire import (
     Fetch,
     Hop,
     Hopped,
+    More,
     Save,
     SiteLostError,
     SiteRefusedError,
@@ -231,6 +232,24 @@ def test_a_site_that_answers_a_pickle_or_garbage_costs_only_its_own_answer(
     assert not _Bomb.gone_off
     (reason,) = _events(tmp_path / "out", "failed")
     assert "client 1 in round 2" in reason
+
+
+@pytest.mark.parametrize("promised", [1, 10**12])
+def test_a_site_that_promises_answers_for_ever_costs_only_its_own(
+    sites: Callable[..., Sites], tmp_path: Path, promised: int
+) -> None:
+    """The server asked it for more without end."""
+    made = sites(_spec(rounds=1))
+
+    def hook(site: str, body: Any, deliver: Callable[[], bytes]) -> bytes:
+        if site != "a" or not isinstance(body, (Ask, More)):
+            return deliver()
+        return records.encode(Answers([], promised))
+
+    made.hook = hook
+    history = made.run(tmp_path / "run")
+    assert history[0]["clients_returned"] == 2
+    assert any("promised" in event for event in _events(tmp_path / "run", "failed"))
 
 
 def _without(folder: Path, spec: fs.Experiment, *lines: str) -> fs.History:

@@ -396,9 +396,12 @@ class NVFlareEngine(Engine):
             outcome = self._send(site, bodies[site], (kind,), numbers[site])
             while isinstance(outcome, Answers) and outcome.left:
                 rest = self._send(site, More(self._exchange), (Answers,), next(self._numbers))
-                outcome = (
-                    rest if isinstance(rest, FedstrataError) else Answers(outcome.outcomes + rest.outcomes, rest.left)
-                )
+                if isinstance(rest, FedstrataError):
+                    outcome = rest
+                elif not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
+                    outcome = WireError(f"site {site} promised {outcome.left} more answers, and goes on otherwise")
+                else:
+                    outcome = Answers(outcome.outcomes + rest.outcomes, rest.left)
             if ended is None:
                 return outcome
             if isinstance(outcome, FedstrataError):
