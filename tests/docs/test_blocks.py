@@ -33,11 +33,12 @@ from fedstrata.errors import SpecError
 from fedstrata.spec import Experiment, variants
 
 ROOT = Path(__file__).parents[2]
-SKIP = {"CHANGELOG.md"}
+COPIES = {f"docs/project/{name}.md" for name in ("architecture", "changelog", "contributing", "security")}
+"""What building the site copies from the repository's root, where it stands for readers of the code."""
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    if path.name not in SKIP
+    if path.relative_to(ROOT).as_posix() not in COPIES
     and not {"gallery", "concepts", "tables"}
     & set(path.relative_to(ROOT / "docs").parts[:-1] if path.is_relative_to(ROOT / "docs") else ())
     and path.name != "command-line.md"
