@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.jsonl import read_jsonl
+from fedstrata.training import local as training
 
 HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"
 MODEL = "model.safetensors"
@@ -69,6 +71,25 @@ def test_a_rehearsal_finds_the_file_that_is_not_what_the_spec_says(
     sites.write_text(sites.read_text().replace("least = 1 ", "least = 2 ").replace('"wait"', '"abort"'))
     rehearse(place, "again", code=1)
     assert "1 sites answer, and least = 2; site switzerland takes no part" in capsys.readouterr().err
+
+
+def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were there before a site began had the machine's, and sums in another order."""
+    found: list[int] = []
+    train = training.train
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        found.append(torch.get_num_threads())
+        return train(*arguments, **more)
+
+    def send(line: Any, site: str, data: bytes, patience: float, number: int) -> object:
+        torch.set_num_threads(2)  # as a thread has it that began before
+        return line.hosts[site].call("server", data)
+
+    monkeypatch.setattr("fedstrata.handlers.fit.train", counted)
+    monkeypatch.setattr("fedstrata.deploy.rehearsal._Line.send", send)
+    rehearse(place, "there")
+    assert found == [1] * 4
 
 
 def test_a_rehearsal_goes_on(place: Path) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedstrata import checkpoint, records
 from fedstrata.asks import Declaration, declaration_of
 from fedstrata.clients.client import Client
@@ -147,6 +149,9 @@ class Host:
             return records.encode(Refused(self.message_of(error)))
 
     def _answered(self, envelope: Envelope) -> bytes:
+        if self._run is not None:
+            # Each thread that answers has a number of its own, and sums depend on it.
+            torch.set_num_threads(self._run.context.config.training.threads)
         with only_from(self._allow):
             return self._leaving(self._answer(envelope))
 
