@@ -44,7 +44,7 @@ def rehearse(place: Path, out: str, *settings: str, code: int = 0) -> Path:
 
 @pytest.mark.parametrize("method", ["method.name='scaffold'", "method.masking='prf'"], ids=["scaffold", "masked"])
 def test_a_rehearsal_ends_with_the_bytes_of_a_run(place: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    settings = [method]
+    settings = [method, "privacy.min_samples=2"]  # as the sites' policy has it
     if "masking" in method:
         # Keys order the labels, and sums are taken in that order: the same bytes need the same keys.
         assert main(["keys", "--out", "keys"]) == 0
@@ -90,6 +90,11 @@ def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, m
     monkeypatch.setattr("fedstrata.deploy.rehearsal._Line.send", send)
     rehearse(place, "there")
     assert found == [1] * 4
+
+
+def test_a_rehearsal_is_refused_what_the_sites_policy_refuses(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rehearse(place, "there", "method.name='stratify'", "method.mode='single'", code=1)
+    assert "policy.min_samples" in capsys.readouterr().err
 
 
 def test_a_rehearsal_goes_on(place: Path) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from fedstrata.asks import hash_of
 from fedstrata.config import Setting, build
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import PATIENCE
@@ -127,3 +128,11 @@ class Sites(Setting):
         if clients < len(names):
             raise SpecError("partition.clients", f"there are {len(names)} sites; at least so many", clients)
         return tuple(names[client * len(names) // clients] for client in range(clients))
+
+
+def policy_of(spec: Experiment, sites: Sites) -> Policy:
+    """What the sites' policies say at first: this job and its method alone, and the cautious defaults."""
+    own: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
+    own |= {"rounds": spec.training.rounds, "relay": sites.relay}
+    given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
+    return Policy(**own | given)

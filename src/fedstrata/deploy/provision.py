@@ -12,17 +12,16 @@ from typing import Any
 
 import tomli_w
 
-from fedstrata.asks import hash_of
 from fedstrata.deploy.certificates import ROOT_DAYS, own, renew
 from fedstrata.deploy.check import PART, SPEC
 from fedstrata.deploy.configuration import CLASSES, write_job
 from fedstrata.deploy.data_schema import prepare_server
-from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.federation import Sites, policy_of
 from fedstrata.deploy.guard import admitted
 from fedstrata.deploy.kits import RECORDS, close, finish
 from fedstrata.deploy.members import write_members
 from fedstrata.deploy.policy import FILE as POLICY
-from fedstrata.deploy.policy import Policy, RuleError
+from fedstrata.deploy.policy import RuleError
 from fedstrata.deploy.settings import LOCAL, USER, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.errors import FedstrataError, SpecError
@@ -116,14 +115,6 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         finish(out / name)
         renew(out / "authority", own(out / name)[0], sites.days)
     close(out / "authority")
-
-
-def policy_of(spec: Experiment, sites: Sites) -> Policy:
-    """What the sites' policies say at first: this job and its method alone, and the cautious defaults."""
-    own: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
-    own |= {"rounds": spec.training.rounds, "relay": sites.relay}
-    given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
-    return Policy(**own | given)
 
 
 def _certify(sites: Sites, out: Path) -> None:

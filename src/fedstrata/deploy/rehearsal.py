@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedstrata.callbacks import Callback
 from fedstrata.deploy.data_schema import prepare_server, surveyed
-from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.federation import Sites, policy_of
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
@@ -80,6 +80,8 @@ def rehearse(
             keys=shared if keys is None else KeyRing(keys),
             allow=site.allow,
             tells=site.tells,
+            policy=policy_of(spec, sites),
+            catalog=site.catalog,
         )
     prepared = prepare_server(spec, path(sites.server.data), len(homes)) if sites.own_data else prepare(spec)
     engine = NVFlareEngine(
