@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import fedstrata as fs
 from fedstrata.communication.codecs import PowerSGD, pack
 from fedstrata.communication.messages import Coefficients, Encoded
 from fedstrata.deploy.guard import Spent, admitted
+from fedstrata.deploy.ledger import Entry
+from fedstrata.deploy.policy import Policy
 from fedstrata.engines.nvflare.wire import Begun, Failed, Fetch, Hopped, Refused
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
@@ -408,3 +411,36 @@ def test_ten_thousand_questions_out_of_order_and_malformed(tmp_path: Path) -> No
     outcomes = [outcome_of(FAMILIES["questions"], 1, number, tmp_path / str(number)) for number in range(cases)]
     assert [(number, *outcome) for number, outcome in enumerate(outcomes) if outcome[0] not in (RAN, REFUSED)] == []
     assert sum(outcome[0] == RAN for outcome in outcomes) > cases / 2
+
+
+def test_no_answer_leaves_while_another_thread_fails_to_write_it_down(site: Make) -> None:
+    made = site()
+    host, took, go = made.host, threading.Event(), threading.Event()
+    host.note("Fit", client=0)
+
+    class Full:
+        def append(self, entries: Iterable[Entry]) -> None:
+            took.set()
+            go.wait(5)
+            raise OSError("no space left")
+
+    def fail() -> None:
+        with pytest.raises(OSError, match="no space"):
+            host._write()
+
+    host.ledger = Full()
+    other = threading.Thread(target=fail)
+    other.start()
+    took.wait(5)
+    threading.Timer(0.1, go.set).start()
+    with pytest.raises(OSError, match="no space"):
+        host._write()
+    other.join()
+    assert [entry.kind for _, entry in host._entries] == ["Fit"], "kept until it can be written"
+
+
+def test_an_answer_that_is_too_large_to_leave_is_not_booked_as_one(tmp_path: Path) -> None:
+    made = Site(tmp_path, policy=Policy(megabytes=0.001))
+    made.begin()
+    assert ruled(made.ask(fit(made))[0]) == "policy.megabytes"
+    assert made.book.answered == []

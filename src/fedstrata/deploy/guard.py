@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -107,6 +108,8 @@ class Spent:
         found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         self.starts, self.exchanges, self.bytes = (int(found.get(key, 0)) for key in ("starts", "exchanges", "bytes"))
         self._saved = 0.0
+        self.lock = threading.Lock()
+        """Answers leave by several threads."""
 
     def start(self, policy: Policy | None) -> None:
         """The job begins, or goes on, once more.
@@ -276,11 +279,14 @@ class Guard:
         Raises:
             RuleError: There were too many.
         """
-        total = self.spent.bytes + size
-        if self.policy is not None and total > self.policy.megabytes * 1e6:
-            accepted = f"{self.policy.megabytes:g} MB at most"
-            raise RuleError("policy.megabytes", f"all answers would come to {total / 1e6:g} MB; accepted: {accepted}")
-        self.spent.bytes = total
+        with self.spent.lock:
+            total = self.spent.bytes + size
+            if self.policy is not None and total > self.policy.megabytes * 1e6:
+                problem = (
+                    f"all answers would come to {total / 1e6:g} MB; accepted: {self.policy.megabytes:g} MB at most"
+                )
+                raise RuleError("policy.megabytes", problem)
+            self.spent.bytes = total
 
     def save(self, round: int) -> None:
         """Refuse to store the states of a round that there is not.

@@ -122,7 +122,8 @@ class Host:
         self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
         self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
         self.ledger = ledger
-        self._entries: list[Entry] = []
+        self._entries: list[tuple[int, Entry]] = []
+        """What the book does not have yet, each with the thread that noted it."""
         self._noting = threading.Lock()
         """Another site may fetch a model while this one works."""
         self.turns, self.problem = Turns(), ""
@@ -153,7 +154,11 @@ class Host:
     def _leaving(self, answer: Message) -> bytes:
         """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
         if self._run is not None:
-            self._run.guard.leave(records.size(answer))
+            try:
+                self._run.guard.leave(records.size(answer))
+            except RuleError as error:
+                self._nothing_left(error.rule)
+                raise
         head = self._write()
         if isinstance(answer, (Answers, Hopped)):
             answer = dataclasses.replace(answer, ledger=head)
@@ -164,13 +169,25 @@ class Host:
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.asked.job
             with self._noting:
-                self._entries.append(Entry(**{"run": run, "kind": kind, **about}))
+                self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
+
+    def _nothing_left(self, rule: str) -> None:
+        """What this thread noted as answered is refused after all."""
+        me = threading.get_ident()
+        with self._noting:
+            self._entries = [
+                (who, entry if who != me or entry.refused or entry.failed else dataclasses.replace(entry, refused=rule))
+                for who, entry in self._entries
+            ]
 
     def _write(self) -> str:
-        """Have the book on the disk; its head then."""
+        """Have the book on the disk; its head then. What another thread is still writing is waited for."""
+        if self.ledger is None:
+            return ""
         with self._noting:
-            entries, self._entries = self._entries, []
-        return "" if self.ledger is None else str(self.ledger.append(entries) or "")
+            head = self.ledger.append([entry for _, entry in self._entries])
+            self._entries = []
+        return str(head or "")
 
     def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
         """Write down that something was refused.
