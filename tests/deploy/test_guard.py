@@ -16,12 +16,13 @@ import torch
 from asked import CLIENTS, Site
 
 import fedstrata as fs
+from fedstrata import records
 from fedstrata.communication.codecs import PowerSGD, pack
 from fedstrata.communication.messages import Coefficients, Encoded
 from fedstrata.deploy.guard import Spent, admitted
 from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy
-from fedstrata.engines.nvflare.wire import Begun, Failed, Fetch, Hopped, Refused
+from fedstrata.engines.nvflare.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
 from fedstrata.handlers.sequential import Visit
@@ -444,3 +445,73 @@ def test_an_answer_that_is_too_large_to_leave_is_not_booked_as_one(tmp_path: Pat
     made.begin()
     assert ruled(made.ask(fit(made))[0]) == "policy.megabytes"
     assert made.book.answered == []
+
+
+OWN = {
+    "data": {"name": "x", "shape": [3], "classes": 2, "normalize": "standard"},
+    "evaluation": {"validation": 0.3},
+}
+
+
+@pytest.fixture
+def hospital(tmp_path: Path) -> Callable[..., Site]:
+    """A site with data of its own."""
+    drawn = np.random.default_rng(0)
+    x, y = drawn.normal(size=(30, 3)).astype(np.float32), drawn.integers(0, 2, 30)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
+    return lambda **policy: Site(tmp_path / "site", OWN, policy=Policy(**policy), data=tmp_path / "own.npz")
+
+
+def survey(site: Site, client: int = 0, total: int = 2) -> Any:
+    return site.call(Survey(site.spec.to_toml(), [client], total, False))
+
+
+def begin_own(site: Site, statistics: Any, client: int = 0, total: int = 2, round: int = 0) -> Any:
+    return site.call(Begin("run", site.spec.to_toml(), statistics, [client], total, round))
+
+
+def test_what_own_data_come_to_is_told_once_and_for_one_client(hospital: Callable[..., Site]) -> None:
+    made = hospital()
+    first = records.encode(survey(made))
+    assert ruled(survey(made, 1)) == ruled(survey(made, 0, 3)) == "repeat"
+    assert records.encode(survey(made)) == first
+    made.start()
+    assert ruled(survey(made, 1)) == "repeat", "also another process knows"
+    assert records.encode(survey(made)) == first
+    statistics = records.decode(first).statistics
+    assert ruled(begin_own(made, statistics, 1)) == ruled(begin_own(made, statistics, 0, 3)) == "bounds"
+    assert isinstance(begin_own(made, statistics), Begun)
+    made.save(0)
+    assert records.encode(survey(made)) == first
+    made.start()
+    assert isinstance(begin_own(made, statistics), Begun), "a job that goes on"
+
+
+def test_a_survey_counts_by_the_policys_limits(hospital: Callable[..., Site]) -> None:
+    made = hospital(exchanges=2)
+    spent = [survey(made), survey(made)]
+    assert not any(isinstance(answer, Refused) for answer in spent)
+    assert ruled(survey(made)) == "policy.exchanges"
+    made = hospital(megabytes=1e-9)
+    made.host.folder = made.host.folder / "other"
+    assert ruled(survey(made)) == "policy.megabytes"
+    assert made.book.answered == []
+
+
+def test_data_that_changed_are_not_told_to_the_same_job(hospital: Callable[..., Site]) -> None:
+    made = hospital()
+    survey(made)
+    file = made.settings["data"]
+    arrays = dict(np.load(file))
+    np.savez(file, **(arrays | {"x_train": arrays["x_train"] + 1}))
+    assert ruled(survey(made)) == "repeat"
+
+
+@pytest.mark.parametrize(("client", "total"), [(0, 0), (0, -1), (2, 2), (-1, 2), (0, 1_000_001), (True, 2), (0, 2.0)])
+def test_there_are_so_many_clients_at_most(hospital: Callable[..., Site], client: Any, total: Any) -> None:
+    made = hospital()
+    # A wrong type may be no message at all.
+    for refused in (survey(made, client, total), begin_own(made, None, client, total)):
+        assert isinstance(refused, Refused)
+        if type(client) is type(total) is int:
+            assert ruled(refused) == "bounds"

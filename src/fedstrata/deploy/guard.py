@@ -17,6 +17,7 @@ from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
+from fedstrata.jsonl import replace_file
 from fedstrata.spec import Experiment, parse_toml
 
 BUNDLED = ("digits",)
@@ -105,8 +106,11 @@ class Spent:
 
     def __init__(self, folder: Path, job: str) -> None:
         self._path = folder / ".spent" / f"{job}.json"
+        self._survey = self._path.with_suffix(".survey")
         found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         self.starts, self.exchanges, self.bytes = (int(found.get(key, 0)) for key in ("starts", "exchanges", "bytes"))
+        self.home: list[int] = found.get("home", [])
+        """Where each site brings its own data: N, and the numbers of the clients here; empty before it is known."""
         self._saved = 0.0
         self.lock = threading.Lock()
         """Answers leave by several threads."""
@@ -126,10 +130,32 @@ class Spent:
         """Write it down; in one step, so that a crash leaves the old or the new."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
-        table = {"starts": self.starts, "exchanges": self.exchanges, "bytes": self.bytes}
+        table = {"starts": self.starts, "exchanges": self.exchanges, "bytes": self.bytes, "home": self.home}
         part.write_text(json.dumps(table), encoding="utf-8")
         part.replace(self._path)
         self._saved = time.monotonic()
+
+    def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
+        """A job says once which client lives here: another number would hold out other samples.
+
+        Raises:
+            RuleError: It says something else than before.
+        """
+        home = [total, *clients]
+        if self.home and home != self.home:
+            known = f"client(s) {self.home[1:]} of {self.home[0]}"
+            raise RuleError(rule, f"asked as client(s) {clients} of {total}; accepted, as before: {known}")
+        self.home = home
+        self.save()
+
+    @property
+    def survey(self) -> bytes | None:
+        """The answer to the survey, once it was given."""
+        return self._survey.read_bytes() if self._survey.exists() else None
+
+    @survey.setter
+    def survey(self, answer: bytes) -> None:
+        replace_file(self._survey, answer, mode=0o600)
 
     def keep(self) -> None:
         """Write it down now and then: a site that is killed forgets a second at most."""

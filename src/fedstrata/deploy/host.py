@@ -18,7 +18,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
-from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, survey_of
+from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, require_home, survey_of
 from fedstrata.deploy.guard import Books, Guard, Match, Spent, admitted
 from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.manifest import fingerprint
@@ -153,7 +153,7 @@ class Host:
 
     def _leaving(self, answer: Message) -> bytes:
         """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
-        if self._run is not None:
+        if self._run is not None and not isinstance(answer, Surveyed):  # which was counted for its own job
             try:
                 self._run.guard.leave(records.size(answer))
             except RuleError as error:
@@ -244,12 +244,7 @@ class Host:
             self._run, round, lost = _Run.begin(self, body)
             return Begun(round, lost)
         if isinstance(body, Survey):
-            asked = self.admit(body.spec, body.total, own_data=True)
-            least = FEWEST if self.policy is None else self.policy.min_samples
-            surveyed = Surveyed(survey_of(body, self.data, least=least), fingerprint(self.data, self.folder))
-            samples = surveyed.statistics.samples
-            self.note(Survey.__name__, run=asked.job, samples=samples, bytes=records.size(surveyed))
-            return surveyed
+            return self._surveyed(body)
         run = self._running()
         for news in envelope.news:
             run.learn(news)
@@ -265,6 +260,35 @@ class Host:
             run.save(body.round)
             return Done()
         raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
+
+    def _surveyed(self, survey: Survey) -> Surveyed:
+        """What the site's own data come to: under a policy once for each job, and the same bytes again."""
+        require_home(survey.clients, survey.total)
+        asked = self.admit(survey.spec, survey.total, own_data=True)
+        if self.policy is None:
+            guard, least = None, FEWEST
+        else:
+            same = self._run is not None and self._run.guard.asked.job == asked.job
+            spent = self._run.guard.spent if self._run is not None and same else Spent(self.folder, asked.job)
+            guard, least = Guard(asked, self.policy, spent), self.policy.min_samples
+            spent.settle(survey.clients, survey.total, "repeat")
+            guard.begin_exchange()
+            spent.save()
+        mark, known = fingerprint(self.data, self.folder), None if guard is None else guard.spent.survey
+        if known is None:
+            surveyed = Surveyed(survey_of(survey, self.data, least=least), mark)
+        else:
+            surveyed = read(known, Surveyed)
+            if surveyed.fingerprint != mark:
+                problem = "the site's data are other ones than when this job asked what they come to"
+                raise RuleError("repeat", f"{problem}; accepted: another job, by its seed for example")
+        size = records.size(surveyed)
+        if guard is not None:
+            guard.leave(size)
+            guard.spent.survey = records.encode(surveyed)
+            guard.spent.save()
+        self.note(Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
+        return surveyed
 
     def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
         """The model that a hop left, for the one whose turn it is."""
@@ -315,10 +339,13 @@ class _Run:
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
+        require_home(begin.clients, begin.total)
         own = begin.statistics is not None
         asked = host.admit(begin.spec, begin.total, own_data=own)
-        context = host.context(begin)
         spent = Spent(host.folder, asked.job)
+        if own and host.policy is not None:
+            spent.settle(begin.clients, begin.total, "bounds")
+        context = host.context(begin)
         spent.start(host.policy)  # a site that could not begin has answered nothing
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
