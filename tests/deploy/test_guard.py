@@ -22,9 +22,10 @@ from fedstrata.communication.messages import Coefficients, Encoded
 from fedstrata.deploy.guard import Spent, admitted
 from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy
-from fedstrata.engines.nvflare.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey
+from fedstrata.engines.nvflare.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
+from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.handlers.sequential import Visit
 from fedstrata.methods.base import effort
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
@@ -515,3 +516,35 @@ def test_there_are_so_many_clients_at_most(hospital: Callable[..., Site], client
         assert isinstance(refused, Refused)
         if type(client) is type(total) is int:
             assert ruled(refused) == "bounds"
+
+
+TOGETHER = {
+    "method": {"name": "fedtan"},
+    "model": {"name": "resnet20", "norm": "bn"},
+    "training": {"batch_size": 8, "local_steps": 1},
+}
+
+
+def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: Path) -> None:
+    made = Site(tmp_path, TOGETHER, policy=Policy(megabytes=3.0))
+    made.begin()
+    sent: list[bytes] = []
+
+    def send(target: str, data: bytes) -> bytes:
+        sent.append(data)
+        return records.encode(Refused("broken") if len(sent) % 2 == 0 else Total(sum(records.decode(data).tensors)))
+
+    made.host.send = send
+    asked = FitTogether(1, made.weights, **effort(fs.prepare(made.spec).config))
+    outcomes = [made.ask(asked, clients=[0], group=f"g{number}")[0] for number in range(6)]
+    assert ruled(outcomes[-1]) == "repeat"
+    parts = [entry.bytes for entry in made.book.entries if entry.kind == "Part"]
+    assert len(parts) == 4, "the first time, and three times again"
+    assert sum(parts) == sum(map(len, sent))
+    spent = made.host._running().guard.spent
+    assert spent.bytes > sum(parts)
+    spent.bytes = 3_000_000
+    before = len(sent)
+    made.ask(dataclasses.replace(asked, round=2), clients=[0], group="large")
+    assert len(sent) == before
+    assert "policy.megabytes" in made.book.refused

@@ -163,6 +163,9 @@ class Spent:
             self.save()
 
 
+AGAIN = 3
+"""How often a group that broke may be asked the very same again: its parts may have left each time."""
+
 Position = tuple[int, int]
 """A round, 0 before the first, and the place of a phase in it."""
 
@@ -210,6 +213,7 @@ class Guard:
         self._run: dict[str, int] = {}
         self._rules: dict[tuple[ClientId, type[Rule]], Rule] = {}
         self._same: dict[tuple[ClientId, int], bytes] = {}
+        self._repeats: dict[tuple[ClientId, int], int] = {}
         self._digest: tuple[Request | None, bytes] = (None, b"")
         self._journeys_over = -1
 
@@ -248,6 +252,9 @@ class Guard:
             number, question, position = self._found(request, relay, together)
             digest = self._digest_of(request) if together else b""
             again = together and position == self.position and self._same.get((client, number)) == digest
+            if again and self._repeats.get((client, number), 0) >= AGAIN:
+                problem = f"{question.label} of a group that broke, once more; accepted: {AGAIN} times again"
+                raise RuleError("repeat", problem)
             match = Match(client, request, number, question, position, digest, again)
             if not again:
                 self._refuse_often(match)
@@ -271,9 +278,10 @@ class Guard:
             self.spent.keep()
         if match.digest:
             self._same[match.client, match.number] = match.digest
+        key = match.client, match.number
+        self._repeats[key] = self._repeats.get(key, 0) + 1 if match.again else 0
         if match.again:
             return
-        key = match.client, match.number
         self._phase[key] = self._phase.get(key, 0) + 1
         for rule, inner in self._rules_of(match, keep=True):
             rule.asked(inner)

@@ -40,6 +40,7 @@ from fedstrata.engines.nvflare.wire import (
     Hopped,
     Kept,
     More,
+    Part,
     Refused,
     Save,
     Settled,
@@ -326,7 +327,7 @@ class _Run:
         self.store = StateStore()
         self.engine = LocalEngine(context, self.store)
         self.stay = _Stay(0, context, self.store)
-        self._exchange = 0
+        self._exchange = self._part_bytes = 0
         self._waiting: list[Any] = []
         self._matches: dict[ClientId, Match | None] = {}
 
@@ -395,12 +396,25 @@ class _Run:
         if allowed:
             group = None
             if ask.group:
-                group = SiteGroup(ask.group, ask.places, lambda part: self.host.send(SERVER, part), self.host.patience)
+                group = SiteGroup(ask.group, ask.places, self._send_part, self.host.patience)
+            self._part_bytes = 0
             outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
+            if self._part_bytes:
+                self.host.note(Part.__name__, round=self.guard.round, bytes=self._part_bytes)
         for client, request in allowed.items():
             outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
         self._waiting = [outcomes[client] for client in ask.clients]
         return self._next_answers()
+
+    def _send_part(self, part: bytes) -> object:
+        """Parts of a group's sums leave like answers, also those of a group that breaks."""
+        try:
+            self.guard.leave(len(part))
+        except RuleError as error:
+            self.host.refused(error, Part.__name__)
+            raise
+        self._part_bytes += len(part)
+        return self.host.send(SERVER, part)
 
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
