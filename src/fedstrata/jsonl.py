@@ -152,12 +152,18 @@ def write_json(path: Path | str, value: object) -> None:
     replace_file(Path(path), text.encode())
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file so that a reader, or a crash, finds either the old or the new one."""
+def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Write a file so that a reader, or a crash, finds either the old or the new one.
+
+    Args:
+        path: The file.
+        data: All of it.
+        mode: Who may read it, from the first byte on; the umask takes from that.
+    """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove_leftovers(path.parent)
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,16 @@ import torch
 from asked import CLIENTS, Site
 
 import fedstrata as fs
+from fedstrata import records
 from fedstrata.communication.codecs import PowerSGD, pack
 from fedstrata.communication.messages import Coefficients, Encoded
 from fedstrata.deploy.guard import Spent, admitted
-from fedstrata.engines.nvflare.wire import Begun, Failed, Fetch, Hopped, Refused
+from fedstrata.deploy.ledger import Entry
+from fedstrata.deploy.policy import Policy
+from fedstrata.engines.nvflare.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
+from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.handlers.sequential import Visit
 from fedstrata.methods.base import effort
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
@@ -408,3 +413,138 @@ def test_ten_thousand_questions_out_of_order_and_malformed(tmp_path: Path) -> No
     outcomes = [outcome_of(FAMILIES["questions"], 1, number, tmp_path / str(number)) for number in range(cases)]
     assert [(number, *outcome) for number, outcome in enumerate(outcomes) if outcome[0] not in (RAN, REFUSED)] == []
     assert sum(outcome[0] == RAN for outcome in outcomes) > cases / 2
+
+
+def test_no_answer_leaves_while_another_thread_fails_to_write_it_down(site: Make) -> None:
+    made = site()
+    host, took, go = made.host, threading.Event(), threading.Event()
+    host.note("Fit", client=0)
+
+    class Full:
+        def append(self, entries: Iterable[Entry]) -> None:
+            took.set()
+            go.wait(5)
+            raise OSError("no space left")
+
+    def fail() -> None:
+        with pytest.raises(OSError, match="no space"):
+            host._write()
+
+    host.ledger = Full()
+    other = threading.Thread(target=fail)
+    other.start()
+    took.wait(5)
+    threading.Timer(0.1, go.set).start()
+    with pytest.raises(OSError, match="no space"):
+        host._write()
+    other.join()
+    assert [entry.kind for _, entry in host._entries] == ["Fit"], "kept until it can be written"
+
+
+def test_an_answer_that_is_too_large_to_leave_is_not_booked_as_one(tmp_path: Path) -> None:
+    made = Site(tmp_path, policy=Policy(megabytes=0.001))
+    made.begin()
+    assert ruled(made.ask(fit(made))[0]) == "policy.megabytes"
+    assert made.book.answered == []
+
+
+OWN = {
+    "data": {"name": "x", "shape": [3], "classes": 2, "normalize": "standard"},
+    "evaluation": {"validation": 0.3},
+}
+
+
+@pytest.fixture
+def hospital(tmp_path: Path) -> Callable[..., Site]:
+    """A site with data of its own."""
+    drawn = np.random.default_rng(0)
+    x, y = drawn.normal(size=(30, 3)).astype(np.float32), drawn.integers(0, 2, 30)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
+    return lambda **policy: Site(tmp_path / "site", OWN, policy=Policy(**policy), data=tmp_path / "own.npz")
+
+
+def survey(site: Site, client: int = 0, total: int = 2) -> Any:
+    return site.call(Survey(site.spec.to_toml(), [client], total, False))
+
+
+def begin_own(site: Site, statistics: Any, client: int = 0, total: int = 2, round: int = 0) -> Any:
+    return site.call(Begin("run", site.spec.to_toml(), statistics, [client], total, round))
+
+
+def test_what_own_data_come_to_is_told_once_and_for_one_client(hospital: Callable[..., Site]) -> None:
+    made = hospital()
+    first = records.encode(survey(made))
+    assert ruled(survey(made, 1)) == ruled(survey(made, 0, 3)) == "repeat"
+    assert records.encode(survey(made)) == first
+    made.start()
+    assert ruled(survey(made, 1)) == "repeat", "also another process knows"
+    assert records.encode(survey(made)) == first
+    statistics = records.decode(first).statistics
+    assert ruled(begin_own(made, statistics, 1)) == ruled(begin_own(made, statistics, 0, 3)) == "bounds"
+    assert isinstance(begin_own(made, statistics), Begun)
+    made.save(0)
+    assert records.encode(survey(made)) == first
+    made.start()
+    assert isinstance(begin_own(made, statistics), Begun), "a job that goes on"
+
+
+def test_a_survey_counts_by_the_policys_limits(hospital: Callable[..., Site]) -> None:
+    made = hospital(exchanges=2)
+    spent = [survey(made), survey(made)]
+    assert not any(isinstance(answer, Refused) for answer in spent)
+    assert ruled(survey(made)) == "policy.exchanges"
+    made = hospital(megabytes=1e-9)
+    made.host.folder = made.host.folder / "other"
+    assert ruled(survey(made)) == "policy.megabytes"
+    assert made.book.answered == []
+
+
+def test_data_that_changed_are_not_told_to_the_same_job(hospital: Callable[..., Site]) -> None:
+    made = hospital()
+    survey(made)
+    file = made.settings["data"]
+    arrays = dict(np.load(file))
+    np.savez(file, **(arrays | {"x_train": arrays["x_train"] + 1}))
+    assert ruled(survey(made)) == "repeat"
+
+
+@pytest.mark.parametrize(("client", "total"), [(0, 0), (0, -1), (2, 2), (-1, 2), (0, 1_000_001), (True, 2), (0, 2.0)])
+def test_there_are_so_many_clients_at_most(hospital: Callable[..., Site], client: Any, total: Any) -> None:
+    made = hospital()
+    # A wrong type may be no message at all.
+    for refused in (survey(made, client, total), begin_own(made, None, client, total)):
+        assert isinstance(refused, Refused)
+        if type(client) is type(total) is int:
+            assert ruled(refused) == "bounds"
+
+
+TOGETHER = {
+    "method": {"name": "fedtan"},
+    "model": {"name": "resnet20", "norm": "bn"},
+    "training": {"batch_size": 8, "local_steps": 1},
+}
+
+
+def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: Path) -> None:
+    made = Site(tmp_path, TOGETHER, policy=Policy(megabytes=3.0))
+    made.begin()
+    sent: list[bytes] = []
+
+    def send(target: str, data: bytes) -> bytes:
+        sent.append(data)
+        return records.encode(Refused("broken") if len(sent) % 2 == 0 else Total(sum(records.decode(data).tensors)))
+
+    made.host.send = send
+    asked = FitTogether(1, made.weights, **effort(fs.prepare(made.spec).config))
+    outcomes = [made.ask(asked, clients=[0], group=f"g{number}")[0] for number in range(6)]
+    assert ruled(outcomes[-1]) == "repeat"
+    parts = [entry.bytes for entry in made.book.entries if entry.kind == "Part"]
+    assert len(parts) == 4, "the first time, and three times again"
+    assert sum(parts) == sum(map(len, sent))
+    spent = made.host._running().guard.spent
+    assert spent.bytes > sum(parts)
+    spent.bytes = 3_000_000
+    before = len(sent)
+    made.ask(dataclasses.replace(asked, round=2), clients=[0], group="large")
+    assert len(sent) == before
+    assert "policy.megabytes" in made.book.refused

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 import fedstrata as fs
-from fedstrata.deploy.manifest import CERTIFICATE, FINGERPRINTS, MANIFEST, fingerprint, sign, verify
+from fedstrata.deploy.manifest import CERTIFICATE, FINGERPRINTS, MANIFEST, SECRET, fingerprint, sign, verify
 from fedstrata.errors import DataError
+
+
+def test_the_key_of_fingerprints_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.csv").write_bytes(b"1")
+    monkeypatch.setattr(Path, "chmod", lambda self, mode: None)
+    fingerprint(tmp_path / "own.csv", tmp_path / "a")
+    assert (tmp_path / "a" / SECRET).stat().st_mode & 0o077 == 0
 
 
 def test_a_fingerprint_tells_files_apart_and_nothing_of_them(tmp_path: Path) -> None:

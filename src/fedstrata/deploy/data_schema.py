@@ -24,6 +24,7 @@ from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 from fedstrata.data.sources import Data, read_arrays
 from fedstrata.data.tables import SUFFIXES, read_table
 from fedstrata.deploy.manifest import FINGERPRINTS
+from fedstrata.deploy.policy import RuleError
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.wire import Begin, Survey
 from fedstrata.errors import DataError, SpecError
@@ -43,6 +44,9 @@ STATISTICS = "statistics"
 
 FEWEST = 2
 """Training samples of a site: the mean of a single one would be that sample."""
+
+MOST_CLIENTS = 1_000_000
+"""Of a job: a site's memory grows with their number."""
 
 _PREPARING = Lock()
 """Initial parameters are drawn from PyTorch's generator, which all threads share: sites of one process take turns."""
@@ -80,6 +84,21 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         raise SpecError("partition.clients", f"there are {begin.total} clients", len(prepared.assignment))
     # What can be known of the spec's own data is no secret of a site's.
     return dataclasses.replace(make_context(prepared, keys), tells_values=tells or begin.statistics is None)
+
+
+def require_home(clients: list[int], total: int) -> None:
+    """Refuse numbers of clients that there cannot be, before anything is as large as they say.
+
+    Raises:
+        RuleError: They are such.
+    """
+    if type(total) is not int or not 1 <= total <= MOST_CLIENTS:
+        raise RuleError("bounds", f"{total!r:.40} clients; accepted: 1 to {MOST_CLIENTS}")
+    if not isinstance(clients, list) or len(clients) > total:
+        raise RuleError("bounds", f"more clients at this site than there are; accepted: {total} at most")
+    for client in clients:
+        if type(client) is not int or not 0 <= client < total:
+            raise RuleError("bounds", f"client {client!r:.40}; accepted: 0 to {total - 1}")
 
 
 def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Statistics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
+from fedstrata.jsonl import replace_file
 from fedstrata.spec import Experiment, parse_toml
 
 BUNDLED = ("digits",)
@@ -104,9 +106,14 @@ class Spent:
 
     def __init__(self, folder: Path, job: str) -> None:
         self._path = folder / ".spent" / f"{job}.json"
+        self._survey = self._path.with_suffix(".survey")
         found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         self.starts, self.exchanges, self.bytes = (int(found.get(key, 0)) for key in ("starts", "exchanges", "bytes"))
+        self.home: list[int] = found.get("home", [])
+        """Where each site brings its own data: N, and the numbers of the clients here; empty before it is known."""
         self._saved = 0.0
+        self.lock = threading.Lock()
+        """Answers leave by several threads."""
 
     def start(self, policy: Policy | None) -> None:
         """The job begins, or goes on, once more.
@@ -123,16 +130,41 @@ class Spent:
         """Write it down; in one step, so that a crash leaves the old or the new."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         part = self._path.with_suffix(".part")
-        table = {"starts": self.starts, "exchanges": self.exchanges, "bytes": self.bytes}
+        table = {"starts": self.starts, "exchanges": self.exchanges, "bytes": self.bytes, "home": self.home}
         part.write_text(json.dumps(table), encoding="utf-8")
         part.replace(self._path)
         self._saved = time.monotonic()
+
+    def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
+        """A job says once which client lives here: another number would hold out other samples.
+
+        Raises:
+            RuleError: It says something else than before.
+        """
+        home = [total, *clients]
+        if self.home and home != self.home:
+            known = f"client(s) {self.home[1:]} of {self.home[0]}"
+            raise RuleError(rule, f"asked as client(s) {clients} of {total}; accepted, as before: {known}")
+        self.home = home
+        self.save()
+
+    @property
+    def survey(self) -> bytes | None:
+        """The answer to the survey, once it was given."""
+        return self._survey.read_bytes() if self._survey.exists() else None
+
+    @survey.setter
+    def survey(self, answer: bytes) -> None:
+        replace_file(self._survey, answer, mode=0o600)
 
     def keep(self) -> None:
         """Write it down now and then: a site that is killed forgets a second at most."""
         if time.monotonic() - self._saved > SECONDS:
             self.save()
 
+
+AGAIN = 3
+"""How often a group that broke may be asked the very same again: its parts may have left each time."""
 
 Position = tuple[int, int]
 """A round, 0 before the first, and the place of a phase in it."""
@@ -181,6 +213,7 @@ class Guard:
         self._run: dict[str, int] = {}
         self._rules: dict[tuple[ClientId, type[Rule]], Rule] = {}
         self._same: dict[tuple[ClientId, int], bytes] = {}
+        self._repeats: dict[tuple[ClientId, int], int] = {}
         self._digest: tuple[Request | None, bytes] = (None, b"")
         self._journeys_over = -1
 
@@ -219,6 +252,9 @@ class Guard:
             number, question, position = self._found(request, relay, together)
             digest = self._digest_of(request) if together else b""
             again = together and position == self.position and self._same.get((client, number)) == digest
+            if again and self._repeats.get((client, number), 0) >= AGAIN:
+                problem = f"{question.label} of a group that broke, once more; accepted: {AGAIN} times again"
+                raise RuleError("repeat", problem)
             match = Match(client, request, number, question, position, digest, again)
             if not again:
                 self._refuse_often(match)
@@ -242,9 +278,10 @@ class Guard:
             self.spent.keep()
         if match.digest:
             self._same[match.client, match.number] = match.digest
+        key = match.client, match.number
+        self._repeats[key] = self._repeats.get(key, 0) + 1 if match.again else 0
         if match.again:
             return
-        key = match.client, match.number
         self._phase[key] = self._phase.get(key, 0) + 1
         for rule, inner in self._rules_of(match, keep=True):
             rule.asked(inner)
@@ -276,11 +313,14 @@ class Guard:
         Raises:
             RuleError: There were too many.
         """
-        total = self.spent.bytes + size
-        if self.policy is not None and total > self.policy.megabytes * 1e6:
-            accepted = f"{self.policy.megabytes:g} MB at most"
-            raise RuleError("policy.megabytes", f"all answers would come to {total / 1e6:g} MB; accepted: {accepted}")
-        self.spent.bytes = total
+        with self.spent.lock:
+            total = self.spent.bytes + size
+            if self.policy is not None and total > self.policy.megabytes * 1e6:
+                problem = (
+                    f"all answers would come to {total / 1e6:g} MB; accepted: {self.policy.megabytes:g} MB at most"
+                )
+                raise RuleError("policy.megabytes", problem)
+            self.spent.bytes = total
 
     def save(self, round: int) -> None:
         """Refuse to store the states of a round that there is not.

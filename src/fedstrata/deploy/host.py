@@ -20,7 +20,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.config import only_from
-from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, survey_of
+from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, require_home, survey_of
 from fedstrata.deploy.guard import Books, Guard, Match, Spent, admitted
 from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.manifest import fingerprint
@@ -42,6 +42,7 @@ from fedstrata.engines.nvflare.wire import (
     Hopped,
     Kept,
     More,
+    Part,
     Refused,
     Save,
     Settled,
@@ -124,7 +125,8 @@ class Host:
         self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
         self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
         self.ledger = ledger
-        self._entries: list[Entry] = []
+        self._entries: list[tuple[int, Entry]] = []
+        """What the book does not have yet, each with the thread that noted it."""
         self._noting = threading.Lock()
         """Another site may fetch a model while this one works."""
         self.turns, self.problem = Turns(), ""
@@ -157,8 +159,12 @@ class Host:
 
     def _leaving(self, answer: Message) -> bytes:
         """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
-        if self._run is not None:
-            self._run.guard.leave(records.size(answer))
+        if self._run is not None and not isinstance(answer, Surveyed):  # which was counted for its own job
+            try:
+                self._run.guard.leave(records.size(answer))
+            except RuleError as error:
+                self._nothing_left(error.rule)
+                raise
         head = self._write()
         if isinstance(answer, (Answers, Hopped)):
             answer = dataclasses.replace(answer, ledger=head)
@@ -169,13 +175,25 @@ class Host:
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.asked.job
             with self._noting:
-                self._entries.append(Entry(**{"run": run, "kind": kind, **about}))
+                self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
+
+    def _nothing_left(self, rule: str) -> None:
+        """What this thread noted as answered is refused after all."""
+        me = threading.get_ident()
+        with self._noting:
+            self._entries = [
+                (who, entry if who != me or entry.refused or entry.failed else dataclasses.replace(entry, refused=rule))
+                for who, entry in self._entries
+            ]
 
     def _write(self) -> str:
-        """Have the book on the disk; its head then."""
+        """Have the book on the disk; its head then. What another thread is still writing is waited for."""
+        if self.ledger is None:
+            return ""
         with self._noting:
-            entries, self._entries = self._entries, []
-        return "" if self.ledger is None else str(self.ledger.append(entries) or "")
+            head = self.ledger.append([entry for _, entry in self._entries])
+            self._entries = []
+        return str(head or "")
 
     def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
         """Write down that something was refused.
@@ -232,12 +250,7 @@ class Host:
             self._run, round, lost = _Run.begin(self, body)
             return Begun(round, lost)
         if isinstance(body, Survey):
-            asked = self.admit(body.spec, body.total, own_data=True)
-            least = FEWEST if self.policy is None else self.policy.min_samples
-            surveyed = Surveyed(survey_of(body, self.data, least=least), fingerprint(self.data, self.folder))
-            samples = surveyed.statistics.samples
-            self.note(Survey.__name__, run=asked.job, samples=samples, bytes=records.size(surveyed))
-            return surveyed
+            return self._surveyed(body)
         run = self._running()
         for news in envelope.news:
             run.learn(news)
@@ -253,6 +266,35 @@ class Host:
             run.save(body.round)
             return Done()
         raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
+
+    def _surveyed(self, survey: Survey) -> Surveyed:
+        """What the site's own data come to: under a policy once for each job, and the same bytes again."""
+        require_home(survey.clients, survey.total)
+        asked = self.admit(survey.spec, survey.total, own_data=True)
+        if self.policy is None:
+            guard, least = None, FEWEST
+        else:
+            same = self._run is not None and self._run.guard.asked.job == asked.job
+            spent = self._run.guard.spent if self._run is not None and same else Spent(self.folder, asked.job)
+            guard, least = Guard(asked, self.policy, spent), self.policy.min_samples
+            spent.settle(survey.clients, survey.total, "repeat")
+            guard.begin_exchange()
+            spent.save()
+        mark, known = fingerprint(self.data, self.folder), None if guard is None else guard.spent.survey
+        if known is None:
+            surveyed = Surveyed(survey_of(survey, self.data, least=least), mark)
+        else:
+            surveyed = read(known, Surveyed)
+            if surveyed.fingerprint != mark:
+                problem = "the site's data are other ones than when this job asked what they come to"
+                raise RuleError("repeat", f"{problem}; accepted: another job, by its seed for example")
+        size = records.size(surveyed)
+        if guard is not None:
+            guard.leave(size)
+            guard.spent.survey = records.encode(surveyed)
+            guard.spent.save()
+        self.note(Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
+        return surveyed
 
     def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
         """The model that a hop left, for the one whose turn it is."""
@@ -290,7 +332,7 @@ class _Run:
         self.store = StateStore()
         self.engine = LocalEngine(context, self.store)
         self.stay = _Stay(0, context, self.store)
-        self._exchange = 0
+        self._exchange = self._part_bytes = 0
         self._waiting: list[Any] = []
         self._matches: dict[ClientId, Match | None] = {}
 
@@ -303,10 +345,13 @@ class _Run:
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
+        require_home(begin.clients, begin.total)
         own = begin.statistics is not None
         asked = host.admit(begin.spec, begin.total, own_data=own)
-        context = host.context(begin)
         spent = Spent(host.folder, asked.job)
+        if own and host.policy is not None:
+            spent.settle(begin.clients, begin.total, "bounds")
+        context = host.context(begin)
         spent.start(host.policy)  # a site that could not begin has answered nothing
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
@@ -356,12 +401,25 @@ class _Run:
         if allowed:
             group = None
             if ask.group:
-                group = SiteGroup(ask.group, ask.places, lambda part: self.host.send(SERVER, part), self.host.patience)
+                group = SiteGroup(ask.group, ask.places, self._send_part, self.host.patience)
+            self._part_bytes = 0
             outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
+            if self._part_bytes:
+                self.host.note(Part.__name__, round=self.guard.round, bytes=self._part_bytes)
         for client, request in allowed.items():
             outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
         self._waiting = [outcomes[client] for client in ask.clients]
         return self._next_answers()
+
+    def _send_part(self, part: bytes) -> object:
+        """Parts of a group's sums leave like answers, also those of a group that breaks."""
+        try:
+            self.guard.leave(len(part))
+        except RuleError as error:
+            self.host.refused(error, Part.__name__)
+            raise
+        self._part_bytes += len(part)
+        return self.host.send(SERVER, part)
 
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool

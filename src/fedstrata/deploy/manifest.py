@@ -36,8 +36,7 @@ def fingerprint(data: Path | None, folder: Path) -> str:
     path = folder / SECRET
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, secrets.token_bytes(32))
-        path.chmod(0o600)
+        replace_file(path, secrets.token_bytes(32), mode=0o600)
     return hmac.new(path.read_bytes(), data.read_bytes(), hashlib.sha256).hexdigest()
 
 
