@@ -275,12 +275,12 @@ class Host:
             spent.settle(survey.clients, survey.total, "repeat")
             guard.begin_exchange()
             spent.save()
-        mark, known = fingerprint(self.data, self.folder), None if guard is None else guard.spent.survey
+        known = None if guard is None else guard.spent.survey
         if known is None:
-            surveyed = Surveyed(survey_of(survey, self.data, least=least), mark)
+            surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
         else:
             surveyed = read(known, Surveyed)
-            if surveyed.fingerprint != mark:
+            if surveyed.fingerprint != fingerprint(self.data, self.folder):
                 problem = "the site's data are other ones than when this job asked what they come to"
                 raise RuleError("repeat", f"{problem}; accepted: another job, by its seed for example")
         size = records.size(surveyed)
