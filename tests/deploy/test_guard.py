@@ -251,6 +251,18 @@ def test_the_question_inside_an_envelope_is_looked_at(site: Make) -> None:
     assert ruled(*made.ask(Coefficients(2, nothing))) == "order"
 
 
+@pytest.mark.parametrize("masking", ["prf", "none"])
+def test_masked_labels_are_not_asked_for_by_their_numbers(site: Site, masking: str) -> None:
+    """A client that nobody told what a placeholder is took it for the label, which told the server all counts."""
+    made = site({"method": {"name": "stratify", "cap": 8, "masking": masking}})
+    none = torch.zeros(0, dtype=torch.int64)
+    question = Reserve(1, torch.zeros(10, dtype=torch.int64), torch.arange(10), none, True, (0.0, 1.0))
+    if masking == "none":
+        assert not isinstance(*made.ask(question), Failed)
+    else:
+        assert ruled(*made.ask(question)) == "order"
+
+
 # --- relays ----------------------------------------------------------------------------------------------------------
 
 

@@ -168,3 +168,17 @@ def test_a_site_may_want_more_than_the_spec_and_never_less():
     spec = Privacy(min_samples=4, below="refuse")
     assert spec.at_least(8) == Privacy(min_samples=8, below="refuse")
     assert spec.at_least(2) == spec
+
+
+@pytest.mark.filterwarnings("ignore:the model never took a step")
+@pytest.mark.parametrize(("steps", "batch", "answers"), [(1, 1, False), (2, 2, False), (1, 5, True), (5, 1, True)])
+def test_behind_an_update_are_the_samples_that_its_steps_see(steps: int, batch: int, answers: bool) -> None:
+    """Of a step on one sample the update is that sample's gradient, however many others there are."""
+    spec = fs.Experiment(
+        data={"name": "digits", "limit": 200},
+        partition={"name": "iid", "clients": 4},
+        training={"rounds": 1, "local_steps": steps, "batch_size": batch},
+        privacy={"min_samples": 5},
+    )
+    (record,) = fs.run(spec)
+    assert record["clients_returned"] == (4 if answers else 0)

@@ -58,6 +58,16 @@ class Client:
         self.context.privacy.require(samples)
         self.behind = samples
 
+    def release_trained(self, samples: int) -> None:
+        """Let an update go out: behind it are those samples alone that its steps see.
+
+        Args:
+            samples: Those that there are to train on.
+        """
+        training = self.context.config.training
+        seen = samples if training.local_steps is None else training.local_steps * training.batch_size
+        self.release(min(samples, seen))
+
     def __len__(self) -> int:
         return len(self.indices)
 

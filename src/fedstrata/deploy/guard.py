@@ -256,6 +256,7 @@ class Guard:
                 problem = f"{question.label} of a group that broke, once more; accepted: {AGAIN} times again"
                 raise RuleError("repeat", problem)
             match = Match(client, request, number, question, position, digest, again)
+            self._refuse_before(match)
             if not again:
                 self._refuse_often(match)
                 for rule, inner in self._rules_of(match):
@@ -290,7 +291,7 @@ class Guard:
         """A question was answered so; what counts over the whole run are answers, for a client may keep one back."""
         if match is None:
             return
-        if match.question.per == "run":
+        if match.question.per == "run" or match.question.phase == "enrolment":
             name = _name(match.client, match.number)
             self._run[name] = self._run.get(name, 0) + 1
         if match.question.rule is not None:
@@ -398,6 +399,16 @@ class Guard:
         if problem := question.wrong(request, round):
             raise RuleError("bounds", problem)
         return position
+
+    def _refuse_before(self, match: Match) -> None:
+        """What enrolment gives a meaning waits for it, also after a site lost what it knew."""
+        question = match.question.inside or match.question
+        if not question.after:
+            return
+        firsts = [number for number, each in enumerate(self.asked.questions or ()) if each.label == question.after]
+        if not any(self._run.get(_name(match.client, number)) for number in firsts):
+            problem = f"{match.question.label} before {question.after} was answered: labels would go by their numbers"
+            raise RuleError("order", problem)
 
     def _refuse_often(self, match: Match) -> None:
         question, key = match.question, (match.client, match.number)

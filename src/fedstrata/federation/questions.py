@@ -113,6 +113,8 @@ class Question:
         tells: What the answer says in the clear.
         epsilon: ε of local differential privacy that an answer costs; None for none.
         inside: The question that it carries, where it is an envelope for one.
+        after: The name of a question before the first round without whose answer it means something else, and so may
+            not come; empty for none.
     """
 
     kind: type[Request]
@@ -131,6 +133,7 @@ class Question:
     tells: frozenset[Fact] = frozenset()
     epsilon: float | None = None
     inside: Question | None = None
+    after: str = ""
 
     @property
     def label(self) -> str:

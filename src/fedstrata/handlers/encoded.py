@@ -63,6 +63,7 @@ class Pending:
         state: The client's state after it.
         reply: The answer without its change.
         change: What is encoded of the change, and of what earlier ones lost.
+        behind: Samples behind the answer.
     """
 
     exchange: int
@@ -70,6 +71,7 @@ class Pending:
     state: dict[str, Tree]
     reply: Reply
     change: Params
+    behind: int = 0
 
 
 @handles(Encoded)
@@ -93,7 +95,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
         change = _with_residual(client, codec, request.round, change)
     if isinstance(codec, PowerSGD) and len(request.basis):
         basis = unpack(request.basis, codec.forms_of_basis(change))
-        pending = Pending(request.exchange, request.round, dict(client.state), reply, change)
+        pending = Pending(request.exchange, request.round, dict(client.state), reply, change, client.behind)
         client.state = {**before, PENDING: pending}
         return EncodedReply(None, pack(codec.project(change, basis), codec.forms_of_frame(change)))
     payload = codec.encode(change, client.rng(f"codec/{request.exchange}", request.round))
@@ -108,6 +110,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
         raise FedstrataError(f"no first sum of exchange {request.exchange} was answered here")
+    client.release(pending.behind)
     change = pending.change
     frame = unpack(request.frame, codec.forms_of_frame(change))
     payload = codec.coefficients(change, frame)

@@ -28,7 +28,7 @@ def fit(client: Client, request: Fit) -> FitReply:
     place = client.context.once(placed)
     model = client.model if place.device == CPU else place.model
     chosen, weights = samples_kept(client, request), starting_point(client, request)
-    client.release(len(chosen))
+    client.release_trained(len(chosen))
     data, objective = LocalData(client, chosen, place.device), client.context.objective
     message = request.message if place.device == CPU else moved(request.message, place.device)
     with computing(client.context.config.training, place.device.type):

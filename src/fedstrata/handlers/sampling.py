@@ -83,7 +83,7 @@ class _TrainsLike(CrossEntropy):
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
     """Train as in any round what the objective trains, and keep nothing of it but the sketch."""
-    client.release(len(client))
+    client.release_trained(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)
     outcome = train(client, request.weights, data, round=request.round, message={}, objective=objective)

@@ -60,7 +60,7 @@ class Visit(Request):
 @handles_hop(Visit)
 def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
     """Local training that starts at the travelling model."""
-    client.release(len(client))
+    client.release_trained(len(client))
     data = LocalData(client, np.arange(len(client)))
     outcome = train(client, weights, data, round=request.round, message={})
     return outcome.weights, VisitReply(len(client), outcome.seen, outcome.loss)

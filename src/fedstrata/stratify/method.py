@@ -138,15 +138,17 @@ class Stratify(Method):
         """Who holds what, before the first round; then samples set aside and gradients, or steps one by one."""
         weighted, hybrid = self.selection == "weighted", self.mode == "hybrid"
         found = enrolment_questions(self.masking, weighted=weighted, classes=agreed.classes)
+        # Where nobody told it what a placeholder is, a client takes it for the label.
+        after = {"none": "", "ckks-paper": "Assign"}.get(self.masking, "CountReport")
         there = by_round("what has arrived" if hybrid else "all", lambda round: self._phase(agreed, round)[1])
         before = self._pretraining(agreed) if hybrid else None
         if self.mode != "single":
             training, scale = agreed.training, self._scale(agreed)
             lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
             lr_of = lr if self.local_steps > 1 else None
-            found += batch_questions(there, lr_of, self.local_steps, last=before)
+            found += batch_questions(there, lr_of, self.local_steps, last=before, after=after)
         if self.mode != "batch":
-            found += (single_question(there, self.chunk_size, first=(before or 0) + 1),)
+            found += (single_question(there, self.chunk_size, first=(before or 0) + 1, after=after),)
         return found
 
     def _scale(self, agreed: Agreed) -> float:
