@@ -6,7 +6,8 @@
 
 ``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
 Cells with ``headers`` are of a time when payloads travelled with headers, and count as not run: up to a fifth of their
-bytes are those. ``table`` marks them. It draws what is there, and writes its tables between the marks of the page. ``speed`` times the codecs.
+bytes are those. ``table`` marks them; it draws what is there, and writes its tables between the marks of the page.
+``speed`` times the codecs.
 
 MNIST: 100 clients, Dirichlet(0.01) of each class among the clients, an MLP of 784-200-10; baselines invite 10 clients
 a round. Stratify's batches are of 400 samples; ``stratify, dense`` is cut into rounds of 4,000 samples, so that there
@@ -173,8 +174,8 @@ def table_of(study: str) -> list[str]:
         up, down = (statistics.mean(c[key][-1] for c in of) for key in ("up", "down"))
         mark = " †" if any(c.get("headers") for c in of) else ""
         lines.append(
-            f"| {method} | {codec}{mark} | {len(of)} | {statistics.mean(accuracies):.1f}{spread} | {up:.3f} | {down:.3f} "
-            f"| {'yes' if label in best else ''} |"
+            f"| {method} | {codec}{mark} | {len(of)} | {statistics.mean(accuracies):.1f}{spread} "
+            f"| {up:.3f} | {down:.3f} | {'yes' if label in best else ''} |"
         )
     missing = [label for label in cells(study) if label not in found]
     if missing:
