@@ -60,6 +60,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedlc": {"name": "fedlc"},
 }
 FIVE = ["fedavg", "rebafl", "fedrs", "feddyn", "bsm-fedavg"]
+SIX = ["rebafl", "fedavg", "feddyn", "bsm-fedavg", "fedrs", "scaffold"]
+PAIRED = (2, 3, 4)
+"""Seeds that all of ``SIX`` have, beside 0 and 1: the order that the main table states stands on them."""
 COMPOSED = {"fedsts + rebafl": {"name": "fedsts", "objective": {"name": "rebafl"}}}
 PARTS: dict[str, dict[str, Any]] = {
     "none": METHODS["fedavg"],
@@ -177,7 +180,9 @@ def spec_of(
 def cells() -> Iterator[Cell]:
     """All of them, the most telling first."""
     yield from main_cells(0, [label for label in METHODS if label != "fedlc"])
-    yield from main_cells(1, FIVE)
+    yield from main_cells(1, SIX)
+    for seed in PAIRED:
+        yield from main_cells(seed, SIX)
     for label, method in COMPOSED.items():
         # FedSTS wants strata: all 20 send a compressed gradient if they are there, and at most 10 of them train.
         yield Cell("fashion20", label, 0, 200, spec_of({**method, "strata": 5}, 0, 200, invited=10))
