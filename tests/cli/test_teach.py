@@ -46,7 +46,7 @@ def test_there_is_a_test_for_each_kind():
 @pytest.mark.parametrize("kind", PARTS)
 def test_a_part_runs_as_it_is_written_and_has_its_setting(kind, capsys):
     section, name, key = PARTS[kind]
-    module = f"own_{kind.replace('-', '_')}"
+    module = f"taught_{kind.replace('-', '_')}"
     assert main(["new", kind, f"{module}.py"]) == 0
     assert f"{module}:{name}" in capsys.readouterr().out
     assert main(["settings", section, f"{module}:{name}"]) == 0

@@ -154,9 +154,11 @@ def test_a_client_that_kills_its_workers_fails_alone(pool: WorkerPool) -> None:
     context = context_of(fs.Experiment(partition=fs.IID(clients=5)))
     context = dataclasses.replace(context, handlers=context.handlers + [raycases.deadly])  # noqa: RUF005
     asked = federation(RayEngine(context, StateStore(), pool=pool), context)
-    assert sorted(asked.ask(dict.fromkeys(range(5), raycases.Deadly()))) == [0, 2, 3, 4]
-    ((failed,),) = [event["clients"] for event in asked.events]
-    assert failed == 1
+    answered = set(asked.ask(dict.fromkeys(range(5), raycases.Deadly())))
+    failed = {client for event in asked.events for client in event["clients"]}
+    assert 1 in failed
+    assert len(failed) <= 2, "but for those of its own call, who are few where work is quick"
+    assert answered == set(range(5)) - failed
     assert "its worker (process " in asked.events[0]["reason"]
     asked.engine.close()
 
