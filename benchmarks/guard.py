@@ -72,7 +72,10 @@ def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, flo
     host = Host("a", folder, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=ledger)
 
     class Line:
-        def send(self, site: str, data: bytes, patience: float) -> object:
+        def there(self, site: str) -> bool:
+            return True
+
+        def send(self, site: str, data: bytes, patience: float, number: int) -> object:
             return host.call(SERVER, data)
 
     engine = NVFlareEngine(prepared.config, Line(), ["a"] * 10, Sums(60.0), spec=spec.to_toml(), run="run")
