@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -18,6 +19,7 @@ from fedstrata.communication.codecs import (
     TopK,
     Uncompressed,
     pack,
+    rounded,
     unpack,
     with_frame,
 )
@@ -31,6 +33,7 @@ EVERY: list[Codec] = [
     TopK(fraction=0.2),
     PowerSGD(rank=2),
     PowerSGD(rank=1, factors="bfloat16"),
+    PowerSGD(rank=2, factors="int8"),
 ]
 
 
@@ -62,9 +65,14 @@ def test_every_shape_and_dtype_comes_back_in_the_form_that_is_known_beforehand(c
     payload = codec.encode(change, chance())
     packed = pack(payload, codec.forms(change))
     there = records.decode(records.encode({"payload": packed}))["payload"]
-    assert packed.element_size() * len(packed) == sum(
-        tensor.element_size() * tensor.numel() for parts in payload.values() for tensor in parts.values()
+    assert len(packed) == sum(
+        math.prod(shape) * dtype.itemsize + (dtype == torch.int8 and math.prod(shape) > 0)
+        for parts in codec.forms(change).values()
+        for shape, dtype in parts.values()
     )
+    # What its sender remembers of a payload is what its receiver reads.
+    read = unpack(there, codec.forms(change))
+    assert all(torch.equal(read[name][part], t) for name, parts in payload.items() for part, t in parts.items())
     found = codec.decode(unpack(there, codec.forms(change)), change)
     assert found.keys() == change.keys()
     assert all(found[name].shape == tensor.shape for name, tensor in change.items())
@@ -77,6 +85,32 @@ def test_bfloat16_is_off_by_at_most_a_256th() -> None:
     found = BFloat16().decode(BFloat16().encode(change, chance()), change)["a"]
     assert ((found - change["a"]).abs() <= change["a"].abs() / 256).all()
     assert (found != change["a"]).any()
+
+
+def test_a_byte_by_hand() -> None:
+    # The smallest power of two of which 127 reach 100 is 1; of 0.3 of it nothing is left.
+    assert rounded(torch.tensor([100.0, -3.4, 0.3]), torch.int8).tolist() == [100.0, -3.0, 0.0]
+    forms = {"a": {"": ((2,), torch.int8)}}
+    packed = pack({"a": {"": torch.tensor([6.0, -254.0])}}, forms)
+    assert packed.tolist() == [3, 256 - 127, 1]
+    assert unpack(packed, forms)["a"][""].tolist() == [6.0, -254.0]
+
+
+@pytest.mark.parametrize("scale", [1e-42, 1e-30, 1e-3, 1.0, 127.0, 127.00001, 63.5, 3e38])
+def test_a_byte_is_off_by_at_most_a_127th_of_the_largest_value_and_rounds_once(scale: float) -> None:
+    values = (torch.linspace(-1, 1, 2001).double() * scale).float()
+    found = rounded(values, torch.int8)
+    assert ((found - values).abs().double() <= max(scale / 127, 2.0**-129)).all()
+    assert torch.equal(rounded(found, torch.int8), found)
+    forms = {"a": {"": ((2001,), torch.int8)}}
+    assert torch.equal(unpack(pack({"a": {"": found}}, forms), forms)["a"][""], found)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_infinity_in_a_byte_is_refused_by_who_reads_it(value: float) -> None:
+    forms = {"a": {"": ((2,), torch.int8)}}
+    with pytest.raises(ReplyRefusedError, match="NaN or infinity"):
+        unpack(pack({"a": {"": rounded(torch.tensor([value, 1.0]), torch.int8)}}, forms), forms)
 
 
 def test_qsgd_by_hand() -> None:
@@ -142,7 +176,7 @@ def test_power_sgd_alone_is_exact_up_to_its_rank(rank: int) -> None:
     assert spectrum[rank:].sum() * 0.999 <= error <= spectrum[rank:].sum() * 1.25
 
 
-@pytest.mark.parametrize("codec", [Uncompressed(), PowerSGD(rank=2)], ids=repr)
+@pytest.mark.parametrize("codec", [Uncompressed(), PowerSGD(rank=2), PowerSGD(rank=2, factors="int8")], ids=repr)
 def test_linear_codecs_commute_with_the_sum(codec: Codec) -> None:
     changes = [{"w": normal(20, 30, number=n), "b": normal(9, number=n)} for n in range(4)]
     if isinstance(codec, PowerSGD):
@@ -220,7 +254,7 @@ def test_a_codec_whose_payload_is_not_what_it_said_fails_where_it_encodes(form: 
         ({"name": "qsgd", "levels": 0}, "levels = 0"),
         ({"name": "top-k", "fraction": 0}, "fraction = 0"),
         ({"name": "powersgd", "rank": 0}, "rank = 0"),
-        ({"name": "powersgd", "factors": "int8"}, "factors = 'int8'"),
+        ({"name": "powersgd", "factors": "int4"}, "factors = 'int4'"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:

@@ -26,9 +26,13 @@ Payload = dict[str, dict[str, Tensor]]
 """What is sent of a change: by tensor, or under a name of the codec's own for all of them, and by part."""
 
 Forms = dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]
-"""Shape and dtype of every part of a payload."""
+"""Shape and dtype, as they travel, of every part of a payload.
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+int8 stands for float32 that travels as ``rounded`` makes it, with one byte more for the power of two; codes of a
+codec's own are uint8.
+"""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
 class Codec(Setting):
@@ -80,10 +84,10 @@ def pack(payload: Payload, forms: Forms) -> Tensor:
     """
     found = {name: {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} for name, parts in payload.items()}
     for name in found | forms:
-        if found.get(name) != forms.get(name):
+        wanted = {part: (shape, _in_memory(dtype)) for part, (shape, dtype) in forms.get(name, {}).items()}
+        if found.get(name) != wanted:
             raise FedstrataError(f"the payload's {name!r} is {found.get(name)}, its codec said {forms.get(name)}")
-    tensors = [payload[name][part].detach().reshape(-1) for name, parts in forms.items() for part in parts]
-    flat = [tensor.view(torch.uint8) for tensor in tensors if len(tensor)]
+    flat = [_bytes(payload[name][part], dtype) for name, parts in forms.items() for part, (_, dtype) in parts.items()]
     return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
 
@@ -93,19 +97,66 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
     Raises:
         ReplyRefusedError: These are not as many bytes, or a number is NaN or infinite.
     """
-    sizes = [math.prod(shape) * dtype.itemsize for parts in forms.values() for shape, dtype in parts.values()]
+    sizes = [_length(shape, dtype) for parts in forms.values() for shape, dtype in parts.values()]
     if packed.dtype != torch.uint8 or packed.shape != (sum(sizes),):
         raise ReplyRefusedError(f"{packed.dtype} of {tuple(packed.shape)} instead of {sum(sizes)} bytes")
     pieces = iter(torch.split(packed, sizes))
-    # A copy of each piece begins where its dtype may.
     found = {
-        name: {part: next(pieces).clone().view(dtype).reshape(shape) for part, (shape, dtype) in parts.items()}
+        name: {part: _numbers(next(pieces), dtype).reshape(shape) for part, (shape, dtype) in parts.items()}
         for name, parts in forms.items()
     }
     for name, parts in found.items():
         if not all(bool(tensor.isfinite().all()) for tensor in parts.values()):
             raise ReplyRefusedError(f"NaN or infinity in the payload's {name!r}")
     return found
+
+
+def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers as a receiver has them whom they reach as ``dtype``.
+
+    Of int8: float32, whole multiples of the smallest power of two of which 127 reach the largest absolute value.
+
+    >>> rounded(torch.tensor([1.0, 0.5, 0.004]), torch.int8).tolist()
+    [1.0, 0.5, 0.0]
+    """
+    if dtype != torch.int8:
+        return tensor.to(dtype)
+    exponent = _exponent(tensor)
+    return (tensor.double() * 2.0**-exponent).round().mul(2.0**exponent).float()
+
+
+def _exponent(tensor: Tensor) -> int:
+    """The smallest e that a signed byte holds for which no value is above 127 · 2ᵉ; the same after ``rounded``."""
+    largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+    if not math.isfinite(largest):
+        return 127  # with which infinity arrives as what it is
+    mantissa, exponent = math.frexp(largest / 127)
+    return max(exponent - (mantissa == 0.5), -128) if largest else -128
+
+
+def _in_memory(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.int8 else dtype
+
+
+def _length(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a part."""
+    numbers = math.prod(shape)
+    return numbers * dtype.itemsize + (dtype == torch.int8 and numbers > 0)
+
+
+def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    if dtype == torch.int8 and len(flat):
+        exponent = _exponent(flat)
+        codes = (flat.double() * 2.0**-exponent).nan_to_num(127, 127, -127)
+        flat = torch.cat([codes.to(dtype), torch.tensor([exponent], dtype=dtype)])
+    return flat.view(torch.uint8) if len(flat) else torch.empty(0, dtype=torch.uint8)
+
+
+def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
+    # A copy begins where its dtype may.
+    flat = piece.clone().view(dtype)
+    return (flat[:-1].double() * 2.0 ** flat[-1].item()).float() if dtype == torch.int8 and len(flat) else flat
 
 
 class Uncompressed(Codec):
@@ -269,13 +320,14 @@ class PowerSGD(WithMemory):
 
     Args:
         rank: Outer products for a matrix.
-        factors: The type of what travels.
+        factors: The type of what travels; of ``int8`` a byte more for each tensor: the power of two that its numbers
+            are multiples of. What rounding loses is remembered with the rest.
     """
 
     linear = True
 
     rank: int = Field(default=1, ge=1, le=1024)
-    factors: Literal["float32", "bfloat16"] = "float32"
+    factors: Literal["float32", "bfloat16", "int8"] = "float32"
 
     def split(self, like: Params) -> tuple[list[str], list[str]]:
         """The names of what is compressed, and of what travels as it is."""
@@ -296,7 +348,7 @@ class PowerSGD(WithMemory):
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """As it travels."""
-        return tensor.to(DTYPES[self.factors])
+        return rounded(tensor, DTYPES[self.factors])
 
     def project(self, change: Params, basis: Payload) -> Payload:
         """The first sum's part: P_k = M_k Q."""
