@@ -54,7 +54,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "rebafl": ("rebafl", BASELINES, ["none", "qsgd", "powersgd, rank 4"]),
     "stratify, dense": (
         {"name": "stratify", "batch_size": 400, "cap": 400},
-        {**BATCHES, "rounds": 40},
+        {**BATCHES, "rounds": 160},
         ["none"],
     ),
     "stratify": (
