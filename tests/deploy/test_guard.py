@@ -598,6 +598,50 @@ def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
     assert not isinstance(survey(approved), Refused)
 
 
+def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Path) -> None:
+    """A row of the confusion matrix is one sample: which of two classes a model takes it for is the server's question.
+
+    What no rule stops: a measurement is over enough samples, and each round may have one.
+    """
+    drawn = np.random.default_rng(0)
+    x, y = drawn.normal(size=(30, 3)).astype(np.float32), drawn.integers(0, 2, 30)
+    only = np.array([0.34, -1.2, 0.7], dtype=np.float32)
+    x_test, y_test = np.concatenate([x[:7], only[None]]), np.array([0] * 7 + [1])
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    rounds = 12
+    table = {
+        "data": {"name": "x", "shape": [3], "classes": 2, "normalize": "none"},
+        "evaluation": {"every": 1},
+        "training": {"rounds": rounds},
+    }
+    made = Site(tmp_path / "site", table, policy=Policy(), data=tmp_path / "own.npz")
+    assert isinstance(begin_own(made, survey(made).statistics), Begun)
+    asked = next(q for q in made.host._running().guard.asked.questions or () if q.kind is Evaluate)
+    bins = {key: asked.where[key] for key in ("score_bins", "confidence_bins")}
+    weight, bias = made.host._running().context.config.model.params()
+    low, high = -2.0, 2.0
+    for round in range(1, rounds + 1):
+        middle = (low + high) / 2
+        model = {weight: torch.tensor([[0.0] * 3, [100.0, 0.0, 0.0]]), bias: torch.tensor([0.0, -100 * middle])}
+        (reply,) = made.ask(Evaluate(round, Weights(model, {}), "test", False, 0, **bins), clients=[0])
+        above = bool(reply.sums.confusion[1, 1])
+        low, high = (middle, high) if above else (low, middle)
+    assert abs((low + high) / 2 - 0.34) < 4 / 2**rounds
+    assert made.book.refused == []
+
+
+def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
+    """What no rule stops, where a spec lets the most frequent category stand in for missing ones."""
+    rows = "".join(f"{kind},{label}\n" for kind, label in zip("a" * 14 + "b" * 15 + "c", "nyn" * 10, strict=True))
+    (tmp_path / "own.csv").write_text("kind,ill\n" + rows)
+    column = {"type": "category", "categories": ["a", "b", "c"], "impute": "most-frequent"}
+    table = {
+        "data": {"name": "own.csv", "schema": {"label": "ill", "classes": ["n", "y"], "columns": {"kind": column}}}
+    }
+    made = Site(tmp_path / "site", {**OWN, **table}, policy=Policy(), data=tmp_path / "own.csv")
+    assert 1 in survey(made).statistics.counts["kind"][:, 1].tolist()
+
+
 def test_one_answer_is_told_unless_the_policy_says_more(hospital: Callable[..., Site]) -> None:
     assert not isinstance(survey(hospital({"data": {**OWN["data"], "normalize": "none"}})), Refused), "tells nothing"
     assert not isinstance(survey(hospital()), Refused)
