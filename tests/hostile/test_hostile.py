@@ -32,7 +32,9 @@ from fedstrata.stratify.messages import Gradient, LabelReport, Reserve, Steps
 pytestmark = pytest.mark.slow
 NONE, ALL = torch.zeros(0, dtype=torch.int64), (0.0, 1.0)
 MODEL = {"model": {"name": "mlp", "hidden": [64]}}
-STRATIFY = {"method": {"name": "stratify"}, **MODEL}
+FEW_LABELS = {"partition": {"name": "classes", "clients": CLIENTS, "per_client": 5}}
+"""So few labels that a client has enough samples of each to name it."""
+STRATIFY = {"method": {"name": "stratify"}, **MODEL, **FEW_LABELS}
 PRF = {"method": {"name": "stratify", "masking": "prf"}}
 LDP = {"method": {"name": "fedstas", "epsilon": 1.0, "bound": 50, "strata": 2}}
 
@@ -175,7 +177,7 @@ def test_labels_of_few_samples_stay_also_where_enrolment_is_skipped(target: Targ
 
 
 def test_a_model_that_travelled_over_one_sample_gives_its_label_away(target: Targets) -> None:
-    table = {"method": {"name": "stratify", "mode": "single"}, **MODEL}
+    table = {"method": {"name": "stratify", "mode": "single"}, **MODEL, **FEW_LABELS}
 
     def program(site: Target) -> bool | None:
         wanted = int(truth(site)[2][0])

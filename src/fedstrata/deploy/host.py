@@ -305,8 +305,8 @@ class Host:
             RuleError: There were as many answers already, and none of them is this one.
         """
         assert self.policy is not None
-        told = [read(answer, Surveyed).statistics for answer in guard.spent.surveys()]
-        differ = {records.encode(statistics) for statistics in told if statistics.samples}
+        before = [read(answer, Surveyed).statistics for answer in guard.spent.surveys()]
+        differ = {records.encode(statistics) for statistics in before if statistics.samples}
         new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
         if new and len(differ) >= self.policy.surveys and guard.asked.job not in self.policy.approved:
             problem = "other jobs were told what this site's data come to, and this one would be told something else"

@@ -6,13 +6,14 @@ guard, the control of each attack.
 
 import os
 
-if os.environ["FEDSTRATA_PARTY"] == "hostile":
+PARTY = os.environ.get("FEDSTRATA_PARTY")
+if PARTY == "hostile":
     import attacks
 
     from fedstrata.deploy import job
 
     job.run_prepared = attacks.instead_of_the_job
-else:
+elif PARTY == "open":
     from site_process import Absent
 
     from fedstrata.deploy import host
