@@ -13,14 +13,20 @@ from typing import Any
 import combinations
 import pytest
 from recorder import Recorder, labels, recorded
+from torch import Tensor
 
 import fedstrata as fs
 from fedstrata.asks import Declaration, declaration_of, hash_of
 from fedstrata.cli import main
+from fedstrata.clients.client import Client
+from fedstrata.communication.messages import Coefficients
 from fedstrata.deploy.policy import RuleError
+from fedstrata.federation.messages import Request
 from fedstrata.methods.base import METHODS
+from fedstrata.nn.batchnorm import ReduceGroup
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS, Uniform
 from fedstrata.simulation import Simulation
+from fedstrata.stratify.messages import Gradient
 
 HOSPITALS = Path(__file__).parents[1] / "examples" / "hospitals" / "hospitals.toml"
 PLAIN = combinations.PLAIN
@@ -106,6 +112,74 @@ def test_encoded_questions_are_declared_as_they_travel(codec: str, method: str, 
     engine = _recorded(_table(row, communication=CODECS[codec]), tmp_path)
     assert engine.unused() == []
     assert any(label.startswith("Encoded of ") for label in labels(engine.asked))
+
+
+class Lost:
+    """A group to which the line breaks after its first sum."""
+
+    def __init__(self, group: ReduceGroup) -> None:
+        self.group, self.size, self.sums = group, group.size, 0
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        self.sums += 1
+        if self.sums > 1:
+            raise ConnectionError("lost")
+        return self.group.all_reduce_sum(tensor)
+
+
+class Losing(Recorder):
+    """One client of a group is lost, once, while it answers a kind of question."""
+
+    lost: int | None = None
+    victim: int | None = None
+    again = 0
+
+    def losing(self, kind: type[Request]) -> None:
+        self.kind, table = kind, self.context.handlers._table
+        answer = table[kind, "alone"]
+
+        def answers(client: Client, request: Any) -> Any:
+            if client.number == self.victim:
+                assert client.group is not None
+                client.group = Lost(client.group)
+                if kind is Coefficients:
+                    raise ConnectionError("lost")
+            return answer(client, request)
+
+        table[kind, "alone"] = answers
+
+    def ask(self, requests: Any, *, together: bool, **more: Any) -> Any:
+        inner = {type(getattr(request, "request", request)) for request in requests.values()}
+        self.victim = None
+        if self.lost is None and inner == {self.kind} and together and len(requests) > 2:
+            self.lost = self.victim = max(requests)
+        return super().ask(requests, together=together, **more)
+
+    def note(self, client: int, request: Any, **how: Any) -> Any:
+        match = super().note(client, request, **how)
+        self.again += match.again
+        return match
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind"), [*((codec, Gradient) for codec in CODECS), ("powersgd", Coefficients)], ids=str
+)
+def test_a_group_that_loses_a_client_begins_anew_within_its_declaration(
+    codec: str, kind: type[Request], tmp_path: Path
+) -> None:
+    """The clients of a batch add up in the middle of a pass, for BatchNorm; one is lost between two sums."""
+    table = _table({"method": "stratify", "norm": "average"}, communication=CODECS[codec])
+    table["training"] |= {"batch_size": 8}
+    prepared = fs.prepare(fs.Experiment.from_table(table), data=combinations.data())
+    engine = Losing(prepared, tmp_path)
+    engine.losing(kind)
+    with Simulation(prepared, engine) as simulation:
+        records = list(simulation)
+        failed = [event["clients"] for event in simulation.federation.events if event["kind"] == "failed"]
+    assert engine.lost is not None
+    assert failed in ([[engine.lost]], [])  # in the last round, or in the one before
+    assert engine.again > 1, "those who are left are asked the very same again"
+    assert [record["clients_failed"] for record in records] in ([0, 1], [1, 0])
 
 
 def test_an_evaluation_asks_what_it_declares(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedstrata.communication.questions import encoded
 from fedstrata.evaluation.questions import evaluation_questions
 from fedstrata.federation.questions import PHASES, Agreed, Fact, Phase, Question, Questions, Terms, joined
+from fedstrata.settings import Privacy
 from fedstrata.spec import Experiment
 
 UNDECLARED = "does not declare what it asks (Method.questions), so that no site answers it; simulations run it"
@@ -38,6 +39,7 @@ class Declaration:
         own_data: Whether sites bring their own data, of which each sends a fingerprint.
         hides: What the method keeps private.
         extremes: Whether the survey tells the least and the greatest value of something: those of single samples.
+        privacy: The spec's own minimum, below which nothing is answered.
     """
 
     job: str
@@ -48,6 +50,7 @@ class Declaration:
     own_data: bool = False
     hides: frozenset[Fact] = frozenset()
     extremes: bool = False
+    privacy: Privacy = field(default_factory=Privacy)
 
     @property
     def tells(self) -> frozenset[Fact]:
@@ -141,6 +144,7 @@ def declaration_of(
         own,
         method.hides,
         extremes=bool(survey) and data.normalize == "unit",
+        privacy=spec.privacy,
     )
 
 

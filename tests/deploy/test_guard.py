@@ -17,11 +17,12 @@ from asked import CLIENTS, Site
 
 import fedstrata as fs
 from fedstrata import records
+from fedstrata.asks import hash_of
 from fedstrata.communication.codecs import PowerSGD, pack
-from fedstrata.communication.messages import Coefficients, Encoded
+from fedstrata.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.deploy.guard import Spent, admitted
 from fedstrata.deploy.ledger import Entry
-from fedstrata.deploy.policy import Policy
+from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.engines.nvflare.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
@@ -217,6 +218,57 @@ def test_the_very_same_question_comes_again_in_a_group_that_broke(site: Make) ->
         guard.check(0, Gradient(1, 0, other), together=True)
     with pytest.raises(Exception, match="rule 'order'"):
         guard.check(0, same)
+
+
+IN_A_GROUP = {**STRATIFY, "communication": {"up": {"name": "powersgd", "rank": 1}, "down": "bf16"}}
+
+
+def test_a_group_that_broke_begins_anew_under_another_exchange(site: Make) -> None:
+    """The question inside is the same; the number of the exchange, and how the model comes, is not."""
+    made = site(IN_A_GROUP)
+    made.ask(LabelReport())
+    made.ask(reserve(0, 0))
+    guard, whole = made.host._running().guard, made.weights.params
+    codec = PowerSGD(rank=1)
+    packed = [pack(codec.first_basis(whole, np.random.default_rng(n)), codec.forms_of_basis(whole)) for n in (0, 1)]
+    way = ModelDelivery(3, b"name", -1, [], whole)
+    question = Encoded(Gradient(1, 0, Weights({}, {})), 1, 1, way, False, packed[0])
+
+    def ask(**other: Any) -> None:
+        guard.take(guard.check(0, dataclasses.replace(question, **other), together=True))
+
+    def refused(rule: str, **other: Any) -> None:
+        with pytest.raises(RuleError) as raised:
+            ask(**other)
+        assert raised.value.rule == rule
+
+    ask()
+    refused("order")  # the exchange is over
+    ask(exchange=2)
+    held = dataclasses.replace(way, base=3, params={})
+    ask(exchange=5, delivery=held)  # whoever got it keeps it
+    another = {name: tensor + 1 for name, tensor in whole.items()}
+    for number, other in enumerate(
+        (
+            {"request": Gradient(1, 0, Weights({}, {"more": torch.ones(1)}))},
+            {"basis": packed[1]},
+            {"delivery": dataclasses.replace(way, params=another)},
+            {"delivery": dataclasses.replace(held, version=4)},
+            {"delivery": dataclasses.replace(held, digest=b"other")},
+            {"delivery": dataclasses.replace(held, base=2, changes=[torch.ones(1, dtype=torch.uint8)])},
+            {"exchange": 4},
+        )
+    ):
+        refused("order", **{"exchange": 6 + number, **other})
+    with pytest.raises(RuleError) as alone:
+        guard.check(0, dataclasses.replace(question, exchange=20))
+    assert alone.value.rule == "order"
+    ask(exchange=21)
+    refused("repeat", exchange=22)
+    # The second sum is that of the last exchange.
+    with pytest.raises(RuleError):
+        guard.check(0, Coefficients(5, packed[0]), together=True)
+    assert guard.check(0, Coefficients(21, packed[0]), together=True) is not None
 
 
 def test_no_group_where_none_is_declared(site: Make) -> None:
@@ -472,7 +524,11 @@ def hospital(tmp_path: Path) -> Callable[..., Site]:
     drawn = np.random.default_rng(0)
     x, y = drawn.normal(size=(30, 3)).astype(np.float32), drawn.integers(0, 2, 30)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
-    return lambda **policy: Site(tmp_path / "site", OWN, policy=Policy(**policy), data=tmp_path / "own.npz")
+
+    def make(table: dict[str, Any] | None = None, **policy: Any) -> Site:
+        return Site(tmp_path / "site", {**OWN, **(table or {})}, policy=Policy(**policy), data=tmp_path / "own.npz")
+
+    return make
 
 
 def survey(site: Site, client: int = 0, total: int = 2) -> Any:
@@ -518,6 +574,79 @@ def test_data_that_changed_are_not_told_to_the_same_job(hospital: Callable[..., 
     arrays = dict(np.load(file))
     np.savez(file, **(arrays | {"x_train": arrays["x_train"] + 1}))
     assert ruled(survey(made)) == "repeat"
+
+
+def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
+    """Where nothing is held out, and where one sample is, the sums differ by that one."""
+    shares = ({"evaluation": {"validation": share}} for share in (0.01, 0.04))
+    one, other = (hospital(table, surveys=2) for table in shares)
+    first, second = survey(one).statistics, survey(other).statistics
+    assert first.samples - second.samples == 1
+    gone = first.count * first.mean - second.count * second.mean
+    rows = np.load(one.settings["data"])["x_train"]
+    assert np.abs(rows - gone.numpy()).max(axis=1).min() < 1e-6, "the control: that sample, to the last digit"
+    same = {"training": {"rounds": 2}, "evaluation": {"validation": 0.04}}
+    for table in ({"seed": 1}, {"evaluation": {"validation": 0.4}}, {"seed": 2}):
+        made = hospital(table, surveys=2)
+        assert ruled(survey(made)) == "policy.surveys"
+        assert made.book.refused == ["policy.surveys"]
+    assert not isinstance(survey(hospital(same, surveys=2)), Refused), "the same again"
+    assert ruled(survey(hospital({"seed": 3}))) == "policy.surveys"
+    approved = hospital({"seed": 3})
+    approved.settings["policy"] = Policy(approved=[hash_of(approved.spec)])
+    approved.start()
+    assert not isinstance(survey(approved), Refused)
+
+
+def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Path) -> None:
+    """A row of the confusion matrix is one sample: which of two classes a model takes it for is the server's question.
+
+    What no rule stops: a measurement is over enough samples, and each round may have one.
+    """
+    drawn = np.random.default_rng(0)
+    x, y = drawn.normal(size=(30, 3)).astype(np.float32), drawn.integers(0, 2, 30)
+    only = np.array([0.34, -1.2, 0.7], dtype=np.float32)
+    x_test, y_test = np.concatenate([x[:7], only[None]]), np.array([0] * 7 + [1])
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x_test, y_test=y_test)
+    rounds = 12
+    table = {
+        "data": {"name": "x", "shape": [3], "classes": 2, "normalize": "none"},
+        "evaluation": {"every": 1},
+        "training": {"rounds": rounds},
+    }
+    made = Site(tmp_path / "site", table, policy=Policy(), data=tmp_path / "own.npz")
+    assert isinstance(begin_own(made, survey(made).statistics), Begun)
+    asked = next(q for q in made.host._running().guard.asked.questions or () if q.kind is Evaluate)
+    bins = {key: asked.where[key] for key in ("score_bins", "confidence_bins")}
+    weight, bias = made.host._running().context.config.model.params()
+    low, high = -2.0, 2.0
+    for round in range(1, rounds + 1):
+        middle = (low + high) / 2
+        model = {weight: torch.tensor([[0.0] * 3, [100.0, 0.0, 0.0]]), bias: torch.tensor([0.0, -100 * middle])}
+        (reply,) = made.ask(Evaluate(round, Weights(model, {}), "test", False, 0, **bins), clients=[0])
+        above = bool(reply.sums.confusion[1, 1])
+        low, high = (middle, high) if above else (low, middle)
+    assert abs((low + high) / 2 - 0.34) < 4 / 2**rounds
+    assert made.book.refused == []
+
+
+def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
+    """What no rule stops, where a spec lets the most frequent category stand in for missing ones."""
+    rows = "".join(f"{kind},{label}\n" for kind, label in zip("a" * 14 + "b" * 15 + "c", "nyn" * 10, strict=True))
+    (tmp_path / "own.csv").write_text("kind,ill\n" + rows)
+    column = {"type": "category", "categories": ["a", "b", "c"], "impute": "most-frequent"}
+    table = {
+        "data": {"name": "own.csv", "schema": {"label": "ill", "classes": ["n", "y"], "columns": {"kind": column}}}
+    }
+    made = Site(tmp_path / "site", {**OWN, **table}, policy=Policy(), data=tmp_path / "own.csv")
+    assert 1 in survey(made).statistics.counts["kind"][:, 1].tolist()
+
+
+def test_one_answer_is_told_unless_the_policy_says_more(hospital: Callable[..., Site]) -> None:
+    assert not isinstance(survey(hospital({"data": {**OWN["data"], "normalize": "none"}})), Refused), "tells nothing"
+    assert not isinstance(survey(hospital()), Refused)
+    assert ruled(survey(hospital({"seed": 1}))) == "policy.surveys"
+    assert not isinstance(survey(hospital()), Refused)
 
 
 @pytest.mark.parametrize(("client", "total"), [(0, 0), (0, -1), (2, 2), (-1, 2), (0, 1_000_001), (True, 2), (0, 2.0)])

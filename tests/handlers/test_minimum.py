@@ -15,7 +15,7 @@ from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.handlers.sequential import Visit
 from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
 from fedstrata.settings import Privacy
-from fedstrata.stratify.messages import LabelReport, Steps
+from fedstrata.stratify.messages import LabelReport, Reserve, Steps
 
 NONE = torch.empty(0, dtype=torch.int64)
 
@@ -39,7 +39,7 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("what", QUESTIONS)
 def test_who_has_too_few_does_not_answer_and_the_others_do(tiny, what):
-    federation = with_minimum(tiny(3, sizes=[5, 6, 9]), 6)
+    federation = with_minimum(tiny(3, sizes=[5, 6, 9], batch_size=9), 6)
     question = QUESTIONS[what](federation.weights)
     replies = federation.ask(dict.fromkeys(range(3), question))
     assert sorted(replies) == [1, 2]
@@ -170,15 +170,91 @@ def test_a_site_may_want_more_than_the_spec_and_never_less():
     assert spec.at_least(2) == spec
 
 
-@pytest.mark.filterwarnings("ignore:the model never took a step")
-@pytest.mark.parametrize(("steps", "batch", "answers"), [(1, 1, False), (2, 2, False), (1, 5, True), (5, 1, True)])
-def test_behind_an_update_are_the_samples_that_its_steps_see(steps: int, batch: int, answers: bool) -> None:
+SEES = r"privacy\.min_samples = 5: .* training\.local_steps × training\.batch_size = {} × {} = {} sample.* {} or fewer"
+
+
+@pytest.mark.parametrize("method", ["fedavg", "sfl", "fedssar", "scaffold"])
+@pytest.mark.parametrize(("steps", "batch"), [(1, 1), (2, 2), (1, 5), (5, 1)])
+def test_behind_an_update_are_the_samples_that_its_steps_see(tiny, steps: int, batch: int, method: str) -> None:
     """Of a step on one sample the update is that sample's gradient, however many others there are."""
     spec = fs.Experiment(
         data={"name": "digits", "limit": 200},
         partition={"name": "iid", "clients": 4},
+        method=method,
         training={"rounds": 1, "local_steps": steps, "batch_size": batch},
         privacy={"min_samples": 5},
     )
-    (record,) = fs.run(spec)
-    assert record["clients_returned"] == (4 if answers else 0)
+    if steps * batch < 5:  # nobody would ever answer
+        with pytest.raises(SpecError, match=SEES.format(steps, batch, steps * batch, steps * batch)):
+            fs.run(spec)
+    else:
+        (record,) = fs.run(spec)
+        assert record["clients_returned"] == 4
+    # Clients count for themselves too, whatever a spec's own check says.
+    federation = with_minimum(tiny(2, sizes=[9, 9], local_steps=steps, batch_size=batch), 5)
+    assert len(federation.ask(federation.fits())) == (2 if steps * batch >= 5 else 0)
+
+
+def together(least: int, batch: int) -> fs.Experiment:
+    return fs.Experiment.from_table(
+        {
+            "data": {"name": "digits", "limit": 120},
+            "partition": {"name": "iid", "clients": 3},
+            "method": "fedtan",
+            "model": {"name": "resnet20", "norm": "bn"},
+            "training": {"rounds": 1, "local_epochs": 1, "batch_size": batch},
+            "privacy": {"min_samples": least},
+        }
+    )
+
+
+def test_the_sums_over_a_first_batch_are_over_enough_samples(tiny):
+    """FedTAN's group adds up over the first batch alone, however many samples there are."""
+    federation = with_minimum(tiny(2, sizes=[9, 9], batch_size=5), 6)
+    assert federation.ask(dict.fromkeys(range(2), FitTogether(1, federation.weights, 1.0))) == {}
+    assert len(federation.reasons("refused")) == 2
+    accepted = r"training\.batch_size = 5 samples at most, .* 5 or fewer"
+    with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: FitTogether .*{accepted}"):
+        fs.prepare(together(6, 5))
+    assert fs.prepare(together(5, 5)).spec.privacy.min_samples == 5
+
+
+def test_parts_of_batches_that_are_never_enough_are_refused_unless_they_are_merged():
+    table = {
+        "data": {"name": "digits", "limit": 90},
+        "partition": {"name": "iid", "clients": 3},
+        "method": {"name": "stratify", "batch_size": 6},
+        "model": {"name": "mlp", "hidden": []},
+        "training": {"rounds": 1},
+    }
+    for least, below, runs in ((7, "refuse", False), (7, "hold-back", True), (6, "refuse", True)):
+        spec = fs.Experiment.from_table({**table, "privacy": {"min_samples": least, "below": below}})
+        if runs:
+            fs.prepare(spec)
+            continue
+        with pytest.raises(
+            SpecError, match=r"privacy\.min_samples = 7: Gradient is over a part of a batch of 6 samples"
+        ):
+            fs.prepare(spec)
+
+
+@pytest.mark.parametrize("least", [1, 3])
+def test_what_is_not_named_in_enrolment_is_not_told_without_it(tiny, least):
+    """A server that skips enrolment asks for labels by their numbers."""
+    federation = with_minimum(tiny(2, sizes=[7, 2]), least)  # three, two and two of the first client
+    labels = torch.arange(3).repeat_interleave(4)
+    batches = torch.arange(12)
+    replies = federation.ask(dict.fromkeys(range(2), Reserve(1, batches, labels, NONE, True)))
+    served = [[int((~reply.missing[labels == label]).sum()) for label in range(3)] for reply in replies.values()]
+    if least == 1:
+        assert served == [[3, 2, 2], [0, 1, 1]]
+        return
+    held = [int(reply.held.sum()) for reply in replies.values()]
+    assert served == [[3, 0, 0], [0, 0, 0]]
+    assert held == [0, 0], "as if there were none"
+    assert [sorted(reply.exhausted.tolist()) for reply in replies.values()] == [[0, 1, 2], [0, 1, 2]]
+    # Of a label that nobody has, the answer is the same.
+    other = federation.ask({1: Reserve(2, batches, torch.full((12,), 0), NONE, True)})[1]
+    few = federation.ask({1: Reserve(2, batches, torch.full((12,), 1), NONE, True)})[1]
+    assert torch.equal(other.missing, few.missing)
+    assert torch.equal(other.held, few.held)

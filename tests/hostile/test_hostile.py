@@ -32,7 +32,9 @@ from fedstrata.stratify.messages import Gradient, LabelReport, Reserve, Steps
 pytestmark = pytest.mark.slow
 NONE, ALL = torch.zeros(0, dtype=torch.int64), (0.0, 1.0)
 MODEL = {"model": {"name": "mlp", "hidden": [64]}}
-STRATIFY = {"method": {"name": "stratify"}, **MODEL}
+FEW_LABELS = {"partition": {"name": "classes", "clients": CLIENTS, "per_client": 5}}
+"""So few labels that a client has enough samples of each to name it."""
+STRATIFY = {"method": {"name": "stratify"}, **MODEL, **FEW_LABELS}
 PRF = {"method": {"name": "stratify", "masking": "prf"}}
 LDP = {"method": {"name": "fedstas", "epsilon": 1.0, "bound": 50, "strata": 2}}
 
@@ -158,8 +160,24 @@ def test_a_gradient_of_one_sample_gives_it_away(target: Targets) -> None:
     assert program(guarded) is None
 
 
+def test_labels_of_few_samples_stay_also_where_enrolment_is_skipped(target: Targets) -> None:
+    """Who asks for samples to be set aside is told of which labels there are none, and so how many there were."""
+    table = {**STRATIFY, "partition": {"name": "dirichlet", "clients": CLIENTS, "alpha": 1.0}}
+
+    def program(site: Target) -> dict[int, int]:
+        reply = got(*site.ask(reserve(*np.arange(10).repeat(60).tolist())))
+        served = (~reply.missing).reshape(10, 60).sum(dim=1).tolist()
+        return {label: count for label, count in enumerate(served) if count}
+
+    control = target(table, opened=True)
+    found = dict(zip(*(each.tolist() for each in np.unique(truth(control)[2], return_counts=True)), strict=True))
+    assert min(found.values()) < 5 <= max(found.values())
+    assert program(control) == found
+    assert program(target(table)) == {label: count for label, count in found.items() if count >= 5}
+
+
 def test_a_model_that_travelled_over_one_sample_gives_its_label_away(target: Targets) -> None:
-    table = {"method": {"name": "stratify", "mode": "single"}, **MODEL}
+    table = {"method": {"name": "stratify", "mode": "single"}, **MODEL, **FEW_LABELS}
 
     def program(site: Target) -> bool | None:
         wanted = int(truth(site)[2][0])

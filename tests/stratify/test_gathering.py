@@ -82,11 +82,11 @@ def engine_of(spec, data) -> LocalEngine:
 
 
 def test_by_hand(seven):
-    """Client 0 holds samples 0, 1, 3 and 6 of labels 0, 1, 0, 0; asked for batches 0, 1, 1 and 3, it sends one part."""
-    split = {"name": "given", "indices": [[0, 1, 3, 6], [2, 4, 5]]}
-    engine = engine_of(private(split, clients=2, least=3), seven)
+    """Client 0 holds samples 0, 1, 3 and 4 of labels 0, 1, 0, 1; asked for batches 0, 1, 1 and 3, it sends one part."""
+    split = {"name": "given", "indices": [[0, 1, 3, 4], [2, 5, 6]]}
+    engine = engine_of(private(split, clients=2, least=2), seven)
     weights = Weights(engine.context.config.model.params(), {})
-    ask = Reserve(1, torch.tensor([0, 1, 1, 3]), torch.tensor([0, 1, 0, 0]), NONE, True)
+    ask = Reserve(1, torch.tensor([0, 1, 1, 3]), torch.tensor([0, 1, 0, 1]), NONE, True)
     reply = engine.ask({0: ask}, together=False)[0]
     engine.commit([0])
     assert isinstance(reply, GatheredReply)
@@ -95,27 +95,27 @@ def test_by_hand(seven):
     assert reply.batches.tolist() == [1, 1, 1, 1]
     part = engine.ask({0: Gradient(1, 1, weights)}, together=False)[0]
     module = linear()
-    F.cross_entropy(module(seven.inputs([0, 1, 3, 6])), seven.labels([0, 1, 3, 6]), reduction="sum").backward()
+    F.cross_entropy(module(seven.inputs([0, 1, 3, 4])), seven.labels([0, 1, 3, 4]), reduction="sum").backward()
     assert part.samples == 4
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(part.gradient[name], parameter.grad)
     # Of the batches that it left nothing is there, and nothing is told of that.
     nothing = engine.ask({0: Gradient(1, 0, weights)}, together=False)[0]
     assert nothing.refused
-    assert "fewer than privacy.min_samples = 3" in nothing.reason
+    assert "fewer than privacy.min_samples = 2" in nothing.reason
 
 
 def test_what_no_part_can_take_stays_in_its_pool(seven):
-    split = {"name": "given", "indices": [[0, 1, 3, 6], [2, 4, 5]]}
-    engine = engine_of(private(split, clients=2, least=3), seven)
-    two = Reserve(1, torch.tensor([0, 4]), torch.tensor([0, 1]), NONE, True)
-    reply = engine.ask({0: two}, together=False)[0]
+    split = {"name": "given", "indices": [[0, 1, 3, 4], [2, 5, 6]]}
+    engine = engine_of(private(split, clients=2, least=2), seven)
+    first = Reserve(1, torch.tensor([0]), torch.tensor([0]), NONE, True)
+    reply = engine.ask({0: first}, together=False)[0]
     engine.commit([0])
-    assert reply.held.tolist() == reply.missing.tolist() == [True, True]
+    assert reply.held.tolist() == reply.missing.tolist() == [True]
     assert reply.exhausted.tolist() == []
-    # Asked for more it has them still; and later a single one joins the part that is there.
-    three = Reserve(1, torch.tensor([2, 2, 5]), torch.tensor([0, 1, 0]), NONE, False)
-    assert engine.ask({0: three}, together=False)[0].batches.tolist() == [5, 5, 5]
+    # Asked for more it has it still; and later a single one joins the part that is there.
+    two = Reserve(1, torch.tensor([2, 5]), torch.tensor([1, 0]), NONE, False)
+    assert engine.ask({0: two}, together=False)[0].batches.tolist() == [5, 5]
     engine.commit([0])
     one = Reserve(1, torch.tensor([3]), torch.tensor([0]), NONE, False)
     last = engine.ask({0: one}, together=False)[0]

@@ -212,6 +212,25 @@ def table_of(row: Mapping[str, str], seed: int = 0) -> dict[str, Any]:
     }
 
 
+EVERY_CHOICE: dict[str, Row] = {
+    **{name: {"method": name, **({"norm": "average"} if name == "fedtan" else {})} for name in METHODS},
+    **{f"sampler {name}": {"method": "fedavg", "client_sampler": name} for name in SAMPLERS},
+    **{f"data {name}": {"method": "fedavg", "data_sampler": name, "aggregator": "mean"} for name in DATA_SAMPLERS},
+    **{f"stratify {mode}": {"method": "stratify", "mode": mode} for mode in ("single", "hybrid")},
+    **{f"stratify {masking}": {"method": "stratify", "masking": masking} for masking in MASKINGS},
+    "stratify with BatchNorm": {"method": "stratify", "norm": "average"},
+}
+"""Every method, sampler and mode of masking, by what a test calls it."""
+
+
+def spec_of(name: str, **row: str) -> fs.Experiment:
+    """The spec of one of ``EVERY_CHOICE``, whose results are the same bytes on every engine."""
+    table = table_of({**PLAIN, **EVERY_CHOICE[name], **row})
+    table["training"] |= {"execution": "per-client"}
+    table["data"] = {"name": "digits", "limit": 90}
+    return fs.Experiment.from_table(table)
+
+
 def _availability(name: str) -> dict[str, Any] | str:
     chosen = AVAILABILITIES[name]
     return {**chosen, "file": trace_file()} if name.startswith("trace") else chosen

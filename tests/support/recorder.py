@@ -1,4 +1,4 @@
-"""A local engine with a site's guard in front of it: what is asked, and what is declared and never asked."""
+"""Engines with a site's guard in front of them: what is asked, and what is declared and never asked."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ import fedstrata as fs
 from fedstrata.asks import Declaration, declaration_of
 from fedstrata.clients.store import StateStore
 from fedstrata.deploy.guard import Guard, Spent
+from fedstrata.deploy.policy import Policy
 from fedstrata.engines.local import LocalEngine
-from fedstrata.federation.engine import Failure
+from fedstrata.federation.engine import Engine, Failure
 from fedstrata.federation.questions import Question
 from fedstrata.preparation import Prepared
 from fedstrata.simulation import Simulation, make_context
 
 
-class Recorder(LocalEngine):
-    """Whatever is asked has to be declared, as at a site; and it is counted."""
+class Watching(Engine):
+    """An engine with a guard in front of every client: whatever is asked has to be declared; and it is counted."""
 
-    def __init__(self, prepared: Prepared, folder: Path, declared: Declaration | None = None) -> None:
-        super().__init__(make_context(prepared), StateStore())
-        agreed = prepared.config
-        self.asked = declared or declaration_of(prepared.spec, agreed=agreed, own_data=False)
-        self.guard = Guard(self.asked, None, Spent(folder, self.asked.job))
+    def watch(
+        self, prepared: Prepared, folder: Path, declared: Declaration | None = None, policy: Policy | None = None
+    ) -> None:
+        """Begin.
+
+        Raises:
+            RuleError: The job is not one for this policy.
+        """
+        self.asked = declared or declaration_of(prepared.spec, agreed=prepared.config, own_data=False)
+        if policy is not None:
+            policy.check(self.asked)
+        self.guard = Guard(self.asked, policy, Spent(folder, self.asked.job))
         self.counts: Counter[tuple[int, int, tuple[int, int]]] = Counter()
         """How often each question was put to each client, by where the run stood."""
 
@@ -35,18 +43,20 @@ class Recorder(LocalEngine):
         self.counts[match.number, client, match.position] += 1
         return match
 
-    def ask(self, requests: Any, *, together: bool, group: Any = None) -> Any:
+    def ask(self, requests: Any, *, together: bool, **more: Any) -> Any:
         matches = {client: self.note(client, request, together=together) for client, request in requests.items()}
-        outcomes = super().ask(requests, together=together, group=group)
+        outcomes = super().ask(requests, together=together, **more)  # type: ignore[safe-super]
         for client, outcome in outcomes.items():
             if not isinstance(outcome, Failure):
                 self.guard.answered(matches[client], outcome)
         return outcomes
 
     def ask_sum(self, requests: Any) -> Any:
-        for client, request in requests.items():
-            self.note(client, request)
-        return super().ask_sum(requests)
+        reply = super().ask_sum(requests)
+        if reply is not None:  # otherwise they are asked one by one
+            for client, request in requests.items():
+                self.note(client, request)
+        return reply
 
     def relay(self, kind: Any, weights: Any) -> Any:
         session, note = super().relay(kind, weights), self.note
@@ -56,7 +66,7 @@ class Recorder(LocalEngine):
             note(client, task, relay=True)
             return hop(client, task)
 
-        session.hop = noted
+        session.hop = noted  # type: ignore[method-assign]
         return session
 
     def unused(self) -> list[str]:
@@ -68,6 +78,14 @@ class Recorder(LocalEngine):
             if most < (question.times or 2):
                 found.append(f"{question.label}: {most} of {question.times or 'several'}")
         return found
+
+
+class Recorder(Watching, LocalEngine):
+    """The local one."""
+
+    def __init__(self, prepared: Prepared, folder: Path, declared: Declaration | None = None) -> None:
+        super().__init__(make_context(prepared), StateStore())
+        self.watch(prepared, folder, declared)
 
 
 def recorded(table: Any, folder: Path, *, data: Any = None) -> Recorder:

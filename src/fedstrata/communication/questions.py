@@ -7,7 +7,7 @@ from typing import Any
 
 from fedstrata.communication.codecs import Communication, PowerSGD, Uncompressed, WithMemory
 from fedstrata.communication.messages import Coefficients, Encoded
-from fedstrata.federation.messages import ModelRequest
+from fedstrata.federation.messages import ModelRequest, Request
 from fedstrata.federation.questions import Bound, Question, Questions, Rule, by_round
 
 
@@ -33,6 +33,18 @@ class Sums(Rule):
             self._pending = 0
 
 
+def _forms(request: Encoded) -> list[Request]:
+    """As what the same question may come again: whatever the number of its exchange.
+
+    Who answered the first sum of an exchange that broke has the model, and is told no more than its name.
+    """
+    same = replace(request, exchange=0)
+    if (delivery := request.delivery) is None:
+        return [same]
+    held = replace(delivery, base=delivery.version, changes=[], params={})
+    return [same, replace(same, delivery=held)]
+
+
 def encoded(questions: Questions, communication: Communication) -> Questions:
     """The questions as they travel by some codecs.
 
@@ -55,7 +67,7 @@ def encoded(questions: Questions, communication: Communication) -> Questions:
         if not issubclass(question.kind, ModelRequest):
             found.append(question)
             continue
-        found.append(replace(question, kind=Encoded, inside=question, where=where, rule=Sums))
+        found.append(replace(question, kind=Encoded, inside=question, where=where, rule=Sums, forms=_forms))
     changes = [q for q in questions if issubclass(q.kind, ModelRequest) and q.kind.changes is not ModelRequest.changes]
     if in_two and changes:
         often = [question.times for question in changes]

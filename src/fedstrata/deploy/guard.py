@@ -157,6 +157,10 @@ class Spent:
     def survey(self, answer: bytes) -> None:
         replace_file(self._survey, answer, mode=0o600)
 
+    def surveys(self) -> list[bytes]:
+        """The answers to the surveys of all jobs that there were at the site."""
+        return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
+
     def keep(self) -> None:
         """Write it down now and then: a site that is killed forgets a second at most."""
         if time.monotonic() - self._saved > SECONDS:
@@ -180,7 +184,7 @@ class Match:
         number: Of the declared question that it is.
         question: That.
         position: Where the run stands then.
-        digest: Of the request, where a group answers.
+        digests: Of the request, where a group answers, as it came and as it may come again.
         again: Whether it is the very same that this client was asked in a group before.
     """
 
@@ -189,7 +193,7 @@ class Match:
     number: int
     question: Question
     position: Position
-    digest: bytes
+    digests: tuple[bytes, ...]
     again: bool
 
 
@@ -212,9 +216,9 @@ class Guard:
         self._phase: dict[tuple[ClientId, int], int] = {}
         self._run: dict[str, int] = {}
         self._rules: dict[tuple[ClientId, type[Rule]], Rule] = {}
-        self._same: dict[tuple[ClientId, int], bytes] = {}
+        self._same: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
         self._repeats: dict[tuple[ClientId, int], int] = {}
-        self._digest: tuple[Request | None, bytes] = (None, b"")
+        self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
         self._journeys_over = -1
 
     @property
@@ -250,18 +254,19 @@ class Guard:
             return None
         try:
             number, question, position = self._found(request, relay, together)
-            digest = self._digest_of(request) if together else b""
-            again = together and position == self.position and self._same.get((client, number)) == digest
+            digests = self._digests_of(question, request) if together else ()
+            before = self._same.get((client, number), ()) if position == self.position else ()
+            again = together and digests[0] in before
             if again and self._repeats.get((client, number), 0) >= AGAIN:
                 problem = f"{question.label} of a group that broke, once more; accepted: {AGAIN} times again"
                 raise RuleError("repeat", problem)
-            match = Match(client, request, number, question, position, digest, again)
+            match = Match(client, request, number, question, position, digests, again)
             self._refuse_before(match)
             if not again:
                 self._refuse_often(match)
-                for rule, inner in self._rules_of(match):
-                    if problem := rule.refusal(inner):
-                        raise RuleError("order", f"{question.label}: {problem}")
+            for rule, inner in self._rules_of(match):
+                if problem := rule.refusal(inner):
+                    raise RuleError("order", f"{question.label}: {problem}")
         except RuleError:
             raise
         except Exception as error:
@@ -277,13 +282,12 @@ class Guard:
             self.position = match.position
             self._phase, self._rules, self._same = {}, {}, {}
             self.spent.keep()
-        if match.digest:
-            self._same[match.client, match.number] = match.digest
         key = match.client, match.number
-        self._repeats[key] = self._repeats.get(key, 0) + 1 if match.again else 0
         if match.again:
-            return
-        self._phase[key] = self._phase.get(key, 0) + 1
+            self._repeats[key] = self._repeats.get(key, 0) + 1
+        else:
+            self._repeats[key], self._same[key] = 0, match.digests
+            self._phase[key] = self._phase.get(key, 0) + 1
         for rule, inner in self._rules_of(match, keep=True):
             rule.asked(inner)
 
@@ -422,12 +426,15 @@ class Guard:
             raise RuleError("repeat", f"{question.label} once more; accepted: {question.times} time(s) {when}")
 
     def _rules_of(self, match: Match, *, keep: bool = False) -> list[tuple[Rule, Any]]:
-        """The rules about a question and about the one inside it, each with what it is about."""
+        """The rules about a question and about the one inside it, each with what it is about.
+
+        The very same question is in order again; the envelope in which it comes is another one.
+        """
         found: list[tuple[Rule, Any]] = []
         question: Question | None = match.question
         about: Any = match.request
         while question is not None:
-            if question.rule is not None:
+            if question.rule is not None and not (match.again and question.inside is None):
                 rule = self._rules.get((match.client, question.rule)) if match.position == self.position else None
                 rule = question.rule() if rule is None else rule
                 if keep:
@@ -436,11 +443,12 @@ class Guard:
             question, about = question.inside, getattr(about, "request", None)
         return found
 
-    def _digest_of(self, request: Request) -> bytes:
+    def _digests_of(self, question: Question, request: Request) -> tuple[bytes, ...]:
         """Many clients are sent the very same request: computed once."""
-        if self._digest[0] is not request:
-            self._digest = request, hashlib.sha256(records.encode(request)).digest()
-        return self._digest[1]
+        if self._digests[0] is not request:
+            forms = [request] if question.forms is None else question.forms(request)
+            self._digests = request, tuple(hashlib.sha256(records.encode(form)).digest() for form in forms)
+        return self._digests[1]
 
 
 _WHEN: dict[Phase, str] = {"enrolment": "before the first round", "round": "in a round", "evaluation": "after a round"}

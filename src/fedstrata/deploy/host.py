@@ -283,11 +283,13 @@ class Host:
         known = None if guard is None else guard.spent.survey
         if known is None:
             surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
+            if guard is not None:
+                self._refuse_differences(surveyed, guard)
         else:
             surveyed = read(known, Surveyed)
             if surveyed.fingerprint != fingerprint(self.data, self.folder):
                 problem = "the site's data are other ones than when this job asked what they come to"
-                raise RuleError("repeat", f"{problem}; accepted: another job, by its seed for example")
+                raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
         size = records.size(surveyed)
         if guard is not None:
             guard.leave(size)
@@ -295,6 +297,21 @@ class Host:
             guard.spent.save()
         self.note(Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
         return surveyed
+
+    def _refuse_differences(self, surveyed: Surveyed, guard: Guard) -> None:
+        """Jobs that hold out other samples are told sums whose difference is these samples': of so many at most.
+
+        Raises:
+            RuleError: There were as many answers already, and none of them is this one.
+        """
+        assert self.policy is not None
+        before = [read(answer, Surveyed).statistics for answer in guard.spent.surveys()]
+        differ = {records.encode(statistics) for statistics in before if statistics.samples}
+        new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
+        if new and len(differ) >= self.policy.surveys and guard.asked.job not in self.policy.approved:
+            problem = "other jobs were told what this site's data come to, and this one would be told something else"
+            accepted = f"accepted: {self.policy.surveys} answer(s) that differ, or a job that the site approves"
+            raise RuleError("policy.surveys", f"{problem}; {accepted}")
 
     def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
         """The model that a hop left, for the one whose turn it is."""

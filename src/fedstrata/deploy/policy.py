@@ -52,6 +52,8 @@ class Policy(Setting):
         megabytes: Of all answers of a job at most.
         starts: How often a job may begin or go on. Each time it can go back to its last checkpoint, and repeat what was
             asked since.
+        surveys: How many answers that differ the site gives to what its own data come to, to all jobs that nobody
+            approved. Another seed, or another share, holds out other samples: two answers can differ by a single one.
         masking: Whether labels and their counts may leave masked alone.
         ldp: Whether numbers of samples may leave under local differential privacy alone.
         relay: ``direct``: a travelling model goes from site to site, and the server sees it at the end of its journey.
@@ -67,6 +69,7 @@ class Policy(Setting):
     exchanges: PositiveInt = 1_000_000
     megabytes: PositiveFloat = 100_000.0
     starts: PositiveInt = 20
+    surveys: PositiveInt = 1
     masking: bool = False
     ldp: bool = False
     relay: Literal["direct", "server"] = "direct"
@@ -90,12 +93,10 @@ class Policy(Setting):
             raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}")
         if asked.rounds > self.rounds:
             raise RuleError("policy.rounds", f"{asked.rounds} rounds; accepted: {self.rounds} at most")
+        least = self.least(asked.privacy)
         for question in asked.questions:
-            if question.single and self.min_samples > 1:
-                problem = (
-                    f"{question.label} trains a model on one sample at a time; accepted: {self.min_samples} or more"
-                )
-                raise RuleError("policy.min_samples", problem)
+            if problem := question.withheld(least):
+                raise RuleError("policy.min_samples", f"{problem}; accepted: {least.min_samples} or more")
         if asked.extremes and self.min_samples > 1:
             problem = (
                 "data.normalize = 'unit' tells the least and the greatest value, which are single samples'; accepted: "

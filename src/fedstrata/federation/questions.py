@@ -5,12 +5,12 @@ A site answers what its job declares and nothing else (``fedstrata.deploy.guard`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fedstrata.federation.messages import ModelRequest, Request
-from fedstrata.settings import Training
+from fedstrata.settings import Privacy, Training
 
 Phase = Literal["enrolment", "round", "evaluation"]
 """Before the first round; in a round; after it, to measure a model."""
@@ -109,7 +109,10 @@ class Question:
         relay: Whether it comes with a travelling model.
         together: Whether clients may answer as a group, whose sums over a batch the server forms. The very same
             question may then come again: a group that breaks begins anew.
-        single: Whether an answer is of single samples by design.
+        forms: As what the very same may come again, the way it came first; the request itself unless given.
+        most: Of how many samples an answer is at most by design, however many a client has; None for all of them.
+        because: Why, in words that follow the question's name.
+        merges: Whether answers of fewer samples than ``privacy.min_samples`` become one where that holds them back.
         tells: What the answer says in the clear.
         epsilon: ε of local differential privacy that an answer costs; None for none.
         inside: The question that it carries, where it is an envelope for one.
@@ -129,7 +132,10 @@ class Question:
     rule: type[Rule] | None = None
     relay: bool = False
     together: bool = False
-    single: bool = False
+    forms: Callable[[Any], Sequence[Request]] | None = field(default=None, compare=False)
+    most: int | None = None
+    because: str = ""
+    merges: bool = False
     tells: frozenset[Fact] = frozenset()
     epsilon: float | None = None
     inside: Question | None = None
@@ -149,6 +155,12 @@ class Question:
         if self.inside is not None:
             return self.inside.wrong(request.request, round)  # type: ignore[attr-defined]
         return ""
+
+    def withheld(self, privacy: Privacy) -> str:
+        """Why no client would ever answer it under such a minimum, in words; empty where some may."""
+        if self.most is None or self.most >= privacy.min_samples or (self.merges and privacy.gathers):
+            return ""
+        return f"{self.label} {self.because}"
 
     def comes_in(self, round: int) -> bool:
         """Whether it may be put in a round."""
@@ -171,10 +183,22 @@ class Question:
             table["where"] = {key: str(v) if isinstance(v, Bound) else v for key, v in where.items()}
         if self.first > 1 or self.last is not None:
             table["rounds"] = [self.first, self.last]
-        for key in ("relay", "together", "single"):
+        for key in ("relay", "together"):
             if getattr(self, key):
                 table[key] = True
+        if self.most is not None:
+            table["samples"] = self.most
         return table | ({"tells": sorted(self.tells)} if self.tells else {})
+
+
+def seen(agreed: Agreed) -> dict[str, Any]:
+    """Of how many samples an update is at most: what a ``Question`` says of it where local training takes steps."""
+    training = agreed.training
+    if training.local_steps is None:
+        return {}
+    most = training.local_steps * training.batch_size
+    product = f"training.local_steps × training.batch_size = {training.local_steps} × {training.batch_size}"
+    return {"most": most, "because": f"sees {product} = {most} sample{'s' * (most > 1)} at most"}
 
 
 def _short(value: object) -> str:

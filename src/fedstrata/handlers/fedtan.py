@@ -66,7 +66,7 @@ class FitTogether(ModelRequest):
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
     """Local training whose first step normalises over the group and whose later steps keep those statistics."""
-    client.release(len(client))
+    client.release(min(len(client), client.context.config.training.batch_size))  # the sums are over the first batch
     shared, model, group = client.context, client.model, client.group
     training = shared.config.training
     data = LocalData(client, np.arange(len(client)))

@@ -17,7 +17,7 @@ from fedstrata.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights
-from fedstrata.federation.questions import SHARE, Agreed, Fact, Question, Questions, asks_no_more, joined
+from fedstrata.federation.questions import SHARE, Agreed, Fact, Question, Questions, asks_no_more, joined, seen
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.records import Tree, record
@@ -261,7 +261,8 @@ class Recipe(Method):
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {**effort(agreed), "keep": SHARE if kept is None else kept, "counts": not data.private}
-        return self.with_samplers(agreed, Question(Fit, self.update_of(objective), where=where, tells=self.tells))
+        update = Question(Fit, self.update_of(objective), where=where, tells=self.tells, **seen(agreed))
+        return self.with_samplers(agreed, update)
 
     def with_samplers(self, agreed: Agreed, training: Question) -> Questions | None:
         """What the samplers ask, and one more question, about training; None where a choice is not declared."""

@@ -44,7 +44,10 @@ class FedTAN(Recipe):
     def questions(self, agreed: Agreed) -> Questions | None:
         """What the sampler asks, and local training that begins together."""
         says = f"{self.update_of(self.objective)}; and sums over its first batch, layer by layer"
-        training = Question(FitTogether, says, where=effort(agreed), together=True, tells=self.tells)
+        size = agreed.training.batch_size
+        because = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
+        few: dict[str, Any] = {"most": size, "because": because}
+        training = Question(FitTogether, says, where=effort(agreed), together=True, tells=self.tells, **few)
         return self.with_samplers(agreed, training)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:

@@ -9,7 +9,7 @@ from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Question, Questions, asks_no_more, joined
+from fedstrata.federation.questions import Agreed, Question, Questions, asks_no_more, joined, seen
 from fedstrata.handlers.sequential import Visit, VisitReply
 from fedstrata.methods.base import ASKING, Method, effort
 from fedstrata.records import Tree, record
@@ -56,7 +56,7 @@ class SFL(Method):
         sampler = self.client_sampler
         known = asks_no_more(type(sampler), "questions", *ASKING["client_sampler"])
         says = "the travelling model as its own training changed it, with how many samples it used and their mean loss"
-        visit = Question(Visit, says, where=effort(agreed), relay=True, tells=frozenset({"sizes"}))
+        visit = Question(Visit, says, where=effort(agreed), relay=True, tells=frozenset({"sizes"}), **seen(agreed))
         return joined(sampler.questions(agreed) if known else None, [visit])
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:

@@ -14,7 +14,7 @@ from pydantic import Field, PositiveInt
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.questions import Agreed, Question, Questions
+from fedstrata.federation.questions import Agreed, Question, Questions, seen
 from fedstrata.records import Tree, record
 from fedstrata.rng import rng
 from fedstrata.sampling.allocation import allocate
@@ -70,7 +70,7 @@ class FedSSARSampler(ClientSampler):
         """Those who are not known yet train once."""
         length = f"{self.coordinates} random combinations of" if self.coordinates else ""
         says = f"{length} the parameters of a model that it trained on its samples".strip()
-        return (Question(Sketch, says, where={"coordinates": self.coordinates}),)
+        return (Question(Sketch, says, where={"coordinates": self.coordinates}, **seen(agreed)),)
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""

@@ -88,9 +88,14 @@ class Reserved:
 
 
 def places_of(client: Client, placeholder: int) -> Ints:
-    """Where the samples of a placeholder are among the client's own, ascending; empty where it holds none."""
+    """Where the samples of a placeholder are among the client's own, ascending; empty where it holds none.
+
+    Empty too where it holds fewer than ``privacy.min_samples``: what it does not name when it enrols it does not have,
+    whoever asks, and whether it was asked to enrol or not.
+    """
     label = label_of(client, placeholder)
-    return _NONE if label is None else np.flatnonzero(client.labels == label)
+    places = _NONE if label is None else np.flatnonzero(client.labels == label)
+    return places if len(places) >= client.context.privacy.min_samples else _NONE
 
 
 def label_of(client: Client, placeholder: int) -> int | None:

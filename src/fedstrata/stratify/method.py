@@ -146,7 +146,8 @@ class Stratify(Method):
             training, scale = agreed.training, self._scale(agreed)
             lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
             lr_of = lr if self.local_steps > 1 else None
-            found += batch_questions(there, lr_of, self.local_steps, last=before, after=after)
+            size = self.batch_size or training.batch_size
+            found += batch_questions(size, there, lr_of, self.local_steps, last=before, after=after)
         if self.mode != "batch":
             found += (single_question(there, self.chunk_size, first=(before or 0) + 1, after=after),)
         return found

@@ -70,10 +70,11 @@ def _numbers(tensor: Tensor) -> bool:
     return tensor.dim() == 1 and tensor.dtype == torch.int64
 
 
-def batch_questions(window: Bound, lr: Bound | None, local_steps: int, **when: Any) -> Questions:
+def batch_questions(size: int, window: Bound, lr: Bound | None, local_steps: int, **when: Any) -> Questions:
     """What union batches ask.
 
     Args:
+        size: Samples in a batch.
         window: Of each label's samples, which part is there.
         lr: With which clients step; None for one step a batch.
         local_steps: Steps of a client on its part of a batch.
@@ -83,11 +84,13 @@ def batch_questions(window: Bound, lr: Bound | None, local_steps: int, **when: A
     says = "for which of the positions that it was asked to fill it has no sample left"
     reserve = Question(Reserve, says, where={"window": window}, tells=SIZES, **common)
     says = "the summed gradient over its samples in a batch, perhaps a single one, with their number and summed loss"
+    because = f"is over a part of a batch of {size} sample{'s' * (size > 1)}"
+    few: dict[str, Any] = {"most": size, "because": because, "merges": True}
     if lr is None:
-        return reserve, Question(Gradient, says, together=True, **common)
+        return reserve, Question(Gradient, says, together=True, **few, **common)
     says = f"{says}; along {local_steps} steps on them"
     where = {"steps": local_steps, "lr": lr}
-    return reserve, Question(GradientSteps, says, together=True, where=where, **common)
+    return reserve, Question(GradientSteps, says, together=True, where=where, **few, **common)
 
 
 def single_question(window: Bound, longest: int, **when: Any) -> Question:
@@ -100,7 +103,8 @@ def single_question(window: Bound, longest: int, **when: Any) -> Question:
     """
     where = {"window": window, "labels": Bound(f"at most {longest} of them", lambda value, _: len(value) <= longest)}
     says = "the travelling model after a step on each of a few samples, one by one, with their summed loss"
-    return Question(Steps, says, times=None, rule=Epoch, relay=True, single=True, where=where, tells=SIZES, **when)
+    few: dict[str, Any] = {"most": 1, "because": "trains a model on one sample at a time"}
+    return Question(Steps, says, times=None, rule=Epoch, relay=True, where=where, tells=SIZES, **few, **when)
 
 
 def enrolment_questions(masking: str, *, weighted: bool, classes: int | None) -> Questions:

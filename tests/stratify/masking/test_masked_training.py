@@ -23,9 +23,10 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.jsonl import read_jsonl
-from fedstrata.simulation import make_context, run_prepared
+from fedstrata.simulation import Simulation, make_context, run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing, Keys
 from fedstrata.stratify.masking.messages import PublicKeys
+from fedstrata.stratify.messages import Reserve
 
 MODES = ("none", "prf", "ckks", "ckks-paper")
 
@@ -64,6 +65,21 @@ def test_every_mode_trains_the_same_model(options: dict[str, Any]) -> None:
             assert torch.equal(tensor, run.params[name]), (masking, name)
         for a, b in zip(plain, run, strict=True):
             assert {key: a[key] for key in COMPARED if key in a} == {key: b[key] for key in COMPARED if key in b}
+
+
+def test_what_can_be_set_aside_tells_how_many_samples_of_a_placeholder_there_are() -> None:
+    """A server that asks for more than a client has learns n_k(p), and never which label it is."""
+    with Simulation(fs.prepare(spec("prf"))) as simulation:
+        federation, holders = simulation.federation, simulation.state.holders
+        federation.begin(1)
+        theirs = [p for place, p in enumerate(holders.placeholders.tolist()) if 0 in holders.of_placeholder(place)[0]]
+        wanted, none = torch.tensor(theirs).repeat_interleave(500), torch.zeros(0, dtype=torch.int64)
+        question = Reserve(1, torch.zeros_like(wanted), wanted, none, True)
+        (reply,) = federation.ask({0: question}).values()
+        prepared = simulation.prepared
+        labels = prepared.data.y_train[prepared.assignment[0]]
+    served = (~reply.missing).reshape(len(theirs), -1).sum(dim=1)
+    assert sorted(served.tolist()) == sorted(torch.unique(labels, return_counts=True)[1].tolist())
 
 
 def test_a_masked_run_resumes_without_enrolling_again(tmp_path: Path) -> None:

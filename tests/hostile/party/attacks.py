@@ -1,0 +1,48 @@
+"""What a hostile server does with the engine of a real federation, once its job has begun as agreed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedstrata.engines.nvflare.engine import NVFlareEngine
+from fedstrata.federation.engine import Failure
+from fedstrata.federation.messages import Request, Weights
+from fedstrata.preparation import Prepared
+from fedstrata.simulation import Simulation
+from fedstrata.stratify.messages import Gradient, LabelReport, Reserve
+
+NONE = torch.zeros(0, dtype=torch.int64)
+LOOT = "loot.json"
+
+
+def instead_of_the_job(prepared: Prepared, folder: Path, engine: NVFlareEngine, *_: Any, **__: Any) -> None:
+    """Enrol as agreed, then attack; what each client gave away goes into a file beside the run."""
+    clients, loot = range(prepared.config.clients), dict[str, Any]()
+    model = prepared.config.model
+    weights = Weights(model.params(), model.buffers())
+
+    def ask(requests: Mapping[int, Request]) -> tuple[dict[int, Any], dict[int, str]]:
+        """What comes of it, and why nothing does."""
+        outcomes = engine.ask(requests, together=False)
+        got = {client: outcome for client, outcome in outcomes.items() if not isinstance(outcome, Failure)}
+        engine.commit(got)
+        return got, {client: found.reason for client, found in outcomes.items() if isinstance(found, Failure)}
+
+    with Simulation(prepared, engine) as simulation:
+        holders = simulation.state.holders
+        placeholder: dict[int, int] = {}
+        for place, name in enumerate(holders.placeholders.tolist()):
+            placeholder |= dict.fromkeys(holders.of_placeholder(place)[0].tolist(), name)
+        told, loot["no labels"] = ask(dict.fromkeys(clients, LabelReport()))
+        loot["labels"] = {client: sorted(reply.labels.tolist()) for client, reply in told.items()}
+        one = torch.zeros(1, dtype=torch.int64)
+        ask({c: Reserve(1, one, torch.tensor([placeholder[c]]), NONE, True, (0.0, 1.0)) for c in clients})
+        parts, loot["no gradient"] = ask(dict.fromkeys(clients, Gradient(1, 0, weights)))
+        loot["samples"] = {client: reply.samples for client, reply in parts.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / LOOT).write_text(json.dumps(loot))

@@ -1,0 +1,21 @@
+"""Makes a party of a real federation another one than it should be: read by Python when its processes start.
+
+``FEDSTRATA_PARTY`` says how: ``hostile``, a server that attacks instead of running its job; ``open``, a site without a
+guard, the control of each attack.
+"""
+
+import os
+
+PARTY = os.environ.get("FEDSTRATA_PARTY")
+if PARTY == "hostile":
+    import attacks
+
+    from fedstrata.deploy import job
+
+    job.run_prepared = attacks.instead_of_the_job
+elif PARTY == "open":
+    from site_process import Absent
+
+    from fedstrata.deploy import host
+
+    host.Guard = Absent
