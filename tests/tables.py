@@ -61,7 +61,7 @@ NOT_THERE = """
 Why some cases cannot happen on some engines:
 
 - **A client hangs.** Local, workers and Ray wait for whoever computes: only sites have a deadline in real time. A site
-f  in this process is a function call, which cannot be given up.
+  in this process is a function call, which cannot be given up.
   `tests/engines/nvflare/test_patience.py` tests its limit.
 - **A client dies.** A local client, or a site in this process, would take the test with it.
   `tests/engines/test_team.py` kills workers, `tests/engines/test_ray.py` those of Ray.
