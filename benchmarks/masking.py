@@ -231,7 +231,7 @@ def write(out: Path, cells: list[dict[str, Any]], grown: list[dict[str, Any]]) -
         "Stratify balances labels, so the server must know which clients hold the same label. With `method.masking` it",
         "learns that without learning which label it is: every label gets a placeholder. This happens once, before the",
         "first round, and again when clients join.",
-        "This page says what that costs. [Privacy](privacy.md#masked-labels-stratify) says what each mode protects.",
+        "This page says what that costs. [Privacy](privacy.md#masked-labels) says what each mode protects.",
         "",
         f"![time and bytes against clients and classes]({out.name}.png)",
         "",

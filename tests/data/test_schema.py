@@ -151,6 +151,22 @@ def test_what_is_left_out_is_as_the_table_has_it():
     assert found["c"].categories == ("x", "y")
 
 
+def test_a_number_with_odd_cells_and_a_column_of_names_are_doubted():
+    rows = Table("t", {"size": ["1", "2", "NA", "?", "5"] * 6, "name": [f"P{i}" for i in range(30)], "y": [0, 1] * 15})
+    with pytest.warns(UserWarning) as seen:
+        found = Schema(label="y").completed(rows).columns
+    assert {column.type for column in found.values()} == {"category"}
+    assert [str(warning.message) for warning in seen] == [
+        "column 'size' is read as a category, of which each value becomes a feature: some cells are no numbers: '?', 'NA'. "
+        "If they stand for no value: missing = ['?', 'NA'], in [data.schema]",
+        "column 'name' is read as a category, of which each value becomes a feature: it has 30 values in 30 rows. "
+        "To leave it out: ignore = ['name'], in [data.schema]",
+    ]
+    mended = Schema(label="y", missing=["NA", "?"], ignore=["name"]).completed(rows).columns  # as they say
+    assert {name: column.type for name, column in mended.items()} == {"size": "number"}
+    Schema(label="y", columns={"size": "category", "name": "category"}).completed(rows)  # who says so means it
+
+
 def test_a_completed_schema_reads_other_rows_as_strictly():
     """As a site's would: a category that the table did not have is refused."""
     meaning = Schema(label="y", columns={"c": "category"}).completed(Table("a", {"c": ["x", "y"], "y": [0, 1]}))
