@@ -65,6 +65,14 @@ class Evaluation(Setting):
             raise ValueError(f"{twice[0]!r} is there twice, and records could not tell which")
         return metrics
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _a_list(cls, targets: object) -> object:
+        if isinstance(targets, int | float):
+            shown = targets / 100 if 1 < targets <= 100 else targets if 0 < targets <= 1 else 0.9
+            raise ValueError(f"expected a list of accuracies, which are fractions, such as [{shown:g}]")
+        return targets
+
     @field_validator("targets")
     @classmethod
     def _in_unit_interval(cls, targets: list[float] | dict[str, list[float]]) -> Any:
