@@ -17,7 +17,7 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """How good the model is, measured when, on what and by which metrics; and when the run is stored.
+    """What is measured, when, on which samples and by which metrics; and when checkpoints are written.
 
     What decides who trains on what (``validation``, ``client_test``, ``test_clients``) and ``weight_diversity`` stay
     as they are when a run is resumed; all else may change.
