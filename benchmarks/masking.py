@@ -149,8 +149,8 @@ def ratios(cells: list[dict[str, Any]]) -> list[str]:
     there = {run["masking"]: run["seconds"] for run in cells if (run["classes"], run["clients"]) == last}
     printed = there["ckks-paper"]
     return [
-        f"- `{masking}` takes 1/{printed / there[masking]:,.0f} of the time of `ckks-paper` with {last[0]} classes and "
-        f"{last[1]} clients."
+        f"- With {last[0]} classes and {last[1]} clients, `{masking}` takes {duration(there[masking])} where the "
+        f"protocol as printed takes {duration(printed)}: 1/{printed / there[masking]:,.0f} of it."
         for masking in ("ckks", "prf")
     ]
 
@@ -228,25 +228,52 @@ def write(out: Path, cells: list[dict[str, Any]], grown: list[dict[str, Any]]) -
     text = [
         "# What masked labels cost",
         "",
-        f"Made by `make bench-masking` ({platform.machine()}, CPU time of one thread, all clients and the server in "
-        f"one process, everything in one run). Up and down are the bytes of one client. Making and loading the keys "
-        f"takes another {duration(seconds_of_keys)}, once. What the modes protect is in [privacy](privacy.md).",
+        "Stratify balances labels, so the server must know which clients hold the same label. With `method.masking` it",
+        "learns that without learning which label it is: every label gets a placeholder. This happens once, before the",
+        "first round, and again when clients join.",
+        "This page says what that costs. [Privacy](privacy.md#masked-labels) says what each mode protects.",
+        "",
+        f"![time and bytes against clients and classes]({out.name}.png)",
+        "",
+        f"*Left: more clients. Right: more classes. Each client holds {GROWTH_LABELS} labels.*",
+        "",
+        *ratios(cells),
+        "- Rounds are the same in every mode.",
+        "",
+        "| `masking` | how labels are compared |",
+        "|---|---|",
+        "| `none` | they are sent as they are |",
+        "| `prf` | each client sends a keyed hash of each label; all clients share the key |",
+        "| `ckks` | under homomorphic encryption, many labels in one ciphertext |",
+        "| `ckks-paper` | the same as the paper prints it, one ciphertext a label; for comparison only |",
+        "",
+        "Masking has three phases:",
+        "",
+        "1. **Unique list**: the server makes a list of the labels that exist, each of them once.",
+        "2. **Mapping**: each client learns which placeholder stands for each of its labels.",
+        "3. **Counts**: the server learns how many samples each placeholder has over all clients, as an encrypted sum.",
+        "",
+        "## All modes, as in the paper's table",
+        "",
+        f"`make bench-masking` measured this ({platform.machine()}). Times are CPU time of one thread, for all clients",
+        "and the server together, phase by phase. Up and down are the bytes of one client. Keys are",
+        f"made and loaded once, which takes another {duration(seconds_of_keys)}.",
         "",
         *head,
         *map(line, cells),
         "",
-        *ratios(cells),
+        "## Beside the paper",
         "",
-        "Beside Stratify's Table IV, which was made on another machine:",
+        "Stratify's Table IV was made on another machine. Compare how times grow, and not the times themselves.",
         "",
         *beside_the_paper(cells),
         "",
-        f"Growth, {GROWTH_LABELS} labels a client:",
+        "## More clients, more classes",
+        "",
+        f"Each client holds {GROWTH_LABELS} labels.",
         "",
         *head,
         *map(line, grown),
-        "",
-        f"![time and bytes against clients and classes]({out.name}.png)",
         "",
     ]
     out.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")

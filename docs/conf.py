@@ -124,6 +124,14 @@ PAGES = {
 }
 """Files of the repository that are pages of the site too, and which."""
 
+TITLES = {
+    "fast_paths": "What each fast path wins",
+    "kmeans_1d": "Exact k-means of single numbers",
+    "sampler_variance": "How much noise a client sampler leaves",
+    "samplers_scale": "What samplers cost as federations grow",
+}
+"""Headings of pages that are a table alone."""
+
 LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)\s#]+)")
 
 
@@ -162,7 +170,7 @@ def write_copies(app: Sphinx) -> None:
     for source, page in PAGES.items():
         text = linked((ROOT / source).read_text(encoding="utf-8"), (ROOT / source).parent)
         if not text.startswith("# "):
-            text = f"# {Path(source).stem}\n\nThe file `{source}`.\n\n{text}"
+            text = f"# {TITLES.get(Path(source).stem, Path(source).stem)}\n\nThe file `{source}`.\n\n{text}"
         write(Path(app.srcdir) / page, text)
 
 

@@ -36,39 +36,61 @@ METHODS = {
 """Tests with one method."""
 
 CONFORMANCE = """\
-# What engines were seen to do
+# Do all engines behave alike?
 
-Written by `python tests/tables.py`, which runs the tests and notes what came of each.
+An engine is where clients live: in this process, in worker processes, on a Ray cluster, at real sites. Each of them
+must answer the same questions in the same way, and take any model. Two suites of tests check that. This page is what
+came of them, written by `python tests/tables.py`.
 
-## Conformance
+## The same cases on every engine
 
-The same questions to every engine: `tests/engines/test_conformance.py`; over processes of NVFlare, in whose server
-and sites the same cases run, `tests/deploy/test_conformance_sites.py`. *Sites* are those of one process, between
-which bytes cross; *real* are processes. ✓ passed, ✗ failed, – not possible:
+A row is a case, a column an engine: ✓ passed, ✗ failed, – cannot happen there.
 
-- Clients that hang: local, workers and Ray wait for whoever computes, and have no deadline in real time. The line to
-  sites of one process is a call, which nobody can give up: `tests/engines/nvflare/test_patience.py` has one with a
-  limit.
-- Clients that die take the process of local clients with them, and a site of one process the whole test. Workers that
-  die are in `tests/engines/test_team.py`, Ray's in `tests/engines/test_ray.py`.
-- Messages that cannot be read: local, workers and Ray send none between parties that do not trust each other; for
-  sites of one process `tests/engines/nvflare/test_sites.py` has them.
-- Answers in several messages by a limit that the test sets: real sites are other processes, so that answers beyond
-  the real limit take its place there.
+| column | clients live in |
+| --- | --- |
+| local | this process |
+| workers | worker processes of this machine |
+| ray | actors of a Ray cluster |
+| sites | sites of NVFlare, all in one process; messages are bytes as in a deployment |
+| sites, real | sites of NVFlare, each a process of its own |
+| …, through the server | the same, where messages between clients pass through the server |
+
+The cases are in `tests/engines/test_conformance.py`, those of real sites in `tests/deploy/test_conformance_sites.py`.
+"""
+NOT_THERE = """
+Why some cases cannot happen on some engines:
+
+- **A client hangs.** Local, workers and Ray wait for whoever computes: only sites have a deadline in real time. A site
+  in this process is a function call, which cannot be given up.
+  `tests/engines/nvflare/test_patience.py` tests its limit.
+- **A client dies.** A local client, or a site in this process, would take the test with it.
+  `tests/engines/test_team.py` kills workers, `tests/engines/test_ray.py` those of Ray.
+- **A message is garbled.** Local, workers and Ray carry messages only between parties that trust each other.
+  `tests/engines/nvflare/test_sites.py` garbles those of sites in one process.
+- **An answer in several messages.** The test lowers the limit of a message, which it cannot do in another process. Real
+  sites get answers beyond the real limit instead.
 
 """
 ZOO = """
-## A stranger's models
+## Any model
 
-Ten models that the library does not have, `tests/integration/strangers.py`, through every method. **L**: two runs of
-the local engine, clients one by one, give equal bytes and nobody fails. **W**: two worker processes give equal bytes.
-**F**: a fused batch is the sum of its parts (1e-5). **A**: Stratify's single-sample steps are those of autograd.
-**R**, **N**: Ray and real processes of NVFlare give the bytes of the local engine, one method a kind of exchange and
-state. *Together* and FedTAN are with BatchNorm, whose sums cross clients in the middle of a pass. A letter in
-brackets: refused by name, for the reason below; ✗: failed; nothing: not run.
+Ten models that are not the library's (`tests/integration/strangers.py`) go through every method. A row is a method, a
+column a model, a letter a test that passed:
 
-F is not run for models that draw random numbers, because each client draws its own, nor for statistics of whole
-batches; A not for buffers that are bound anew, which one sample at a time are other numbers.
+| letter | test |
+| --- | --- |
+| L | two runs of the local engine give equal bytes, and no client fails |
+| W | two worker processes give equal bytes |
+| F | the gradients of a fused batch are the sum of its parts, to 1e-5 |
+| A | Stratify's single-sample steps are those of autograd |
+| R | Ray gives the bytes of the local engine |
+| N | real processes of NVFlare give the bytes of the local engine |
+
+- **(L)**, in brackets: refused before the first round, with an error that says why. The reason is below the table.
+- **L✗**: failed.
+- **No letter**: not run. R and N run for one method of each kind: with client states, with a relay, with Stratify's
+  batches. F needs models without random numbers and without statistics of whole batches, A models without buffers.
+- *Together* and FedTAN compute BatchNorm's statistics over all clients, in the middle of a forward pass.
 
 """
 
@@ -148,6 +170,6 @@ if __name__ == "__main__":
     seen = Seen()
     quick = "--fast" in sys.argv
     code = pytest.main(["-q", "-m", "not long" if quick else "", *(str(ROOT / file) for file in FILES)], plugins=[seen])
-    text = CONFORMANCE + conformance(seen) + ZOO + zoo(seen)
+    text = CONFORMANCE + "\n" + conformance(seen) + NOT_THERE + ZOO + zoo(seen)
     (print if quick else (ROOT / "docs" / "engines.md").write_text)(text)
     sys.exit(code)

@@ -28,7 +28,6 @@ from work import CORES, SETTINGS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 
 
 class Peer(NamedTuple):
@@ -143,6 +142,25 @@ def compare(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def in_short(runs: list[dict[str, Any]]) -> str:
+    """The ratios alone: per CPU second, and by the clock in brackets."""
+    peers = [key for key in PEERS if key != "fedstrata"]
+    lines = [f"| | {' | '.join(PEERS[key].name for key in peers)} |", "|---|" + "---:|" * len(peers)]
+    for setting, s in SETTINGS.items():
+        chosen = [run for run in runs if run["setting"] == setting]
+        if ours := [run for run in chosen if run["peer"] == "fedstrata"]:
+            cells = []
+            for key in peers:
+                groups = [[r for r in chosen if (r["peer"], r["threads"]) == (key, t)] for t in PEERS[key].threads]
+                there = [group for group in groups if group]
+                clock, cpu = (_ratio(there, ours, by)[0] if there else 0 for by in ("per_second", "per_cpu_second"))
+                cells.append(f"{cpu:.1f} ({clock:.1f})" if there else "–")
+            lines.append(
+                f"| {s.model} on {s.data}, {s.clients:,} clients of {s.samples} samples | {' | '.join(cells)} |"
+            )
+    return "\n".join(lines)
+
+
 _HEAD = (
     "| | samples a second | fedstrata is faster, wall clock | samples a CPU second "
     "| fedstrata is faster, per CPU second | first round, s | peak memory, MiB | loss after |"
@@ -161,8 +179,7 @@ def _row(key: str, groups: list[list[dict[str, Any]]], ours: list[dict[str, Any]
     for by in ("per_second", "per_cpu_second"):
         group = max(groups, key=lambda group: _median(group, by))
         threads = f" ({group[0]['threads']})" if len(groups) > 1 else ""
-        paired = [a[by] / b[by] for a, b in zip(ours, group, strict=False)]
-        text = f"{statistics.median(paired):.2f} ({min(paired):.2f}–{max(paired):.2f})" if paired else ""
+        text = "{:.2f} ({:.2f}–{:.2f})".format(*_ratio(groups, ours, by)) if ours else ""
         cells += [f"{_median(group, by):,.0f}{threads}", "" if key == "fedstrata" else text]
     fastest = max(groups, key=lambda group: _median(group, "per_second"))
     honest = "" if all(run["honest"] for group in groups for run in group) else " **(other work!)**"
@@ -172,6 +189,13 @@ def _row(key: str, groups: list[list[dict[str, Any]]], ours: list[dict[str, Any]
         f"{_median(fastest, 'loss'):.3f}",
     ]
     return f"| {PEERS[key].name}{honest} | " + " | ".join(cells) + " |"
+
+
+def _ratio(groups: list[list[dict[str, Any]]], ours: list[dict[str, Any]], by: str) -> tuple[float, float, float]:
+    """How many times as fast as the peer at its best: within a repetition, the median, the least and the most."""
+    group = max(groups, key=lambda group: _median(group, by))
+    paired = [a[by] / b[by] for a, b in zip(ours, group, strict=False)]
+    return statistics.median(paired), min(paired), max(paired)
 
 
 def _median(group: list[dict[str, Any]], key: str) -> float:
@@ -231,8 +255,11 @@ def main() -> None:
     print(text)
     if options.out:
         page = options.out.read_text(encoding="utf-8")
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        options.out.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+        for mark, part in {"in short": in_short(runs), "bench": text}.items():
+            begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+            before, after = page.split(begin)[0], page.split(end)[1]
+            page = f"{before}{begin}\n{part}\n{end}{after}"
+        options.out.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class LoopState:
 
 
 class Simulation:
-    """A run, round by round; the same loop whoever drives it.
+    """A run, round by round: the loop behind ``run``, which may also be driven by hand.
 
     Args:
         prepared: The experiment.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -92,4 +93,6 @@ def test_report_writes_a_page(capsys):
     capsys.readouterr()
     assert main(["report", "one"]) == 0
     assert capsys.readouterr().out.strip() == "one/report.html"
+    assert main(["report", "one", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"page": "one/report.html"}
     assert "<html" in Path("one/report.html").read_text()

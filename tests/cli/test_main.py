@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -129,6 +130,14 @@ def test_as_a_process():
     assert list(Path().iterdir()) == []
     version = fedstrata("--version")
     assert version.stdout.startswith("fedstrata 0.")
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    command = shlex.join([sys.executable, "-m", "fedstrata", "explain", "alpha"])
+    done = subprocess.run(
+        ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.strip(), done.stderr) == ("0", "")
 
 
 def test_a_terminal_of_ascii_alone_is_no_error(monkeypatch):

@@ -109,7 +109,9 @@ def test_nothing_is_written_over(capsys):
     Path("sampler.py").write_text("mine")
     assert main(["new", "sampler"]) == 2
     assert Path("sampler.py").read_text() == "mine"
-    assert main(["new", "sampler", "--force"]) == 0
+    assert main(["new", "sampler", "--force", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["file"], len(told["try"])) == ("sampler.py", 2)
     assert "LongestAway" in Path("sampler.py").read_text()
 
 

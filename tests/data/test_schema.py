@@ -151,6 +151,21 @@ def test_what_is_left_out_is_as_the_table_has_it():
     assert found["c"].categories == ("x", "y")
 
 
+def test_a_number_with_odd_cells_and_a_column_of_names_are_doubted():
+    rows = Table("t", {"size": ["1", "2", "NA", "?", "5"] * 6, "name": [f"P{i}" for i in range(30)], "y": [0, 1] * 15})
+    with pytest.warns(UserWarning, match="read as a category, of which each value becomes a feature") as seen:
+        found = Schema(label="y").completed(rows).columns
+    assert {column.type for column in found.values()} == {"category"}
+    size, name = (str(warning.message) for warning in seen)
+    assert size.startswith("column 'size'")
+    assert "numbers: '?', 'NA'. If they stand for no value: missing = ['?', 'NA'], in [data.schema]" in size
+    assert name.startswith("column 'name'")
+    assert "it has 30 values in 30 rows. To leave it out: ignore = ['name'], in [data.schema]" in name
+    mended = Schema(label="y", missing=["NA", "?"], ignore=["name"]).completed(rows).columns  # as they say
+    assert {name: column.type for name, column in mended.items()} == {"size": "number"}
+    Schema(label="y", columns={"size": "category", "name": "category"}).completed(rows)  # who says so means it
+
+
 def test_a_completed_schema_reads_other_rows_as_strictly():
     """As a site's would: a category that the table did not have is refused."""
     meaning = Schema(label="y", columns={"c": "category"}).completed(Table("a", {"c": ["x", "y"], "y": [0, 1]}))

@@ -61,6 +61,7 @@ def test_what_is_not_asked_for_is_not_in_the_spec():
         ({"metrics": [{"name": "ece", "bins": 0}]}, "bins = 0"),
         ({"metrics": [{"name": "accuracy", "bins": 3}]}, "metrics.bins = 3: unknown key"),
         ({"targets": {"macro-f1": [0.5]}}, "targets = 'macro-f1': no metric of this run; there are: accuracy, loss"),
+        ({"targets": 90}, r"targets = 90: expected a list of accuracies, which are fractions, such as \[0.9\]"),
         ({"targets": {"accuracy": [1.5]}}, r"1.5 is no accuracy in \(0, 1\]"),
         ({"targets": [0.0]}, r"0.0 is no accuracy in \(0, 1\]"),
         ({"validation": 0}, "validation = 0.*greater than 0"),

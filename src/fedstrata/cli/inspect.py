@@ -251,12 +251,12 @@ def _add_audit_gradients(kinds: Commands) -> None:
     parser.add_argument("--parts", type=int, default=12, help="parts of each size, at most (default: 12)")
     parser.add_argument("--steps", type=int, default=300, help="optimisation steps of each inversion (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_output(parser)
     parser.set_defaults(work=_audit_gradients)
 
 
 def _audit_gradients(options: argparse.Namespace) -> int:
-    from fedstrata.audit.gradients import SIZES, audit_gradients, to_markdown, write
+    from fedstrata.audit.gradients import SIZES, audit_gradients, to_json, to_markdown, write
     from fedstrata.report.progress import Progress
 
     with Progress(options.quiet) as progress:
@@ -270,6 +270,9 @@ def _audit_gradients(options: argparse.Namespace) -> int:
         )
     out = options.out or options.run / "audit"
     write(audit, out)
+    if options.json:
+        print_json({"folder": str(out), **to_json(audit)})
+        return 0
     print(to_markdown(audit), end="")
     print(f"written to {out}: gradients.md, gradients.json")
     return 0
@@ -312,13 +315,18 @@ def add_report(commands: Commands) -> None:
     parser = add_command(commands, "report", "one self-contained HTML page for runs and comparisons", examples)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_report)
 
 
 def _report(options: argparse.Namespace) -> int:
     from fedstrata.report.html import write_report
 
-    print(write_report(options.folders, options.out or options.folders[0] / "report.html"))
+    page = write_report(options.folders, options.out or options.folders[0] / "report.html")
+    if options.json:
+        print_json({"page": str(page)})
+    else:
+        print(page)
     return 0
 
 

@@ -46,10 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with ending_in_order():
             code: int = options.work(options)
+            sys.stdout.flush()
         return code
     except (SpecError, DataError) as error:
         print(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
         return BAD_INPUT
+    except BrokenPipeError:  # whoever read what was printed has read enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (FedstrataError, OSError) as error:
         print(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED

@@ -55,6 +55,7 @@ def add_new(commands: Commands) -> None:
     parser.add_argument("kind", metavar="KIND", help=f"what: {', '.join(KINDS)}")
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="where to (default: KIND.toml or KIND.py)")
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_new)
 
 
@@ -73,10 +74,12 @@ def _new(options: argparse.Namespace) -> int:
         raise SpecError("FILE", "is there already; give another name, or --force to write over it", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    print(f"written to {path}; try it:")
-    for line in text.splitlines():
-        if (command := line.lstrip("# ")).startswith("fedstrata "):
-            print(f"  {command}")
+    lines = [line.lstrip("# ") for line in text.splitlines()]
+    commands = [line for line in lines if line.startswith("fedstrata ")]
+    if options.json:
+        print_json({"file": str(path), "try": commands})
+        return 0
+    print(f"written to {path}; try it:", *commands, sep="\n  ")
     return 0
 
 

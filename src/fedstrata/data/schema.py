@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -23,6 +24,8 @@ TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """Cells of a boolean column, in any case."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
 """Cells of a column that says which rows are test samples."""
+MANY = 20
+"""Rows from which on a category with a value for every other row is doubted."""
 SHOWN = 12
 """Categories or columns that a message names."""
 
@@ -119,8 +122,10 @@ class Column(Setting):
 
 def _columns(value: object, info: ValidationInfo) -> object:
     """Columns from tables, or from the word that is their type."""
+    if value is None:
+        return None
     if not isinstance(value, Mapping):
-        return value
+        raise ValueError("expected a table of columns, each with its type, such as { age = 'number' }")
 
     def column(name: str) -> object:
         given = {"type": value[name]} if isinstance(value[name], str) else value[name]
@@ -181,7 +186,7 @@ class Schema(Setting):
         given = self.columns
         if given is None:
             left = [name for name in table.columns if name not in self.roles and name not in self.ignore]
-            given = {name: _guess(table.cells(name, self.missing)) for name in left}
+            given = {name: _guess(name, table.cells(name, self.missing)) for name in left}
         if not given:
             raise SpecError("data.schema.columns", "no column is left for a model to see", list(table.columns))
         return self.model_copy(
@@ -282,7 +287,8 @@ def parsed(table: Table, schema: Schema) -> Reals:
             if cell is None:
                 if column.impute is None:
                     rules = "accepted: a value, or a rule: impute = 'mean', 'median', 'most-frequent' or 'constant'"
-                    rules += f", such as {name} = {{ impute = 'median' }} in [data.schema.columns]"
+                    rules += f", such as {name} = {{ impute = 'median' }} in [data.schema.columns], "
+                    rules += "beside every other column that the model is to see"
                     raise table.wrong(row, name, f"is missing; {rules}")
                 values[row] = math.nan
                 continue
@@ -376,17 +382,37 @@ def text_of(cell: object) -> str:
     return str(int(cell)) if isinstance(cell, float) and cell.is_integer() else str(cell)
 
 
-def _guess(cells: Sequence[Any]) -> Column:
-    """The type of a column by its cells."""
+def _guess(name: str, cells: Sequence[Any]) -> Column:
+    """The type of a column by its cells; a warning where that is hardly what was meant."""
     known = [cell for cell in cells if cell is not None]
     if known and all(text_of(cell).lower() in ("true", "false") for cell in known):
         return Column(type="boolean")
-    try:
-        for cell in known:
-            float(cell)
-    except (TypeError, ValueError):
+    texts = [text_of(cell) for cell in known if not _is_number(cell)]
+    if not texts:
+        return Column()
+    values = {text_of(cell) for cell in known}
+    if 2 * len(texts) < len(known):
+        odd = sorted(set(texts))
+        message = (
+            f"some cells are no numbers: {_listed(map(repr, odd))}. If they stand for no value: missing = {odd[:SHOWN]}"
+        )
+    elif len(known) > MANY and 2 * len(values) > len(known):
+        message = f"it has {len(values)} values in {len(known)} rows. To leave it out: ignore = {[name]}"
+    else:
         return Column(type="category")
-    return Column()
+    message = (
+        f"column {name!r} is read as a category, of which each value becomes a feature: {message}, in [data.schema]"
+    )
+    warnings.warn(message, stacklevel=2)
+    return Column(type="category")
+
+
+def _is_number(cell: object) -> bool:
+    try:
+        float(cell)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _listed(names: Iterable[str]) -> str:

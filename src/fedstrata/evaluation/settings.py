@@ -17,7 +17,7 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """How good the model is, measured when, on what and by which metrics; and when the run is stored.
+    """What is measured, when, on which samples and by which metrics; and when checkpoints are written.
 
     What decides who trains on what (``validation``, ``client_test``, ``test_clients``) and ``weight_diversity`` stay
     as they are when a run is resumed; all else may change.
@@ -64,6 +64,14 @@ class Evaluation(Setting):
         if twice := [label for label in labels if labels.count(label) > 1]:
             raise ValueError(f"{twice[0]!r} is there twice, and records could not tell which")
         return metrics
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _a_list(cls, targets: object) -> object:
+        if isinstance(targets, int | float):
+            shown = targets / 100 if 1 < targets <= 100 else targets if 0 < targets <= 1 else 0.9
+            raise ValueError(f"expected a list of accuracies, which are fractions, such as [{shown:g}]")
+        return targets
 
     @field_validator("targets")
     @classmethod

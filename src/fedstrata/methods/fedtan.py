@@ -16,7 +16,7 @@ from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
-    """Uniform clients and the mean by size; BatchNorm's statistics are tended to in the first local step.
+    """Uniform clients and the mean by size; BatchNorm's statistics are averaged over them in the first local step.
 
     In that step every BatchNorm layer normalises with the mean and the variance averaged over the round's clients, and
     the gradients of both are averaged on the way back: one exchange a layer in each direction. Later local steps keep
