@@ -217,6 +217,8 @@ class _Session:
     def __init__(self, folder: Path, *trouble: Exception, at: str, jobs: list[dict[str, str]]) -> None:
         self.folder, self.trouble, self.at, self.jobs = folder, list(trouble), at, jobs
         self.submitted = 0
+        self.course: list[tuple[str, int]] = []
+        """Status and round of the job, look by look; complete afterwards."""
 
     def _answer(self, what: str, answer: object) -> Any:
         if what == self.at and self.trouble:
@@ -237,7 +239,15 @@ class _Session:
         return self._answer("submit", "new")
 
     def get_job_status(self, job: str) -> Any:
-        return self._answer("status", "FINISHED:COMPLETED")
+        status, self.round = self.course.pop(0) if self.course else ("FINISHED:COMPLETED", 0)
+        return self._answer("status", status)
+
+    def show_stats(self, job: str, target: str) -> Any:
+        table = {"round": self.round, "rounds": 9, "bytes_up": 0, "bytes_down": 0, "sites": {"a": ["in", ""]}}
+        return {target: {"fedstrata": table}}
+
+    def get_client_job_status(self) -> Any:
+        return [{"client_name": "a", "job_id": "new", "status": "RUNNING"}]
 
     def download_job_result(self, job: str, place: str) -> Any:
         self._answer("fetch", None)
@@ -257,11 +267,14 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     from fedstrata.deploy import submit
 
-    def go(*trouble: Exception, at: str = "", jobs: Sequence[tuple[str, str]] = ()) -> tuple[str, _Session, list[str]]:
+    def go(
+        *trouble: Exception, at: str = "", jobs: Sequence[tuple[str, str]] = (), course: Sequence[tuple[str, int]] = ()
+    ) -> tuple[str, _Session, list[str]]:
         write_job(tmp_path / "admin" / "job", [JobSpec("run.toml", "run", 3)], [SPEC])
         name = json.loads((tmp_path / "admin" / "job" / "meta.json").read_text())["name"]
         listed = [{"job_id": n.format(name), "job_name": n.format(name), "status": status} for n, status in jobs]
         session = _Session(tmp_path, *trouble, at=at, jobs=listed)
+        session.course = list(course)
         monkeypatch.setattr(flare_api, "new_secure_session", lambda *_, **__: session._answer("login", session))
         monkeypatch.setattr(submit, "POLL", 0.01)
         told: list[str] = []
@@ -327,6 +340,43 @@ def test_a_job_that_was_submitted_before_is_found_at_work(submitted: Submitted) 
     job, server, told = submitted(jobs=[("fedstrata-0123", "RUNNING"), ("{}", "RUNNING")])
     assert server.submitted == 0
     assert told[0] == f"{job} is at work already"
+
+
+@needs_nvflare
+def test_a_job_that_breaks_off_now_and_then_comes_again_as_long_as_it_gets_further(submitted: Submitted) -> None:
+    """It ended with the fourth process that was killed, however many rounds lay between."""
+    broken = [("RUNNING", round) if half else ("FINISHED:EXECUTION_EXCEPTION", 0) for round in range(1, 9)
+              for half in (True, False)]  # fmt: skip
+    _, server, _ = submitted(course=broken)
+    assert server.submitted == 1 + 8
+
+
+@needs_nvflare
+def test_a_job_that_breaks_off_at_the_same_place_is_given_up(submitted: Submitted) -> None:
+    round = [("RUNNING", 1), ("RUNNING", 2), ("FINISHED:EXECUTION_EXCEPTION", 0)]
+    with pytest.raises(FedstrataError, match="the job ended as FINISHED:EXECUTION_EXCEPTION"):
+        submitted(course=round * 5)
+
+
+@needs_nvflare
+def test_a_job_that_the_server_took_before_it_went_away_is_not_brought_twice(
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of one run met in its folder, and the second was refused."""
+    from nvflare.fuel.flare_api.api_spec import NoConnection
+
+    def take(session: _Session, path: str) -> str:
+        name = json.loads((Path(path) / "meta.json").read_text())["name"]
+        session.submitted += 1
+        session.jobs.append({"job_id": f"job-{session.submitted}", "job_name": name, "status": "RUNNING"})
+        if session.submitted == 2:
+            raise NoConnection("gone")
+        return f"job-{session.submitted}"
+
+    monkeypatch.setattr(_Session, "submit_job", take)
+    job, server, told = submitted(course=[("RUNNING", 1), ("FINISHED:ABANDONED", 1)])
+    assert (job, server.submitted) == ("job-2", 2)
+    assert "job-2 is at work already" in told
 
 
 def test_the_name_of_a_job_tells_its_spec_and_plan(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ TELL = 10.0
 MISSED = 5
 """Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
 AGAIN = 3
-"""How often the job is brought again because of one site that does not take part then either."""
+"""How often the job is brought again because of one site that does not take part then either, or because it breaks off
+and gets no further."""
 
 Tell = Callable[[str], None]
 
@@ -122,7 +123,8 @@ class _Watch:
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
         self._said = ""
-        self._round, self._last_line = 0, -math.inf
+        self._round, self._furthest, self._last_line = 0, 0, -math.inf
+        self._given_up: set[str | None] = set()
         self._sites: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
@@ -191,18 +193,24 @@ class _Watch:
             if self._sites.get(site, "in") != state:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
             self._sites[site] = state
+        if table["round"] > self._furthest:
+            self._furthest = table["round"]
+            self._again.pop("server", None)  # it got further than ever: what breaks off later is another matter
         now = time.monotonic()
         if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
             self._round, self._last_line = table["round"], now
             self.tell(headline(table))
 
     def _bring(self, session: Any) -> tuple[str, str]:
-        """Submit the job, unless this very job was submitted before and is still at work."""
-        if not self._again:
-            name = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"]
-            for job in session.list_jobs():
-                if job["job_name"] == name and not str(job["status"]).startswith("FINISHED"):
-                    return str(job["job_id"]), f"{job['job_id']} is at work already"
+        """Submit the job, unless this very job was submitted before and is still at work.
+
+        So it is when the server went away after it had taken the job, and before it had said so.
+        """
+        name = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"]
+        for job in session.list_jobs():
+            number, status = str(job["job_id"]), str(job["status"])
+            if job["job_name"] == name and number not in self._given_up and not status.startswith("FINISHED"):
+                return number, f"{number} is at work already"
         number = str(session.submit_job(str((self.admin / JOB).absolute())))
         return number, f"submitted as {number}"
 
@@ -225,6 +233,7 @@ class _Watch:
     def _bring_again(self, cause: str, why: str) -> None:
         self.tell(f"{why}: the job comes again and goes on from the last checkpoint")
         self._again[cause] += 1
+        self._given_up.add(self._job)
         self._missed.clear()
         self._worked.clear()
         self._job, self._status = None, ""
