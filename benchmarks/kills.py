@@ -1,7 +1,7 @@
 """Whether a deployment survives what happens to processes: three sites and a server, killed and stopped at random.
 
-Run it as ``python benchmarks/kills.py [--times 20] [--seed 0] [--kinds site,stop,...]``. The processes are real and
-speak mutual TLS. Two jobs run, one after the other:
+Run it as ``python benchmarks/kills.py [--times 20] [--minutes M] [--seed 0] [--kinds site,...]``. The processes are
+real and speak mutual TLS. Two jobs run, one after the other:
 
 - Two of three sites suffice. A site is killed with all its processes, and started again; one is stopped for a minute,
   and goes on; two are stopped, and the run must wait.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -47,7 +48,7 @@ RESULTS = HERE / "results" / "kills.json"
 SITES = ("a", "b", "c")
 JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server")}
 """What happens in a job that waits for so many sites."""
-ROUNDS = {"site": 120, "stop": 200, "stop two": 60, "worker": 40, "server job": 40, "server": 40}
+ROUNDS = {"site": 120, "stop": 200, "stop two": 60, "worker": 12, "server job": 12, "server": 12}
 """That pass meanwhile, at most."""
 FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2}
 """One such time for so many others: pauses take a minute and more, and the server is killed in two ways."""
@@ -227,7 +228,9 @@ def spec_of(rounds: int) -> fs.Experiment:
     )
 
 
-def run_job(least: int, counts: dict[str, int], seed: int, place: Path, write: Callable[[dict[str, Any]], None]) -> str:
+def run_job(
+    least: int, counts: dict[str, int], seed: int, place: Path, minutes: float, write: Callable[[dict[str, Any]], None]
+) -> str:
     """One job in which all that happens; in a line what came of it."""
     os.environ[HURRY] = str(place / "hurry")
     rounds = 20 + sum(count * ROUNDS[kind] for kind, count in counts.items())
@@ -245,7 +248,10 @@ def run_job(least: int, counts: dict[str, int], seed: int, place: Path, write: C
     with Processes(kits) as processes:
         deployment = Deployment(kits, processes)
         try:
+            end = time.monotonic() + 60 * minutes
             for number, kind in enumerate(kinds):
+                if time.monotonic() > end:
+                    break
                 write(happen(kind, deployment, random.Random(f"{seed} {least} {number}")))
             Path(os.environ[HURRY]).touch()
             if code := deployment.submitting.wait(60 + rounds):
@@ -293,6 +299,7 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(ROUNDS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of each job, in which things happen")
     parser.add_argument("--place", type=Path, help="where kits and logs stay")
     options = parser.parse_args()
     chosen = options.kinds.split(",")
@@ -311,7 +318,7 @@ def main() -> None:
             counts = {kind: max(1, options.times // FEWER.get(kind, 1)) for kind in kinds if kind in chosen}
             if counts:
                 place = (options.place or Path(temporary)) / f"least-{least}"
-                found["jobs"][str(least)] = run_job(least, counts, options.seed, place, write)
+                found["jobs"][str(least)] = run_job(least, counts, options.seed, place, options.minutes, write)
                 RESULTS.write_text(json.dumps({"rows": rows, "jobs": found["jobs"]}, indent=1) + "\n")
     print("\n".join([*table_of(rows), "", *(f"least = {key}: {said}" for key, said in found["jobs"].items())]))
 
