@@ -48,7 +48,7 @@ RESULTS = HERE / "results" / "kills.json"
 SITES = ("a", "b", "c")
 JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server")}
 """What happens in a job that waits for so many sites."""
-ROUNDS = {"site": 120, "stop": 200, "stop two": 60, "worker": 12, "server job": 12, "server": 12}
+ROUNDS = {"site": 50, "stop": 90, "stop two": 25, "worker": 12, "server job": 12, "server": 12}
 """That pass meanwhile, at most."""
 FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2}
 """One such time for so many others: pauses take a minute and more, and the server is killed in two ways."""
@@ -62,12 +62,12 @@ SIGNS = ("nothing was heard of it", "sites answer: waiting for", "the job comes 
 
 
 class Leisurely(Scaffold):
-    """A third of a second before the first step."""
+    """Most of a second before the first step."""
 
     def client_init(self, model: Any, context: Any) -> Any:
         """Take time."""
         if not Path(os.environ[HURRY]).exists():
-            time.sleep(0.3)
+            time.sleep(0.8)
         return super().client_init(model, context)
 
 
