@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -167,8 +167,7 @@ class _Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
-            self._tell_progress()
-            self._look_for_idle_sites()
+            self._look_for_idle_sites(self._tell_progress())
         return False
 
     def progress(self) -> dict[str, Any] | None:
@@ -184,11 +183,11 @@ class _Watch:
                 return table
         return None
 
-    def _tell_progress(self) -> None:
-        """Rounds as they come, and sites whose part has changed."""
+    def _tell_progress(self) -> dict[str, str]:
+        """Rounds as they come, and sites whose part has changed; the state of each, where that is known."""
         table = self.progress()
         if table is None:
-            return
+            return {}
         for site, (state, why) in table["sites"].items():
             if self._sites.get(site, "in") != state:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
@@ -200,6 +199,7 @@ class _Watch:
         if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
             self._round, self._last_line = table["round"], now
             self.tell(headline(table))
+        return {site: state for site, (state, _) in table["sites"].items()}
 
     def _bring(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless this very job was submitted before and is still at work.
@@ -214,9 +214,19 @@ class _Watch:
         number = str(session.submit_job(str((self.admin / JOB).absolute())))
         return number, f"submitted as {number}"
 
-    def _look_for_idle_sites(self) -> None:
-        found = self._do(lambda session: session.get_client_job_status()) or []
+    def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
+        """Bring the job again for a site that is there and does not work on it.
+
+        Args:
+            states: How each site takes part, as the job's server says; nothing where it says nothing yet.
+        """
+        # Who takes part need not be asked. One that is stopped does not answer: asked together with the others it
+        # would keep theirs from us.
+        away: list[list[str] | None] = [[site] for site, state in states.items() if state != "in"]
+        asked = away if states else [None]
+        found = [entry for sites in asked for entry in self._do(partial(_jobs_of, sites=sites)) or []]
         working = {entry.get("client_name") for entry in found if entry.get("job_id") == self._job}
+        working |= {site for site, state in states.items() if state == "in"}
         idle = {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"}
         for name in (idle & set(self._named() or idle)) - working:
             self._missed[name] += 1
@@ -307,6 +317,19 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
         found: dict[str, Any] = session.show_stats(job, "server")
     except (JobNotFound, JobNotRunning):
         return {}
+    return found
+
+
+def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
+    """What sites, or all of them, are at work on; nothing of one that does not answer."""
+    from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
+
+    try:
+        found: list[dict[str, Any]] = session.get_client_job_status(sites) or []
+    except (InvalidTarget, NoConnection, NoReply):
+        if sites is None:
+            raise
+        return []  # it is away, or stopped, which says nothing of the server
     return found
 
 
