@@ -48,7 +48,7 @@ RESULTS = HERE / "results" / "kills.json"
 SITES = ("a", "b", "c")
 JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server")}
 """What happens in a job that waits for so many sites."""
-ROUNDS = {"site": 50, "stop": 90, "stop two": 25, "worker": 12, "server job": 12, "server": 12}
+ROUNDS = {"site": 90, "stop": 120, "stop two": 40, "worker": 12, "server job": 12, "server": 12}
 """That pass meanwhile, at most."""
 FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2}
 """One such time for so many others: pauses take a minute and more, and the server is killed in two ways."""
@@ -215,15 +215,15 @@ def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, 
     return row
 
 
-def spec_of(rounds: int) -> fs.Experiment:
-    """What runs: every round is a checkpoint."""
+def spec_of(rounds: int, checkpoint_every: int = 1) -> fs.Experiment:
+    """What runs."""
     return fs.Experiment.from_table(
         {
             "method": "kills:Slow",
             "partition": {"name": "dirichlet", "alpha": 1.0, "clients": len(SITES)},
             "model": {"name": "mlp", "hidden": [16]},
             "training": {"rounds": rounds, "local_steps": 5, "execution": "per-client"},
-            "evaluation": {"every": 0, "checkpoint_every": 1},
+            "evaluation": {"every": 0, "checkpoint_every": checkpoint_every},
         }
     )
 
@@ -266,7 +266,7 @@ def run_job(
     lines = [f"{rounds} rounds, {'all there' if complete else 'NOT ALL THERE'}"]
     lines.append("books: " + "; ".join(f"{site} {'; '.join(book.problems) or 'whole'}" for site, book in books.items()))
     if least == len(SITES):
-        fs.run(spec, out=place / "undisturbed")
+        fs.run(spec_of(rounds, checkpoint_every=0), out=place / "undisturbed")
         files = [folder / "model.safetensors" for folder in (result, place / "undisturbed")]
         same = files[0].read_bytes() == files[1].read_bytes()
         lines.append("the model is that of an undisturbed run" if same else "THE MODEL IS ANOTHER")

@@ -107,7 +107,9 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
     own = {"allow": ["slowly"]}
     # Patience is what it is unless said otherwise: ten minutes.
     table: dict[str, Any] = {"server": {"port": _port(), **own}, "site": {"a": own, "b": own, "stranger": own}}
-    provision(three_clients(spec), Sites.model_validate(table), tmp_path / "fed", base_dir=tmp_path)
+    # The job is another one than the kits', which are for a site more.
+    sites = Sites.model_validate(table | {"policy": {"jobs": "within-policy"}})
+    provision(three_clients(spec), sites, tmp_path / "fed", base_dir=tmp_path)
     job = tmp_path / "fed" / ADMIN / JOB
     shutil.rmtree(job)
     write_job(job, [JobSpec("run.toml", "run", 2, ("a", "b"), fewer="wait")], [spec.to_toml()])
