@@ -27,6 +27,7 @@ from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.local_deployment import try_out
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.methods.base import Method
 from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
@@ -36,6 +37,8 @@ BLOCK = 5.0
 """Seconds of exchanges that make a round."""
 EVERY = 5.0
 """Seconds between two looks at the processes."""
+FEWEST = 5
+"""Looks without which there is no slope."""
 WARM = 90.0
 """Seconds that do not count: NVFlare remembers messages for 65, and pools start threads when they need them."""
 
@@ -52,6 +55,11 @@ class Soak(Method):
 
     paper: ClassVar[str] = "none"
 
+    def questions(self, agreed: Agreed) -> Questions:
+        """Sizes, again and again."""
+        says = "how many samples it holds"
+        return (Question(SizeReport, says, times=None, where={"bound": 0}, tells=frozenset({"sizes"})),)
+
     def init(self, federation: Federation, weights: Weights) -> Nothing:
         """The model never changes."""
         return Nothing(weights)
@@ -59,13 +67,14 @@ class Soak(Method):
     def run_round(self, federation: Federation, state: Nothing) -> tuple[Nothing, dict[str, Any]]:
         """Exchanges for a while."""
         clients = range(federation.config.clients)
-        times: list[float] = []
+        times, missing = list[float](), 0
         while sum(times) < BLOCK:
             began = time.perf_counter()
-            federation.ask(dict.fromkeys(clients, SizeReport(federation.round, 0, 1.0)))
+            replies = federation.ask(dict.fromkeys(clients, SizeReport(federation.round, 0, 1.0)))
             times.append(time.perf_counter() - began)
-        mean = 1e3 * sum(times) / len(times)
-        return state, {"ask_ms": mean, "slowest_ms": 1e3 * max(times), "exchanges": len(times), "at": time.time()}
+            missing += len(clients) - len(replies)
+        found = {"ask_ms": 1e3 * sum(times) / len(times), "slowest_ms": 1e3 * max(times), "missing": missing}
+        return state, {**found, "exchanges": len(times), "at": time.time()}
 
 
 class Looks:
@@ -124,24 +133,26 @@ def slope(at: list[float], values: list[float]) -> tuple[float, float, float]:
 
 
 def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> list[str]:
-    """Mean and slope of everything that was measured."""
-    begun = rounds[0]["at"]
-    lines = ["| what | mean | change an hour | 95 % interval |", "|---|---|---|---|"]
+    """Mean and slope of everything that was measured, and whether it may as well be flat."""
+    begun, over = rounds[0]["at"] - BLOCK, rounds[-1]["at"]
     series: dict[str, list[tuple[float, float]]] = {}
     for sample in samples:
         for key, unit in (("threads", "threads"), ("mib", "MiB")):
-            series.setdefault(f"{sample['role']}, {unit}", []).append((sample["at"] - begun, sample[key]))
-    series["an exchange, ms"] = [(one["at"] - begun, one["ask_ms"]) for one in rounds]
+            series.setdefault(f"{sample['role']}, {unit}", []).append((sample["at"], sample[key]))
+    series["an exchange, ms"] = [(one["at"], one["ask_ms"]) for one in rounds]
+    lines = ["| what | mean | change an hour | 95 % interval | flat |", "|---|---|---|---|---|"]
     for what, pairs in sorted(series.items()):
-        later = [pair for pair in pairs if pair[0] > WARM and pair[0] < rounds[-1]["at"] - begun]
-        if len(later) < 5:
+        later = [pair for pair in pairs if begun + WARM < pair[0] <= over]
+        if len(later) < FEWEST:
+            lines.append(f"| {what} | | only {len(later)} looks after the first {WARM:.0f} s | | |")
             continue
         at, values = zip(*later, strict=True)
         middle, low, high = slope(list(at), list(values))
-        lines.append(f"| {what} | {np.mean(values):.1f} | {middle:+.2f} | {low:+.2f} … {high:+.2f} |")
+        flat = "yes" if low <= 0 <= high else "no"
+        lines.append(f"| {what} | {np.mean(values):.1f} | {middle:+.2f} | {low:+.2f} … {high:+.2f} | {flat} |")
     count, slowest = sum(one["exchanges"] for one in rounds), max(one["slowest_ms"] for one in rounds)
-    minutes = (rounds[-1]["at"] - begun) / 60
-    lines.append(f"\n{count} exchanges in {minutes:.1f} minutes; the slowest took {slowest:.0f} ms")
+    lines.append(f"\n{count} exchanges in {(over - begun) / 60:.1f} minutes; the slowest took {slowest:.0f} ms")
+    lines.append(f"{sum(one['missing'] for one in rounds)} answers are missing")
     return lines
 
 

@@ -299,3 +299,11 @@ def test_asks_as_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     ]  # fmt: skip
     assert table["questions"][1]["where"]["bound"] == 100
     assert (table["tells"], table["hides"]) == ([], ["sizes"])
+
+
+@pytest.mark.parametrize("method", ["soak:Soak", "kills:Slow"])
+def test_what_is_measured_over_real_sites_declares_what_it_asks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites refused the soak, so that nothing could be measured."""
+    pytest.importorskip("psutil")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    assert declaration_of(fs.Experiment.from_table({"method": method})).questions

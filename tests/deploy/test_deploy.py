@@ -8,7 +8,7 @@ import socket
 import stat
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,6 +217,10 @@ class _Session:
     def __init__(self, folder: Path, *trouble: Exception, at: str, jobs: list[dict[str, str]]) -> None:
         self.folder, self.trouble, self.at, self.jobs = folder, list(trouble), at, jobs
         self.submitted = 0
+        self.course: list[tuple[str, int]] = []
+        """Status and round of the job, look by look; complete afterwards."""
+        self.gone: dict[str, str] = {}
+        """Sites of which nothing is heard, and why."""
 
     def _answer(self, what: str, answer: object) -> Any:
         if what == self.at and self.trouble:
@@ -227,7 +231,7 @@ class _Session:
         pass
 
     def get_connected_client_list(self) -> Any:
-        return [SimpleNamespace(name="a")]
+        return [SimpleNamespace(name=name) for name in "abc"]
 
     def list_jobs(self) -> Any:
         return self.jobs
@@ -237,7 +241,23 @@ class _Session:
         return self._answer("submit", "new")
 
     def get_job_status(self, job: str) -> Any:
-        return self._answer("status", "FINISHED:COMPLETED")
+        status, self.round = self.course.pop(0) if self.course else ("FINISHED:COMPLETED", 0)
+        return self._answer("status", status)
+
+    def show_stats(self, job: str, target: str) -> Any:
+        sites = {name: ["gone" if name in self.gone else "in", ""] for name in "abc"}
+        table = {"round": self.round, "rounds": 9, "bytes_up": 0, "bytes_down": 0, "sites": sites}
+        return {target: {"fedstrata": table}}
+
+    def get_client_job_status(self, names: list[str] | None = None) -> Any:
+        from nvflare.fuel.flare_api.api_spec import NoConnection
+
+        if any(self.gone.get(name) == "stopped" for name in names or "abc"):
+            raise NoConnection("no answer in time")
+        return [{"client_name": name, "status": "no_jobs"} for name in names or () if name in self.gone]
+
+    def abort_job(self, job: str) -> None:
+        self.gone = {}
 
     def download_job_result(self, job: str, place: str) -> Any:
         self._answer("fetch", None)
@@ -257,11 +277,19 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     from fedstrata.deploy import submit
 
-    def go(*trouble: Exception, at: str = "", jobs: Sequence[tuple[str, str]] = ()) -> tuple[str, _Session, list[str]]:
-        write_job(tmp_path / "admin" / "job", [JobSpec("run.toml", "run", 3)], [SPEC])
+    def go(
+        *trouble: Exception,
+        at: str = "",
+        jobs: Sequence[tuple[str, str]] = (),
+        course: Sequence[tuple[str, int]] = (),
+        gone: Mapping[str, str] | None = None,
+    ) -> tuple[str, _Session, list[str]]:
+        plan = JobSpec("run.toml", "run", 3, ("a", "b", "c") if gone else ())
+        write_job(tmp_path / "admin" / "job", [plan], [SPEC])
         name = json.loads((tmp_path / "admin" / "job" / "meta.json").read_text())["name"]
         listed = [{"job_id": n.format(name), "job_name": n.format(name), "status": status} for n, status in jobs]
         session = _Session(tmp_path, *trouble, at=at, jobs=listed)
+        session.course, session.gone = list(course), dict(gone or {})
         monkeypatch.setattr(flare_api, "new_secure_session", lambda *_, **__: session._answer("login", session))
         monkeypatch.setattr(submit, "POLL", 0.01)
         told: list[str] = []
@@ -327,6 +355,61 @@ def test_a_job_that_was_submitted_before_is_found_at_work(submitted: Submitted) 
     job, server, told = submitted(jobs=[("fedstrata-0123", "RUNNING"), ("{}", "RUNNING")])
     assert server.submitted == 0
     assert told[0] == f"{job} is at work already"
+
+
+@needs_nvflare
+def test_a_job_that_breaks_off_now_and_then_comes_again_as_long_as_it_gets_further(submitted: Submitted) -> None:
+    """It ended with the fourth process that was killed, however many rounds lay between."""
+    broken = [("RUNNING", round) if half else ("FINISHED:EXECUTION_EXCEPTION", 0) for round in range(1, 9)
+              for half in (True, False)]  # fmt: skip
+    _, server, _ = submitted(course=broken)
+    assert server.submitted == 1 + 8
+
+
+@needs_nvflare
+def test_a_job_that_breaks_off_at_the_same_place_is_given_up(submitted: Submitted) -> None:
+    round = [("RUNNING", 1), ("RUNNING", 2), ("FINISHED:EXECUTION_EXCEPTION", 0)]
+    with pytest.raises(FedstrataError, match="the job ended as FINISHED:EXECUTION_EXCEPTION"):
+        submitted(course=round * 5)
+
+
+@needs_nvflare
+def test_a_site_that_is_stopped_is_no_server_that_is_away_and_hides_no_other(submitted: Submitted) -> None:
+    """All sites were asked at once: with one that did not answer the server's answer came too late."""
+    course = [("RUNNING", round) for round in range(1, 10)]
+    _, server, told = submitted(course=course, gone={"a": "stopped"})
+    assert server.submitted == 1
+    assert not any("waiting for the server" in line for line in told)
+    assert "site a: gone" in told
+
+
+@needs_nvflare
+def test_the_job_comes_again_for_a_site_that_was_started_again_while_another_is_stopped(submitted: Submitted) -> None:
+    course = [("RUNNING", round) for round in range(1, 10)]
+    _, server, told = submitted(course=course, gone={"a": "stopped", "b": "started again"})
+    assert server.submitted == 2
+    assert any(line.startswith("site b is there and takes no part") for line in told)
+
+
+@needs_nvflare
+def test_a_job_that_the_server_took_before_it_went_away_is_not_brought_twice(
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs of one run met in its folder, and the second was refused."""
+    from nvflare.fuel.flare_api.api_spec import NoConnection
+
+    def take(session: _Session, path: str) -> str:
+        name = json.loads((Path(path) / "meta.json").read_text())["name"]
+        session.submitted += 1
+        session.jobs.append({"job_id": f"job-{session.submitted}", "job_name": name, "status": "RUNNING"})
+        if session.submitted == 2:
+            raise NoConnection("gone")
+        return f"job-{session.submitted}"
+
+    monkeypatch.setattr(_Session, "submit_job", take)
+    job, server, told = submitted(course=[("RUNNING", 1), ("FINISHED:ABANDONED", 1)])
+    assert (job, server.submitted) == ("job-2", 2)
+    assert "job-2 is at work already" in told
 
 
 def test_the_name_of_a_job_tells_its_spec_and_plan(tmp_path: Path) -> None:

@@ -76,8 +76,9 @@ class Deployment:
     def round(self) -> int:
         return len(self.records("metrics.jsonl"))
 
-    def reasons(self, site: int) -> str:
-        events = [e for e in self.records("events.jsonl") if e.get("clients") == [site]]
+    def reasons(self, site: int, after: int = 0) -> str:
+        found = self.records("events.jsonl")
+        events = [e for e in found if e.get("clients") == [site] and int(str(e["round"])) > after]
         return " | ".join(str(event.get("reason")) for event in events)
 
     def wait_for_round(self, number: int) -> None:
@@ -106,7 +107,9 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
     own = {"allow": ["slowly"]}
     # Patience is what it is unless said otherwise: ten minutes.
     table: dict[str, Any] = {"server": {"port": _port(), **own}, "site": {"a": own, "b": own, "stranger": own}}
-    provision(three_clients(spec), Sites.model_validate(table), tmp_path / "fed", base_dir=tmp_path)
+    # The job is another one than the kits', which are for a site more.
+    sites = Sites.model_validate(table | {"policy": {"jobs": "within-policy"}})
+    provision(three_clients(spec), sites, tmp_path / "fed", base_dir=tmp_path)
     job = tmp_path / "fed" / ADMIN / JOB
     shutil.rmtree(job)
     write_job(job, [JobSpec("run.toml", "run", 2, ("a", "b"), fewer="wait")], [spec.to_toml()])
@@ -157,6 +160,16 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     _until("the job to come again", lambda: "site a is there" in deployment.told)
     _until("a to be back", lambda: deployment.returned() == 2)
 
+    # kill -9 of the process that works at a site: the others go on, and the job comes again for it, not for its end.
+    told, gone = deployment.told.count("site b is there"), deployment.round()
+    _worker(processes.running["b"].pid).kill()
+    _until("b to be missed", lambda: "nothing was heard of it" in deployment.reasons(1, after=gone), 60)
+    deployment.wait_for_round(deployment.round() + 2)
+    assert deployment.returned() == 1
+    _until("the job to come again", lambda: deployment.told.count("site b is there") > told)
+    _until("b to be back", lambda: deployment.returned() == 2)
+    assert "the job ended as" not in deployment.told
+
     # kill -9 of the server, which is started again: the run goes on from its last checkpoint.
     before = deployment.round()
     processes.kill(SERVER)
@@ -183,6 +196,13 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     for name, known in (("a", True), ("stranger", False), ("intruder", False)):
         found = list((deployment.out / name).rglob("run.toml"))
         assert bool(found) == known, found
+
+
+def _worker(leader: int) -> Any:
+    import psutil
+
+    family = psutil.Process(leader).children(recursive=True)
+    return next(one for one in family if "nvflare.private.fed.app.client.worker_process" in one.cmdline())
 
 
 def _stopped(deployment: Deployment, site: str, number: signal.Signals) -> float:

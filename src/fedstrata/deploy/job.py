@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.collab import collab
 from nvflare.collab.api.exceptions import RunAborted
 from nvflare.widgets.info_collector import InfoCollector
@@ -168,6 +169,11 @@ class Site:
         """Read the site's own settings."""
         root = Path(collab.workspace.get_root_dir())
         settings = _settings(root)
+        if not settings.simulated:
+            # NVFlare ends the whole job, with all other sites, when the process of one is killed. With a code that it
+            # would leave itself the others go on; whatever the process still says of its end takes this one's place.
+            run = Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
+            (run / FLMetaKey.PROCESS_RC_FILE).write_text("0")
         keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
         others = {site.name: site for site in collab.clients}
         server, pool = collab.server, ThreadPoolExecutor(CALLS, thread_name_prefix="sums")

@@ -9,7 +9,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ TELL = 10.0
 MISSED = 5
 """Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
 AGAIN = 3
-"""How often the job is brought again because of one site that does not take part then either."""
+"""How often the job is brought again because of one site that does not take part then either, or because it breaks off
+and gets no further."""
 
 Tell = Callable[[str], None]
 
@@ -122,7 +123,8 @@ class _Watch:
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
         self._said = ""
-        self._round, self._last_line = 0, -math.inf
+        self._round, self._furthest, self._last_line = 0, 0, -math.inf
+        self._given_up: set[str | None] = set()
         self._sites: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
@@ -165,8 +167,7 @@ class _Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
-            self._tell_progress()
-            self._look_for_idle_sites()
+            self._look_for_idle_sites(self._tell_progress())
         return False
 
     def progress(self) -> dict[str, Any] | None:
@@ -182,33 +183,50 @@ class _Watch:
                 return table
         return None
 
-    def _tell_progress(self) -> None:
-        """Rounds as they come, and sites whose part has changed."""
+    def _tell_progress(self) -> dict[str, str]:
+        """Rounds as they come, and sites whose part has changed; the state of each, where that is known."""
         table = self.progress()
         if table is None:
-            return
+            return {}
         for site, (state, why) in table["sites"].items():
             if self._sites.get(site, "in") != state:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
             self._sites[site] = state
+        if table["round"] > self._furthest:
+            self._furthest = table["round"]
+            self._again.pop("server", None)  # it got further than ever: what breaks off later is another matter
         now = time.monotonic()
         if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
             self._round, self._last_line = table["round"], now
             self.tell(headline(table))
+        return {site: state for site, (state, _) in table["sites"].items()}
 
     def _bring(self, session: Any) -> tuple[str, str]:
-        """Submit the job, unless this very job was submitted before and is still at work."""
-        if not self._again:
-            name = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"]
-            for job in session.list_jobs():
-                if job["job_name"] == name and not str(job["status"]).startswith("FINISHED"):
-                    return str(job["job_id"]), f"{job['job_id']} is at work already"
+        """Submit the job, unless this very job was submitted before and is still at work.
+
+        So it is when the server went away after it had taken the job, and before it had said so.
+        """
+        name = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"]
+        for job in session.list_jobs():
+            number, status = str(job["job_id"]), str(job["status"])
+            if job["job_name"] == name and number not in self._given_up and not status.startswith("FINISHED"):
+                return number, f"{number} is at work already"
         number = str(session.submit_job(str((self.admin / JOB).absolute())))
         return number, f"submitted as {number}"
 
-    def _look_for_idle_sites(self) -> None:
-        found = self._do(lambda session: session.get_client_job_status()) or []
+    def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
+        """Bring the job again for a site that is there and does not work on it.
+
+        Args:
+            states: How each site takes part, as the job's server says; nothing where it says nothing yet.
+        """
+        # Who takes part need not be asked. One that is stopped does not answer: asked together with the others it
+        # would keep theirs from us.
+        away: list[list[str] | None] = [[site] for site, state in states.items() if state != "in"]
+        asked = away if states else [None]
+        found = [entry for sites in asked for entry in self._do(partial(_jobs_of, sites=sites)) or []]
         working = {entry.get("client_name") for entry in found if entry.get("job_id") == self._job}
+        working |= {site for site, state in states.items() if state == "in"}
         idle = {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"}
         for name in (idle & set(self._named() or idle)) - working:
             self._missed[name] += 1
@@ -225,6 +243,7 @@ class _Watch:
     def _bring_again(self, cause: str, why: str) -> None:
         self.tell(f"{why}: the job comes again and goes on from the last checkpoint")
         self._again[cause] += 1
+        self._given_up.add(self._job)
         self._missed.clear()
         self._worked.clear()
         self._job, self._status = None, ""
@@ -298,6 +317,19 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
         found: dict[str, Any] = session.show_stats(job, "server")
     except (JobNotFound, JobNotRunning):
         return {}
+    return found
+
+
+def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
+    """What sites, or all of them, are at work on; nothing of one that does not answer."""
+    from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
+
+    try:
+        found: list[dict[str, Any]] = session.get_client_job_status(sites) or []
+    except (InvalidTarget, NoConnection, NoReply):
+        if sites is None:
+            raise
+        return []  # it is away, or stopped, which says nothing of the server
     return found
 
 

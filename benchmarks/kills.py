@@ -1,0 +1,327 @@
+"""Whether a deployment survives what happens to processes: three sites and a server, killed and stopped at random.
+
+Run it as ``python benchmarks/kills.py [--times 20] [--minutes M] [--seed 0] [--kinds site,...]``. The processes are
+real and speak mutual TLS. Two jobs run, one after the other:
+
+- Two of three sites suffice. A site is killed with all its processes, and started again; one is stopped for a minute,
+  and goes on; two are stopped, and the run must wait.
+- All three are waited for. The process of the job is killed at a site, and at the server, and the whole server with
+  all its processes is, and started again. The model must end as that of a run that nobody disturbed.
+
+What comes after which, whom it befalls and when is drawn from the seed. ``benchmarks/results/kills.json`` has a row
+for each time, written as it comes; only the kinds that are run are replaced there. Sites find this module by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import fedstrata as fs
+from fedstrata.deploy import ledger
+from fedstrata.deploy.federation import Sites
+from fedstrata.deploy.local_deployment import Processes
+from fedstrata.deploy.processes import send_signal
+from fedstrata.deploy.provision import ADMIN, SERVER, provision
+from fedstrata.jsonl import read_jsonl
+from fedstrata.methods.scaffold import SCAFFOLD
+from fedstrata.objectives.scaffold import Scaffold
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "kills.json"
+SITES = ("a", "b", "c")
+JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server")}
+"""What happens in a job that waits for so many sites."""
+ROUNDS = {"site": 90, "stop": 120, "stop two": 40, "worker": 12, "server job": 12, "server": 12}
+"""That pass meanwhile, at most."""
+FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2}
+"""One such time for so many others: pauses take a minute and more, and the server is killed in two ways."""
+HURRY = "KILLS_HURRY"
+"""Names a file; once it is there, nobody takes time any more."""
+PAUSE = 60.0
+"""Seconds for which a site is stopped."""
+SIGNS = ("nothing was heard of it", "sites answer: waiting for", "the job comes again", "waiting for the server")
+"""What is written when somebody is missed: by the server into the run's events, or into its log where it waits; by
+``submit`` when the job broke off, or the server is away."""
+
+
+class Leisurely(Scaffold):
+    """Most of a second before the first step."""
+
+    def client_init(self, model: Any, context: Any) -> Any:
+        """Take time."""
+        if not Path(os.environ[HURRY]).exists():
+            time.sleep(0.8)
+        return super().client_init(model, context)
+
+
+class Slow(SCAFFOLD):
+    """Clients have a state, which must neither be lost nor be counted twice."""
+
+    objective = Leisurely()
+
+
+class Deployment:
+    """A server, three sites and an administrator.
+
+    Args:
+        kits: What was provisioned.
+        processes: Of the parties.
+        seconds: To wait for anything at most.
+    """
+
+    def __init__(self, kits: Path, processes: Processes, seconds: float = 240.0) -> None:
+        self.kits, self.processes, self.seconds = kits, processes, seconds
+        for name in (SERVER, *SITES):
+            processes.start(name)
+        command = [sys.executable, "-m", "fedstrata", "submit", str(kits / ADMIN), "--out", str(kits / "result")]
+        with (kits / "submit.txt").open("wb") as log:
+            self.submitting = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    @property
+    def folder(self) -> Path:
+        """The run's, at the server."""
+        return next((path.parent for path in (self.kits / SERVER / "fedstrata").glob("*/spec.toml")), self.kits)
+
+    def history(self) -> list[bytes]:
+        """Whole lines of the rounds so far."""
+        path = self.folder / "metrics.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        return [line for line in lines if line.endswith(b"\n")]
+
+    def last(self) -> dict[str, Any]:
+        """The last round."""
+        lines = self.history()
+        return dict(json.loads(lines[-1])) if lines else {"round": 0, "clients_returned": 0}
+
+    def wait(self, what: str, ready: Callable[[], bool]) -> float:
+        """Seconds until something is so.
+
+        Raises:
+            RuntimeError: It does not come to that.
+        """
+        began = time.monotonic()
+        while not ready():
+            if self.submitting.poll() is not None or time.monotonic() - began > self.seconds:
+                told = (self.kits / "submit.txt").read_text()
+                raise RuntimeError(f"waited {time.monotonic() - began:.0f} s for {what}:\n{told[-4000:]}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def complete_after(self, round: int) -> bool:
+        """Whether a later round had all three."""
+        last = self.last()
+        return bool(last["round"] > round and last["clients_returned"] == len(SITES))
+
+    def signs(self) -> Counter[Path]:
+        """How often each file says that somebody is missed."""
+        files = [self.kits / "submit.txt", self.folder / "events.jsonl", *(self.kits / SERVER).rglob("log.txt")]
+        found = Counter[Path]()
+        for path in files:
+            with suppress(OSError):  # the log of a job that is over goes
+                text = path.read_text(errors="replace")
+                found[path] = sum(text.count(sign) for sign in SIGNS)
+        return found
+
+    def process_of(self, party: str, module: str) -> psutil.Process | None:
+        """Of the job at a party."""
+        for process in psutil.Process(self.processes.running[party].pid).children(recursive=True):
+            try:
+                if f"{module} " in " ".join(process.cmdline()):
+                    return process
+            except psutil.Error:
+                continue
+        return None
+
+    def kill_process(self, party: str, module: str) -> None:
+        """``kill -9`` a job's process at a party, and nothing else."""
+        self.wait(f"{module} of {party}", lambda: self.process_of(party, module) is not None)
+        if process := self.process_of(party, module):
+            process.kill()
+
+
+def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, Any]:
+    """Let something happen at a random time; what came of it.
+
+    Raises:
+        RuntimeError: What should come does not.
+    """
+    processes, victims = deployment.processes, draw.sample(SITES, 2)
+    began = int(deployment.last()["round"])
+    deployment.wait("all sites", lambda: deployment.complete_after(began))
+    time.sleep(draw.uniform(0.0, 3.0))
+    before, signs, round = deployment.history(), deployment.signs(), int(deployment.last()["round"])
+    row: dict[str, Any] = {"kind": kind, "round": round}
+    since = time.monotonic()
+
+    def notice() -> None:
+        deployment.wait(f"{victims} to be missed", lambda: bool(deployment.signs() - signs))
+        row["noticed"] = time.monotonic() - since
+
+    if kind == "site":
+        processes.kill(victims[0])
+        notice()
+        went = int(deployment.last()["round"])
+        time.sleep(draw.uniform(0.0, 5.0))
+        processes.start(victims[0])
+        row["rounds_meanwhile"] = int(deployment.last()["round"]) - went
+    elif kind == "worker":
+        deployment.kill_process(victims[0], "worker_process")
+        notice()
+    elif kind == "server job":
+        deployment.kill_process(SERVER, "runner_process")
+        notice()
+    elif kind == "server":
+        processes.kill(SERVER)
+        notice()
+        time.sleep(draw.uniform(0.0, 5.0))
+        processes.start(SERVER)
+    else:
+        stopped = victims if kind == "stop two" else victims[:1]
+        for site in stopped:
+            send_signal(processes.running[site].pid, signal.SIGSTOP)
+        notice()
+        if kind == "stop two":
+            time.sleep(5.0)  # the round that was under way ends with whom it has
+        went, least = int(deployment.last()["round"]), PAUSE - (time.monotonic() - since)
+        time.sleep(max(0.0, least))
+        row["rounds_meanwhile"] = int(deployment.last()["round"]) - went
+        for site in stopped:
+            send_signal(processes.running[site].pid, signal.SIGCONT)
+    again, ended = time.monotonic(), int(deployment.last()["round"])
+    deployment.wait("all sites to be back", lambda: deployment.complete_after(max(round, ended)))
+    row["back"] = time.monotonic() - again
+    after = deployment.history()
+    first = next(line for line in after[ended:] if json.loads(line)["clients_returned"] == len(SITES))
+    row["rounds_to_back"] = int(json.loads(first)["round"]) - ended
+    # The last round may have been under way to its checkpoint.
+    row["kept"] = after[: len(before) - 1] == before[:-1]
+    return row
+
+
+def spec_of(rounds: int, checkpoint_every: int = 1) -> fs.Experiment:
+    """What runs."""
+    return fs.Experiment.from_table(
+        {
+            "method": "kills:Slow",
+            "partition": {"name": "dirichlet", "alpha": 1.0, "clients": len(SITES)},
+            "model": {"name": "mlp", "hidden": [16]},
+            "training": {"rounds": rounds, "local_steps": 5, "execution": "per-client"},
+            "evaluation": {"every": 0, "checkpoint_every": checkpoint_every},
+        }
+    )
+
+
+def run_job(
+    least: int, counts: dict[str, int], seed: int, place: Path, minutes: float, write: Callable[[dict[str, Any]], None]
+) -> str:
+    """One job in which all that happens; in a line what came of it."""
+    os.environ[HURRY] = str(place / "hurry")
+    rounds = 20 + sum(count * ROUNDS[kind] for kind, count in counts.items())
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    own = {"allow": ["kills"]}
+    # Its sites let a job begin twenty times unless they say otherwise.
+    table = {"server": {"port": port, **own}, "least": least, "fewer": "wait", "policy": {"starts": 10_000}}
+    sites = Sites.model_validate(table | {"site": dict.fromkeys(SITES, own)})
+    spec, kits = spec_of(rounds), place / "fed"
+    provision(spec, sites, kits, base_dir=HERE)
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
+    random.Random(f"{seed} {least}").shuffle(kinds)
+    with Processes(kits) as processes:
+        deployment = Deployment(kits, processes)
+        try:
+            end = time.monotonic() + 60 * minutes
+            for number, kind in enumerate(kinds):
+                if time.monotonic() > end:
+                    break
+                write(happen(kind, deployment, random.Random(f"{seed} {least} {number}")))
+            Path(os.environ[HURRY]).touch()
+            if code := deployment.submitting.wait(60 + rounds):
+                raise RuntimeError(f"submit ended with {code}:\n{(kits / 'submit.txt').read_text()[-4000:]}")
+        finally:
+            deployment.submitting.kill()
+            deployment.submitting.wait()
+        result = kits / "result"
+        complete = [row["round"] for row in read_jsonl(result / "metrics.jsonl")] == list(range(1, rounds + 1))
+        heads = {site: ledger.heads_of(deployment.folder / ledger.HEADS, site) for site in SITES}
+        books = {site: ledger.check(kits / site / ledger.PLACE, heads[site]) for site in SITES}
+    lines = [f"{rounds} rounds, {'all there' if complete else 'NOT ALL THERE'}"]
+    lines.append("books: " + "; ".join(f"{site} {'; '.join(book.problems) or 'whole'}" for site, book in books.items()))
+    if least == len(SITES):
+        fs.run(spec_of(rounds, checkpoint_every=0), out=place / "undisturbed")
+        files = [folder / "model.safetensors" for folder in (result, place / "undisturbed")]
+        same = files[0].read_bytes() == files[1].read_bytes()
+        lines.append("the model is that of an undisturbed run" if same else "THE MODEL IS ANOTHER")
+    return "; ".join(lines)
+
+
+def table_of(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a kind: how often, and the middle and the worst of what was measured."""
+    lines = ["| what | times | noticed, s | rounds meanwhile | back, s | rounds until back | kept |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for kind in ROUNDS:
+        mine = [row for row in rows if row["kind"] == kind]
+        if mine:
+            cells = [_spread([row[key] for row in mine if key in row]) for key in
+                     ("noticed", "rounds_meanwhile", "back", "rounds_to_back")]  # fmt: skip
+            kept = sum(row["kept"] for row in mine)
+            lines.append(f"| {kind} | {len(mine)} | {' | '.join(cells)} | {kept} of {len(mine)} |")
+    return lines
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return ""
+    ordered = sorted(values)
+    return f"{ordered[len(ordered) // 2]:.3g} (at most {ordered[-1]:.3g})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(ROUNDS))
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of each job, in which things happen")
+    parser.add_argument("--place", type=Path, help="where kits and logs stay")
+    options = parser.parse_args()
+    chosen = options.kinds.split(",")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, str(HERE))
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "jobs": {}}
+    rows = [row for row in found["rows"] if row["kind"] not in chosen]
+
+    def write(row: dict[str, Any]) -> None:
+        rows.append({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
+        print(rows[-1], flush=True)
+        RESULTS.write_text(json.dumps({"rows": rows, "jobs": found["jobs"]}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as temporary:
+        for least, kinds in JOBS.items():
+            counts = {kind: max(1, options.times // FEWER.get(kind, 1)) for kind in kinds if kind in chosen}
+            if counts:
+                place = (options.place or Path(temporary)) / f"least-{least}"
+                found["jobs"][str(least)] = run_job(least, counts, options.seed, place, options.minutes, write)
+                RESULTS.write_text(json.dumps({"rows": rows, "jobs": found["jobs"]}, indent=1) + "\n")
+    print("\n".join([*table_of(rows), "", *(f"least = {key}: {said}" for key, said in found["jobs"].items())]))
+
+
+if __name__ == "__main__":
+    main()
