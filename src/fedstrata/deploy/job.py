@@ -6,6 +6,7 @@ import shutil
 import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.ledger import HEADS, PLACE, Ledger
-from fedstrata.deploy.line import CALLS, Call, CollabLine, insist
-from fedstrata.deploy.members import MEMBERS, members
+from fedstrata.deploy.line import CALLS, STRUCK, Call, CollabLine, insist
+from fedstrata.deploy.members import struck
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
@@ -30,9 +31,9 @@ from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.turns import beat
 from fedstrata.engines.nvflare.wire import SiteLostError
 from fedstrata.errors import FedstrataError, SpecError
-from fedstrata.jsonl import write_json
+from fedstrata.jsonl import read_jsonl, write_json
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import SPEC
+from fedstrata.run_folder import METRICS, SPEC
 from fedstrata.simulation import run_prepared
 from fedstrata.spec import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
@@ -68,25 +69,27 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     @collab.publish  # type: ignore[untyped-decorator]
     def beat(self, number: int, size: int) -> None:
         """A site lives, and is at this question."""
-        kit = Path(collab.workspace.get_root_dir())
-        # Whoever was struck off the list is heard no more, and so asked no more.
-        struck = (kit / MEMBERS).exists() and collab.caller not in members(kit)
-        if self._line is not None and not struck:
+        if self._progress is not None:
+            self._progress.write()
+        if self._line is not None and not self._line.struck(collab.caller):
             self._line.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
         """A site brings its clients' parts of a sum, and waits for the others."""
-        if self._sums is None:
+        if self._sums is None or self._line is None:
             raise FedstrataError("no run has begun")
+        if self._line.struck(collab.caller):
+            raise FedstrataError(STRUCK)
         return self._sums.add_up(collab.caller, data)
 
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
         """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
         calls = {site.name: _caller(site) for site in collab.clients}
-        self._line = line = CollabLine(calls, RunAborted, collab.fl_ctx.get_run_abort_signal())
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
+        signal = collab.fl_ctx.get_run_abort_signal()
+        self._line = line = CollabLine(calls, RunAborted, signal, struck=partial(struck, root))
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
         for table in self.plans:
@@ -133,10 +136,25 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             least=plan.least,
             fewer=plan.fewer,
         )
-        self._progress = progress = Progress(spec.training.rounds, homes, engine.standing)
-        if plan.own_data:
-            prepared = surveyed(prepared, engine, folder, resume=resume)
-        run_prepared(prepared, folder, engine, [progress], resume=resume)
+        before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
+        path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
+
+        def standing(site: str) -> tuple[str, str]:
+            revoked = isinstance(line, CollabLine) and line.struck(site)
+            return ("revoked", STRUCK) if revoked else engine.standing(site)
+
+        progress = Progress(spec.training.rounds, homes, standing, before, path, run=folder.name)
+        self._progress = progress
+        try:
+            if plan.own_data:
+                prepared = surveyed(prepared, engine, folder, resume=resume)
+            run_prepared(prepared, folder, engine, [progress], resume=resume)
+        except (RunAborted, SiteLostError):
+            raise  # it goes on when the job comes again
+        except Exception as error:
+            progress.end(f"{type(error).__name__}: {error}")
+            raise
+        progress.end()
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:

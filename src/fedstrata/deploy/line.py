@@ -31,6 +31,8 @@ LOOK = 0.25
 CALLS = 8
 """Calls to one site that may wait at the same time: those that nobody waits for any more end by themselves."""
 
+STRUCK = "it was struck off the server's list of who may connect"
+
 Call = Callable[[bytes, float], object]
 """Carries bytes to one site within so many seconds, and gives back its answer."""
 
@@ -96,6 +98,7 @@ class CollabLine:
         over: What a call raises when the job is over.
         signal: Says that it is.
         clock: Seconds.
+        struck: Whether a site was struck off the list of who may connect, which can happen at any time.
     """
 
     def __init__(
@@ -104,8 +107,10 @@ class CollabLine:
         over: type[BaseException],
         signal: Signal,
         clock: Callable[[], float] = time.monotonic,
+        struck: Callable[[str], bool] = lambda site: False,
     ) -> None:
         self.sites, self._over, self._signal, self._clock = dict(calls), over, signal, clock
+        self.struck = struck
         self._hearts = {site: _Heart(clock()) for site in self.sites}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(CALLS * len(self.sites), 4), thread_name_prefix="calls")
@@ -128,7 +133,7 @@ class CollabLine:
         """Whether a site was heard of lately; otherwise asking it is in vain."""
         if self._signal.triggered:
             raise self._over("the job is over")
-        return site in self.sites and self._silence(site) <= SILENCE
+        return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         """What the site answers, however often it must be asked for that.
@@ -137,17 +142,19 @@ class CollabLine:
         work has ``patience`` seconds. Neither a question nor an answer that got lost costs more than ``STALL``.
 
         Raises:
-            SiteLostError: It is dead, or late.
+            SiteLostError: It is dead, late, or struck off the list: an answer that is under way then counts no more.
         """
         if site not in self.sites:
             raise SiteLostError("it has not joined")
         heart = self._hearts[site]
+        self._refuse_struck(site)
         self._refuse_silent(site, 0)
         begun = sent = self._clock()
         calls = {self._call(site, data, patience)}
         pause = STALL
         while True:
             done, calls = wait(calls, timeout=LOOK, return_when=FIRST_COMPLETED)
+            self._refuse_struck(site)
             for call in done:
                 try:
                     return call.result()
@@ -182,6 +189,10 @@ class CollabLine:
     def _silence(self, site: str) -> float:
         with self._lock:
             return self._clock() - self._hearts[site].heard
+
+    def _refuse_struck(self, site: str) -> None:
+        if self.struck(site):
+            raise SiteLostError(STRUCK)
 
     def _refuse_silent(self, site: str, size: int) -> None:
         # Heartbeats wait behind what is on the same line.
