@@ -156,7 +156,11 @@ def test_a_column_of_few_values_at_a_client_is_left_out_of_its_sums():
     assert (found.samples, found.count.tolist(), found.mean.tolist()) == (5, [5.0, 2.0], [30.0, 3.0])
     assert found.squares.tolist() == [1000.0, 2.0]
     alone = whole.statistics(groups[1:], least=2)
-    assert (alone.count.tolist(), alone.mean.tolist(), alone.squares.tolist()) == ([3.0, 0.0], [40.0, 0.0], [200.0, 0.0])
+    assert (alone.count.tolist(), alone.mean.tolist(), alone.squares.tolist()) == (
+        [3.0, 0.0],
+        [40.0, 0.0],
+        [200.0, 0.0],
+    )
     x, _, shift, scale = whole.fitted(found)
     # It takes the mean 3 and the deviation √(2/5) of what the others told, and its own value is a value all the same.
     assert x[:, 1].tolist() == [2.0, 4.0, 3.0, 9.0, 3.0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,11 +32,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def kit(tmp_path: Path) -> Iterator[Path]:
+def kit(tmp_path: Path) -> Path:
     """A server's folder, as its process writes it."""
     (tmp_path / "startup").mkdir()
     (tmp_path / "startup" / "server.key").write_text("secret")
-    yield tmp_path
+    return tmp_path
 
 
 def get(address: str, path: str = "", **headers: str) -> tuple[int, bytes, Any]:

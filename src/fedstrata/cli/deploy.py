@@ -108,7 +108,10 @@ def add_status(commands: Commands) -> None:
         commands, "status", "how far a deployment's run is: round, accuracy, sites, time left", examples
     )
     parser.add_argument(
-        "folder", type=Path, metavar="DIR", help="the administrator's or server's folder, a site's for its part, or a run"
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="the administrator's or server's folder, a site's for its part, or a run",
     )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="look again every two seconds, until the run is over")

@@ -128,8 +128,8 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
         raise UnusableDataError(f"{problem}of one is its value")
     found = own.unfitted.statistics(rows, least)
     if spec.data.schema is not None:
-        whole, names = own.unfitted.statistics(rows), spec.data.schema.columns or {}
-        for name, before, after in zip(names, whole.count.tolist(), found.count.tolist(), strict=True):
+        every, names = own.unfitted.statistics(rows), spec.data.schema.columns or {}
+        for name, before, after in zip(names, every.count.tolist(), found.count.tolist(), strict=True):
             if before != after:
                 why = f"only {before:g} training samples have a value, and {least} are needed for numbers to leave"
                 LOG.warning("column %r is left out of what is told of this site's samples: %s", name, why)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.ledger import HEADS, PLACE, Ledger
-from fedstrata.deploy.line import CALLS, STRUCK, Call, CollabLine, insist
+from fedstrata.deploy.line import STRUCK, Call, CollabLine, insist
 from fedstrata.deploy.members import struck
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
@@ -86,34 +85,37 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
         """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
-        calls = {site.name: _caller(site) for site in collab.clients}
+        ended = _Ended(collab.fl_ctx.get_run_abort_signal())
+        calls = {site.name: _caller(site, ended) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
-        signal = collab.fl_ctx.get_run_abort_signal()
-        self._line = line = CollabLine(calls, RunAborted, signal, struck=partial(struck, root))
+        self._line = line = CollabLine(calls, RunAborted, ended, struck=partial(struck, root))
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
-        for table in self.plans:
-            plan = JobSpec.from_table(table)
-            if Path(plan.spec).name != plan.spec:
-                raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
-            text = (specs / plan.spec).read_text(encoding="utf-8")
-            folder = folder_of(plan, text, root, settings)
-            (folder / ERROR).unlink(missing_ok=True)
-            try:
-                with only_from(settings.packages):
-                    self._run(plan, text, folder, line, settings)
-            except (RunAborted, SiteLostError):
-                raise  # The run is not over: it goes on when the job comes again.
-            except Exception as error:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_json(folder / ERROR, described(error))
-                if not isinstance(error, FedstrataError):
-                    raise
-            finally:
-                if plan.sites and folder.is_dir():
-                    # What an administrator fetches is the job's own folder.
-                    without = shutil.ignore_patterns("checkpoint")
-                    shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
+        try:
+            for table in self.plans:
+                plan = JobSpec.from_table(table)
+                if Path(plan.spec).name != plan.spec:
+                    raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
+                text = (specs / plan.spec).read_text(encoding="utf-8")
+                folder = folder_of(plan, text, root, settings)
+                (folder / ERROR).unlink(missing_ok=True)
+                try:
+                    with only_from(settings.packages):
+                        self._run(plan, text, folder, line, settings)
+                except (RunAborted, SiteLostError):
+                    raise  # The run is not over: it goes on when the job comes again.
+                except Exception as error:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_json(folder / ERROR, described(error))
+                    if not isinstance(error, FedstrataError):
+                        raise
+                finally:
+                    if plan.sites and folder.is_dir():
+                        # What an administrator fetches is the job's own folder.
+                        without = shutil.ignore_patterns("checkpoint")
+                        shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
+        finally:
+            ended.over = True
 
     def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, settings: SiteSettings) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
@@ -162,7 +164,25 @@ def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> P
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
-def _caller(site: Any) -> Call:
+class _Ended:
+    """NVFlare's signal that a job is to end, which its end triggers too.
+
+    NVFlare waits for all calls before it ends a job, also for one to a dead site, which lasts as long as its patience.
+
+    Args:
+        signal: NVFlare's.
+    """
+
+    def __init__(self, signal: Any) -> None:
+        self._signal, self.over = signal, False
+
+    @property
+    def triggered(self) -> bool:
+        return bool(self.over or self._signal.triggered)
+
+
+def _caller(site: Any, ended: _Ended) -> Call:
+    site.backend.abort_signal = ended
     return lambda data, patience: site(timeout=patience).call(data)
 
 
@@ -188,11 +208,11 @@ class Site:
         settings = _settings(root)
         keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
         others = {site.name: site for site in collab.clients}
-        server, pool = collab.server, ThreadPoolExecutor(CALLS, thread_name_prefix="sums")
+        server = collab.server
 
         def send(target: str, data: bytes) -> object:
             if target == "server":
-                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience, pool)
+                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience)
             return others[target](timeout=min(FETCH, settings.patience), secure=settings.secure).call(data)
 
         self._host = Host(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
 from fedstrata.engines.nvflare.turns import AT_WORK
@@ -28,23 +28,36 @@ RATE = 1e6
 LOOK = 0.25
 """Seconds between two looks at a call."""
 
-CALLS = 8
-"""Calls to one site that may wait at the same time: those that nobody waits for any more end by themselves."""
-
 STRUCK = "it was struck off the server's list of who may connect"
 
 Call = Callable[[bytes, float], object]
 """Carries bytes to one site within so many seconds, and gives back its answer."""
 
 
-def insist(call: Call, data: bytes, patience: float, pool: ThreadPoolExecutor) -> object:
+def begun(call: Call, data: bytes, patience: float) -> Future[object]:
+    """A call under way, in a thread that nobody waits for: one to the dead lasts as long as its patience.
+
+    Those of an executor are waited for when the process ends, so that a run with a dead site would not end.
+    """
+    future = Future[object]()
+
+    def work() -> None:
+        try:
+            future.set_result(call(data, patience))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="call", daemon=True).start()
+    return future
+
+
+def insist(call: Call, data: bytes, patience: float) -> object:
     """What is answered to a question that may be asked again; ever less often, because it may only take long.
 
     Args:
         call: Asks.
         data: The question.
         patience: Seconds.
-        pool: Where calls wait.
 
     Raises:
         SiteLostError: Nothing was answered in time.
@@ -53,7 +66,7 @@ def insist(call: Call, data: bytes, patience: float, pool: ThreadPoolExecutor) -
     end, pause = time.monotonic() + patience, STALL + len(data) / RATE
     calls: set[Future[object]] = set()
     while (left := end - time.monotonic()) > 0:
-        calls.add(pool.submit(call, data, left))
+        calls.add(begun(call, data, left))
         done, calls = wait(calls, timeout=min(pause, left), return_when=FIRST_COMPLETED)
         for each in done:
             return each.result()
@@ -87,7 +100,9 @@ class _Heart:
 class Signal(Protocol):
     """Says that the job is to end."""
 
-    triggered: Any
+    @property
+    def triggered(self) -> Any:
+        """Whether it does."""
 
 
 class CollabLine:
@@ -113,7 +128,6 @@ class CollabLine:
         self.struck = struck
         self._hearts = {site: _Heart(clock()) for site in self.sites}
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(max(CALLS * len(self.sites), 4), thread_name_prefix="calls")
 
     def hear(self, site: str, number: int, size: int) -> None:
         """A heartbeat came.
@@ -179,12 +193,8 @@ class CollabLine:
                 sent = now
                 calls.add(self._call(site, data, patience))
 
-    def close(self) -> None:
-        """Wait for nobody."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _call(self, site: str, data: bytes, patience: float) -> Future[object]:
-        return self._pool.submit(self.sites[site], data, patience)
+        return begun(self.sites[site], data, patience)
 
     def _silence(self, site: str) -> float:
         with self._lock:

@@ -119,8 +119,8 @@ def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version, timeout = "fedstrata", "", 30
 
-        def do_GET(self) -> None:  # noqa: N802  # the name is http.server's
-            port = self.server.server_address[1]
+        def do_GET(self) -> None:  # http.server's name for it
+            port = self.connection.getsockname()[1]
             if self.headers.get("Host", "") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
                 self._answer(403, _TEXT, b"this page is for its own machine alone\n")
                 return

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ class Progress:
         seconds = time.time() - self._begun
         counts = {key: self._last.get(f"clients_{key}") for key in ("returned", "dropped", "late", "failed")}
         if not self._over:
-            self._known = {site: list(self._standing(site)) for site in self._sites}
+            self._known = self._standings()
         return {
             "round": round,
             "rounds": self._rounds,
@@ -129,12 +129,17 @@ class Progress:
             "over": self._over,
         }
 
+    def _standings(self) -> dict[str, list[str]]:
+        return {site: list(self._standing(site)) for site in self._sites}
+
     def end(self, how: str = "complete") -> None:
         """The run is over: nobody's standing changes any more.
 
         Args:
             how: What became of it.
         """
+        with suppress(Exception):  # whoever is asked for it may be gone already
+            self._known = self._standings()
         self._over, self._written = how, 0.0
         self.write()
 
@@ -186,9 +191,9 @@ def headline(table: Mapping[str, Any]) -> str:
     """A run in a line: clients by what became of them in the last round, bytes so far, and the time that is left.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
-    ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 95.0,
+    ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,
     ...           "sites": {"a": ["in", ""], "b": ["gone", ""]}})
-    'round 3 of 10, accuracy 0.812, loss 0.5; 2 returned, 1 failed; 1 of 2 sites in; 2.5 MB up, 0.8 kB down; 1 min 35 s left'
+    'round 3 of 10, accuracy 0.812, loss 0.5; 2 returned, 1 failed; 1 of 2 sites in; 2.5 MB up, 0.8 kB down; 35 s left'
     """
     parts = [f"round {table['round']} of {table['rounds']}"]
     parts += [f"{key} {table[key]:.3g}" for key in ("accuracy", "loss", "train_loss") if table.get(key) is not None]

@@ -192,7 +192,11 @@ class _Asked:
         if self._fetched is not None:
             self._last = of_run(self._fetched) | {"sites": self._last.get("sites", {})}
             return self._last
-        return {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0} | self._last | {"over": ended}
+        return (
+            {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0}
+            | self._last
+            | {"over": ended, "seconds_left": None}
+        )
 
     def result(self) -> Path | None:
         return self._fetched

@@ -90,7 +90,6 @@ class Watch:
         self._said = ""
         self._round, self._last_line = 0, -math.inf
         self._sites: dict[str, str] = {}
-        self._seen: str | None = None
 
     def wait_for_sites(self, count: int, wait: float) -> None:
         """Wait until so many are connected; 0 for all that the job names."""
@@ -132,8 +131,9 @@ class Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
-            self._tell_progress()
-            self._look_for_idle_sites()
+            over = self._tell_progress()
+            if not over:  # at the end sites are done before the job is
+                self._look_for_idle_sites()
         return False
 
     def progress(self) -> dict[str, Any] | None:
@@ -143,7 +143,6 @@ class Watch:
             listed = self._do(lambda session: session.list_jobs()) or []
             jobs = [str(job["job_id"]) for job in listed if job["status"] == "RUNNING"]
         for job in jobs:
-            self._seen = job
             found = self._do(partial(_stats, job=job)) or {}
             table = (found.get("server") or {}).get(FEDSTRATA)
             if isinstance(table, dict):
@@ -151,10 +150,10 @@ class Watch:
         return None
 
     def ended(self) -> str:
-        """What became of the job that was at work, or of the last one like the administrator's; empty if none ended."""
+        """What became of the job when it was brought last; empty where it is at work, or was never brought."""
         listed = self._do(lambda session: session.list_jobs()) or []
         name = self._name()
-        same = [job for job in listed if self._seen in (None, str(job["job_id"])) and job["job_name"] == name]
+        same = [job for job in listed if job["job_name"] == name]
         last = max(same, key=lambda job: str(job.get("submit_time") or ""), default=None)
         if last is None or not str(last["status"]).startswith("FINISHED"):
             return ""
@@ -164,11 +163,11 @@ class Watch:
     def _name(self) -> str:
         return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
 
-    def _tell_progress(self) -> None:
-        """Rounds as they come, and sites whose part has changed."""
+    def _tell_progress(self) -> bool:
+        """Say rounds as they come, and sites whose part has changed; whether the run is over."""
         table = self.progress()
         if table is None:
-            return
+            return False
         for site, (state, why) in table["sites"].items():
             if self._sites.get(site, "in") != state:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
@@ -177,6 +176,7 @@ class Watch:
         if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
             self._round, self._last_line = table["round"], now
             self.tell(headline(table))
+        return bool(table.get("over"))
 
     def _bring(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless this very job was submitted before and is still at work."""
@@ -234,6 +234,7 @@ class Watch:
         return True
 
     def close(self) -> None:
+        """End the session."""
         if self._session is not None:
             with redirect_stdout(io.StringIO()):
                 self._session.close()

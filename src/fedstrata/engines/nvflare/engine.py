@@ -236,7 +236,9 @@ class NVFlareEngine(Engine):
         def check(site: str, outcome: Begun) -> None:
             if outcome.fingerprint != self.fingerprints.get(site, outcome.fingerprint):
                 problem = "its data are not those with which the run began, or its folder lost the key of fingerprints"
-                raise FedstrataError(f"{problem}; accepted: the file as it was then, or a new run, by its seed for example")
+                raise FedstrataError(
+                    f"{problem}; accepted: the file as it was then, or a new run, by its seed for example"
+                )
 
         common = self._run, self._spec, self.statistics
         there = [site for site in self._sites if site not in self._absent]
