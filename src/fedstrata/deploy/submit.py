@@ -131,8 +131,7 @@ class Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
-            over = self._tell_progress()
-            if not over:  # at the end sites are done before the job is
+            if self._tell_progress():  # at a job's end sites are done before it is
                 self._look_for_idle_sites()
         return False
 
@@ -164,7 +163,7 @@ class Watch:
         return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
 
     def _tell_progress(self) -> bool:
-        """Say rounds as they come, and sites whose part has changed; whether the run is over."""
+        """Say rounds as they come, and sites whose part has changed; whether the server is at work on it."""
         table = self.progress()
         if table is None:
             return False
@@ -176,7 +175,7 @@ class Watch:
         if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
             self._round, self._last_line = table["round"], now
             self.tell(headline(table))
-        return bool(table.get("over"))
+        return not table.get("over")
 
     def _bring(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless this very job was submitted before and is still at work."""
