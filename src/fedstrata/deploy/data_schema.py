@@ -131,7 +131,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
         every, names = own.unfitted.statistics(rows), spec.data.schema.columns or {}
         for name, before, after in zip(names, every.count.tolist(), found.count.tolist(), strict=True):
             if before != after:
-                why = f"only {before:g} training samples have a value, and {least} are needed for numbers to leave"
+                why = f"too few of those that it trains on have a value ({before:g}; accepted: {least} or more)"
                 LOG.warning("column %r is left out of what is told of this site's samples: %s", name, why)
     return found
 
