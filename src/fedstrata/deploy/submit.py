@@ -131,8 +131,8 @@ class Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
-            if self._tell_progress():  # at a job's end sites are done before it is
-                self._look_for_idle_sites()
+            self._tell_progress()
+            self._look_for_idle_sites()
         return False
 
     def progress(self) -> dict[str, Any] | None:
@@ -162,11 +162,11 @@ class Watch:
     def _name(self) -> str:
         return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
 
-    def _tell_progress(self) -> bool:
-        """Say rounds as they come, and sites whose part has changed; whether the server is at work on it."""
+    def _tell_progress(self) -> None:
+        """Say rounds as they come, and sites whose part has changed."""
         table = self.progress()
         if table is None:
-            return False
+            return
         for site, (state, why) in table["sites"].items():
             if self._sites.get(site, "in") != state:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
@@ -175,7 +175,6 @@ class Watch:
         if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
             self._round, self._last_line = table["round"], now
             self.tell(headline(table))
-        return not table.get("over")
 
     def _bring(self, session: Any) -> tuple[str, str]:
         """Submit the job, unless this very job was submitted before and is still at work."""

@@ -813,7 +813,7 @@ def test_parquet_is_read_as_csv_is_and_a_server_may_have_a_table_of_test_samples
 
 
 def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -> None:
-    """A site whose file has other rows by then is left out: statistics and clients' states are those of the old ones."""
+    """A site whose file has other rows by then is left out: statistics and states are those of the old ones."""
     build, files, cells = tables
     short = build({"metrics": ["accuracy"], "checkpoint_every": 1}, training={"rounds": 1})
     full = build({"metrics": ["accuracy"], "checkpoint_every": 1}, training={"rounds": 2})
