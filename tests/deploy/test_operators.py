@@ -151,6 +151,6 @@ def test_a_rehearsal_ends_with_the_bytes_of_the_deployment(
     words = [word for change in changes for word in ("--set", change)]
     spec, sites = "examples/hospitals/hospitals.toml", ["--sites", str(file)]
     assert main(["run", spec, *words, *sites, "--quiet", "--out", "rehearsed"]) == 0
-    assert main(["deploy", spec, *words, *sites, "--try", "--out", "trial"]) == 0
+    command("deploy", spec, *words, *sites, "--try", "--out", "trial")
     assert Path("rehearsed", MODEL).read_bytes() == Path("trial", "result", MODEL).read_bytes()
     assert {record["clients_returned"] for record in fs.History.load(Path("trial/result"))} == {4}
