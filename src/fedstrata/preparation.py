@@ -149,7 +149,8 @@ def assemble(
     )
     if dataset.unfitted is not None and fitting is not None:
         if isinstance(fitting, Assignment):
-            fitting = dataset.unfitted.statistics(trained_on(dataset, fitting, held))
+            rows = trained_on(dataset, fitting, held)
+            fitting = dataset.unfitted.statistics(rows, spec.privacy.min_samples)
         dataset = fit(dataset, fitting)
     config = FederationConfig(
         seed=spec.seed,

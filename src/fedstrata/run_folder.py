@@ -192,8 +192,7 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
-        if not done:
-            self.write_events(running)
+        self.write_events(running)  # of enrolling, or of what was not there any more when the run went on
 
     def _write_spec(self, folder: Path) -> None:
         """``spec.toml``, with long lists of indices beside it."""

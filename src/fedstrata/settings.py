@@ -25,8 +25,8 @@ class Privacy(Setting):
 
     Args:
         min_samples: How many: in a client's part of Stratify's batch, in an update, in a class of which a client sends
-            a prototype or a count. Refused where nobody could ever answer: with models that travel from sample to
-            sample, and with ``local_steps`` that see fewer.
+            a prototype or a count, in a column of which it tells the mean. Refused where nobody could ever answer: with
+            models that travel from sample to sample, and with ``local_steps`` that see fewer.
         below: What becomes of a smaller part of Stratify's batch: ``hold-back`` merges it into the client's next part
             (or the last one before it, where none follows), so that no sample is lost; ``refuse`` gives no answer, and
             the client is absent for the rest of the epoch.

@@ -145,3 +145,41 @@ def test_statistics_of_something_else_are_refused(change, problem):
     rows.refuse_unlike(found)
     with pytest.raises(DataError, match=problem):
         rows.refuse_unlike(type(found)(**{**vars(found), **change}))
+
+
+def test_a_column_of_few_values_at_a_client_is_left_out_of_its_sums():
+    """Two clients: the second has one value of ``ca``, which its mean would tell."""
+    nan, columns = math.nan, {"age": {}, "ca": {"impute": "mean"}}
+    rows = [[10.0, 2.0], [20.0, 4.0], [30.0, nan], [40.0, 9.0], [50.0, nan]]
+    whole, groups = of(rows, columns=columns), [np.array([0, 1]), np.array([2, 3, 4])]
+    found = whole.statistics(groups, least=2)
+    assert (found.samples, found.count.tolist(), found.mean.tolist()) == (5, [5.0, 2.0], [30.0, 3.0])
+    assert found.squares.tolist() == [1000.0, 2.0]
+    alone = whole.statistics(groups[1:], least=2)
+    assert (alone.count.tolist(), alone.mean.tolist(), alone.squares.tolist()) == (
+        [3.0, 0.0],
+        [40.0, 0.0],
+        [200.0, 0.0],
+    )
+    x, _, shift, scale = whole.fitted(found)
+    # It takes the mean 3 and the deviation √(2/5) of what the others told, and its own value is a value all the same.
+    assert x[:, 1].tolist() == [2.0, 4.0, 3.0, 9.0, 3.0]
+    assert shift.tolist() == [30.0, 3.0]
+    assert scale.tolist() == pytest.approx([1 / math.sqrt(200), 1 / math.sqrt(2 / 5)])
+    assert whole.statistics(groups).count.tolist() == [5.0, 3.0], "nothing is left out unless it is asked for"
+
+
+def test_what_is_left_out_says_neither_ends_nor_counts():
+    columns = {"age": {}, "step": {"impute": "median", "step": 1}, "kind": {**COLUMNS["kind"]}}
+    rows = [[1.0, 7.0, 2.0], [2.0, math.nan, math.nan], [3.0, math.nan, math.nan]]
+    found = of(rows, "unit", columns).statistics([np.arange(3)], least=2)
+    assert found.low.tolist() == [1.0, math.inf, math.inf]
+    assert found.high.tolist() == [3.0, -math.inf, -math.inf]
+    assert [len(table) for table in found.counts.values()] == [0, 0]
+    of(rows, "unit", columns).refuse_unlike(found)
+
+
+def test_a_column_without_gaps_is_as_it_was():
+    """A client of so few samples that nothing of it may be told takes no part; a simulation counts it all the same."""
+    whole = of([[1.0], [2.0], [3.0]], columns={"age": {}})
+    close(whole.statistics([np.arange(3)], least=5), whole.statistics([np.arange(3)]))

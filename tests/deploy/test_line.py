@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +64,6 @@ class Site:
 
     def close(self) -> None:
         self._ended.set()
-        self.line.close()
 
 
 @pytest.fixture
@@ -148,14 +149,44 @@ def test_a_sum_that_stalls_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -
             stop.wait(30)
         return data
 
-    with ThreadPoolExecutor(4) as pool:
-        begun = time.monotonic()
-        assert insist(call, b"part", 60.0, pool) == b"part"
-        assert time.monotonic() - begun < 10
-        assert len(asked) == 2
-        with pytest.raises(SiteLostError, match=r"no answer within 0\.2 s"):
-            insist(lambda data, left: stop.wait(30), b"", 0.2, pool)
-        stop.set()
+    begun = time.monotonic()
+    assert insist(call, b"part", 60.0) == b"part"
+    assert time.monotonic() - begun < 10
+    assert len(asked) == 2
+    with pytest.raises(SiteLostError, match=r"no answer within 0\.2 s"):
+        insist(lambda data, left: stop.wait(30), b"", 0.2)
+    stop.set()
+
+
+def test_a_process_does_not_wait_for_a_call_to_the_dead() -> None:
+    """A run with a dead site was over, and its job went on for the whole patience."""
+    program = (
+        "import time; from fedstrata.deploy.line import begun; begun(lambda data, left: time.sleep(left), b'', 600)"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
+
+
+def test_an_answer_of_a_site_that_is_struck_off_meanwhile_counts_no_more(site: Site) -> None:
+    """Until it was silent for eight seconds its answers counted."""
+    struck: set[str] = set()
+    site.line.struck = struck.__contains__
+    assert site.send() == b"done"
+
+    def work() -> bytes:
+        struck.add("a")
+        return b"done"
+
+    site.work = work
+    with pytest.raises(SiteLostError, match="struck off the server's list"):
+        site.send()
+    asked = site.asked
+    with pytest.raises(SiteLostError, match="struck off the server's list"):
+        site.send()
+    assert site.asked == asked, "it is asked nothing more"
+    assert not site.line.there("a")
+    struck.clear()
+    site.work = lambda: b"again"
+    assert site.send() == b"again"
 
 
 def test_a_large_message_is_not_lost_because_it_is_long_on_its_way(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedstrata.cli import main
-from fedstrata.deploy.progress import STATUS, Progress, SiteProgress, headline, own_status, shown
+from fedstrata.deploy.progress import STATUS, Progress, SiteProgress, headline, shown
 
 
 def test_a_run_says_how_far_it_is_and_who_takes_part() -> None:
@@ -31,9 +31,12 @@ def test_a_run_says_how_far_it_is_and_who_takes_part() -> None:
 
 def test_a_site_says_what_its_own_part_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "startup").mkdir()
-    assert own_status(tmp_path) is None
     assert main(["status", str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "nothing has run here yet\n"
+    assert capsys.readouterr().out == "no run is at work\n"
+
+    def lines() -> list[str]:
+        return shown(json.loads((tmp_path / STATUS).read_text()))
+
     site = SiteProgress(tmp_path / STATUS)
     site.question(2_000_000)
     site.write()
@@ -41,17 +44,57 @@ def test_a_site_says_what_its_own_part_is(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "this site works; 1 questions; 2.0 MB in, 0.0 kB out\n"
     site.answer(500, "its data file: column 'age'")
     site.write()
-    assert len(own_status(tmp_path) or ()) == 1, "it is not written at every question"
+    assert len(lines()) == 1, "it is not written at every question"
     site._written = 0.0
     site.write()
-    lines = own_status(tmp_path) or ()
-    assert lines[0] == "this site waits for the next question; 1 questions; 2.0 MB in, 0.5 kB out"
-    assert lines[1] == "  refused: its data file: column 'age'"
+    assert lines()[0] == "this site waits for the next question; 1 questions; 2.0 MB in, 0.5 kB out"
+    assert lines()[1] == "  refused: its data file: column 'age'"
     table = json.loads((tmp_path / STATUS).read_text())
     (tmp_path / STATUS).write_text(json.dumps({**table, "at": time.time() - 90}))
-    assert "last heard of 1 min 30 s ago" in (own_status(tmp_path) or ())[0]
+    assert "last heard of 1 min 30 s ago" in lines()[0]
 
 
 def test_a_folder_of_nobody_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", str(tmp_path)]) == 2
     assert "no party's folder" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_knows_the_rounds_before_and_a_round_without_an_evaluation_the_last_one() -> None:
+    before = [{"round": n, "accuracy": n / 10, "clients_returned": 2, "bytes_up": 5} for n in (1, 2, 3)]
+    progress = Progress(10, ["a"], lambda site: ("in", ""), before)
+    assert (progress.table()["round"], progress.table()["seconds_left"]) == (3, None)
+    progress({"round": 3, "accuracy": None, "clients_returned": 1, "bytes_up": 5})  # the checkpoint was of round 2
+    table = progress.table()
+    assert table["curves"] == {"accuracy": [[1, 2], [0.1, 0.2]], "returned": [[1, 2, 3], [2, 2, 1]]}
+    assert (table["accuracy"], table["bytes_up"]) == (0.3, 20)
+
+
+def test_a_curve_is_thinned_and_has_its_last_point() -> None:
+    records = [{"round": n, "loss": float(n)} for n in range(1, 5001)]
+    rounds, values = Progress(5000, [], lambda site: ("", ""), records).table()["curves"]["loss"]
+    assert len(rounds) <= 302
+    assert rounds == values
+    assert (rounds[0], rounds[-1]) == (1, 5000)
+
+
+def test_a_server_writes_down_how_far_its_run_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "startup").mkdir()
+    gone: list[str] = []
+
+    def standing(site: str) -> tuple[str, str]:
+        assert not gone, "the job is over"
+        return "in", ""
+
+    progress = Progress(3, ["a"], standing, path=tmp_path / STATUS, run="r")
+    progress.write()
+    progress({"round": 1})
+    progress.write()
+    assert json.loads((tmp_path / STATUS).read_text())["round"] == 0, "it is not written at every look"
+    gone.append("a")
+    progress.end()
+    assert main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("the run is over: complete; round 1 of 3; 1 of 1 sites in; ")
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "r"
+    assert main(["status", str(tmp_path), "--watch"]) == 0, "it is over"
+    assert "complete" in capsys.readouterr().out

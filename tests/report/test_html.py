@@ -163,7 +163,7 @@ def test_everything_is_escaped(make_run: Maker, tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     text = write_report([tmp_path / "cmp"], tmp_path / "out.html").read_text()
     page = Page(text)
-    assert [kind for kind, _ in page.scripts] == ["application/json", "", ""]
+    assert [kind for kind, _ in page.scripts] == ["application/json", "", "", ""]
     assert page.tags.count("pre") == 2
     assert evil in page.text
     assert page.data[0]["classes"]["names"] == [f"</script>{evil}", "<!--"]

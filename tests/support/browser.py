@@ -76,10 +76,14 @@ class Browser:
 
     def open(self, page: Path, width: int, scheme: str = "light", height: int = 900) -> None:
         """Load a file in a window of so many pixels, with a colour scheme."""
+        self.visit(page.resolve().as_uri(), width, scheme, height)
+
+    def visit(self, address: str, width: int, scheme: str = "light", height: int = 900) -> None:
+        """The same of an address."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self.send("Page.navigate", url=page.resolve().as_uri())
-        self.wait("document.readyState === 'complete' && document.documentElement.dataset.drawn")
+        self.send("Page.navigate", url=address)
+        self.wait("document.readyState === 'complete' && document.documentElement?.dataset.drawn")
 
     def value(self, expression: str) -> Any:
         """The value of an expression in the page; a promise is waited for."""

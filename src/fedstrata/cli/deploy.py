@@ -101,19 +101,43 @@ def add_status(commands: Commands) -> None:
     examples = """
         fedstrata status kits/admin
         fedstrata status kits/hospital-a --watch
+        fedstrata status kits/server --serve
+        fedstrata status result --serve 8080
     """
     parser = add_command(
         commands, "status", "how far a deployment's run is: round, accuracy, sites, time left", examples
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the administrator's folder, or a site's for its part")
-    parser.add_argument("--watch", action="store_true", help="look again every two seconds, until Ctrl-C")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="the administrator's or server's folder, a site's for its part, or a run",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--watch", action="store_true", help="look again every two seconds, until the run is over")
+    how.add_argument(
+        "--serve",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="a page with live curves, for this machine alone (default: a free port)",
+    )
+    parser.add_argument("--json", action="store_true", help="as a table for programs; with --watch a line each")
     parser.set_defaults(work=_status)
 
 
 def _status(options: argparse.Namespace) -> int:
-    from fedstrata.deploy.submit import status
+    from contextlib import suppress
 
-    status(options.folder, watch=options.watch)
+    from fedstrata.deploy.live import serve
+    from fedstrata.deploy.status import status
+
+    with suppress(KeyboardInterrupt):  # how one ends looking
+        if options.serve is not None:
+            serve(options.folder, options.serve)
+        else:
+            status(options.folder, watch=options.watch, as_json=options.json)
     return 0
 
 

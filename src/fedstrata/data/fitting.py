@@ -151,15 +151,32 @@ class Unfitted:
         found = self.given is None and self.normalize != "none"
         return found or any(column.impute not in (None, "constant") for _, column in self._columns())
 
-    def statistics(self, groups: Iterable[Ints]) -> Statistics:
+    def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
         """Those of the training samples of each client, added up in order: sites give the same to the last bit.
 
         Args:
             groups: Numbers of each client's training samples; nobody's are looked at where nothing depends on them.
+            least: Fewest values behind a number: a column of which a client has some, but fewer, counts as one of
+                which it has none.
         """
         groups = groups if self.needed else ()
-        return reduce(
-            lambda whole, rows: whole + self._of(self.train[torch.tensor(rows)]), groups, self._of(self.train[:0])
+        each = (self._without_few(self._of(self.train[torch.tensor(rows)]), least) for rows in groups)
+        return reduce(lambda whole, part: whole + part, each, self._of(self.train[:0]))
+
+    def _without_few(self, known: Statistics, least: int) -> Statistics:
+        few = (known.count > 0) & (known.count < least) & (known.count < known.samples)
+        if not few.any():
+            return known
+        nothing, ends = self._of(self.train[:0]), few if len(known.low) else few[:0]
+        hidden = {name for place, (name, _) in enumerate(self._columns()) if few[place]}
+        return Statistics(
+            known.samples,
+            torch.where(few, nothing.count, known.count),
+            torch.where(few, nothing.mean, known.mean),
+            torch.where(few, nothing.squares, known.squares),
+            torch.where(ends, nothing.low, known.low),
+            torch.where(ends, nothing.high, known.high),
+            {name: _NONE if name in hidden else table for name, table in known.counts.items()},
         )
 
     def refuse_unlike(self, other: Statistics) -> None:

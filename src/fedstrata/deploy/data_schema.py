@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -125,11 +126,13 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     if own.unfitted.needed and (left := sum(map(len, rows))) < least:
         problem = f"{left} training samples are left beside what is held out; accepted: {least} or more, for the mean "
         raise UnusableDataError(f"{problem}of one is its value")
-    found = own.unfitted.statistics(rows)
-    if own.unfitted.needed and bool(((found.count > 0) & (found.count < least)).any()):
-        few = "only one training sample has" if least == FEWEST else f"fewer than {least} training samples have"
-        problem = f"of a column {few} a value, which its mean would tell; accepted: no value, or "
-        raise UnusableDataError(f"{problem}{least} and more")
+    found = own.unfitted.statistics(rows, least)
+    if spec.data.schema is not None:
+        every, names = own.unfitted.statistics(rows), spec.data.schema.columns or {}
+        for name, before, after in zip(names, every.count.tolist(), found.count.tolist(), strict=True):
+            if before != after:
+                why = f"too few of those that it trains on have a value ({before:g}; accepted: {least} or more)"
+                LOG.warning("column %r is left out of what is told of this site's samples: %s", name, why)
     return found
 
 
@@ -212,6 +215,8 @@ def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume:
     assert unfitted is not None
     if resume and path.exists():
         engine.statistics = records.decode(path.read_bytes())
+        if (folder / FINGERPRINTS).exists():
+            engine.fingerprints = json.loads((folder / FINGERPRINTS).read_text(encoding="utf-8"))
     else:
         engine.survey(unfitted, tests=prepared.held.own_test is not None)
         folder.mkdir(parents=True, exist_ok=True)

@@ -248,7 +248,8 @@ class Host:
                 self._run.guard.spent.save()
             self._run = None
             self._run, round, lost = _Run.begin(self, body)
-            return Begun(round, lost)
+            own = body.statistics is not None
+            return Begun(round, lost, fingerprint(self.data, self.folder) if own else "")
         if isinstance(body, Survey):
             return self._surveyed(body)
         run = self._running()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tomllib
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.ledger import HEADS, PLACE, Ledger
-from fedstrata.deploy.line import CALLS, Call, CollabLine, insist
-from fedstrata.deploy.members import MEMBERS, members
+from fedstrata.deploy.line import STRUCK, Call, CollabLine, insist
+from fedstrata.deploy.members import struck
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
@@ -31,9 +31,9 @@ from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.turns import beat
 from fedstrata.engines.nvflare.wire import SiteLostError
 from fedstrata.errors import FedstrataError, SpecError
-from fedstrata.jsonl import write_json
+from fedstrata.jsonl import read_jsonl, write_json
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import SPEC
+from fedstrata.run_folder import METRICS, SPEC
 from fedstrata.simulation import run_prepared
 from fedstrata.spec import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
@@ -69,49 +69,54 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     @collab.publish  # type: ignore[untyped-decorator]
     def beat(self, number: int, size: int) -> None:
         """A site lives, and is at this question."""
-        kit = Path(collab.workspace.get_root_dir())
-        # Whoever was struck off the list is heard no more, and so asked no more.
-        struck = (kit / MEMBERS).exists() and collab.caller not in members(kit)
-        if self._line is not None and not struck:
+        if self._progress is not None:
+            self._progress.write()
+        if self._line is not None and not self._line.struck(collab.caller):
             self._line.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
         """A site brings its clients' parts of a sum, and waits for the others."""
-        if self._sums is None:
+        if self._sums is None or self._line is None:
             raise FedstrataError("no run has begun")
+        if self._line.struck(collab.caller):
+            raise FedstrataError(STRUCK)
         return self._sums.add_up(collab.caller, data)
 
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
         """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
-        calls = {site.name: _caller(site) for site in collab.clients}
-        self._line = line = CollabLine(calls, RunAborted, collab.fl_ctx.get_run_abort_signal())
+        ended = _Ended(collab.fl_ctx.get_run_abort_signal())
+        calls = {site.name: _caller(site, ended) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
+        self._line = line = CollabLine(calls, RunAborted, ended, struck=partial(struck, root))
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
-        for table in self.plans:
-            plan = JobSpec.from_table(table)
-            if Path(plan.spec).name != plan.spec:
-                raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
-            text = (specs / plan.spec).read_text(encoding="utf-8")
-            folder = folder_of(plan, text, root, settings)
-            (folder / ERROR).unlink(missing_ok=True)
-            try:
-                with only_from(settings.packages):
-                    self._run(plan, text, folder, line, settings)
-            except (RunAborted, SiteLostError):
-                raise  # The run is not over: it goes on when the job comes again.
-            except Exception as error:
-                folder.mkdir(parents=True, exist_ok=True)
-                write_json(folder / ERROR, described(error))
-                if not isinstance(error, FedstrataError):
-                    raise
-            finally:
-                if plan.sites and folder.is_dir():
-                    # What an administrator fetches is the job's own folder.
-                    without = shutil.ignore_patterns("checkpoint")
-                    shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
+        try:
+            for table in self.plans:
+                plan = JobSpec.from_table(table)
+                if Path(plan.spec).name != plan.spec:
+                    raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
+                text = (specs / plan.spec).read_text(encoding="utf-8")
+                folder = folder_of(plan, text, root, settings)
+                (folder / ERROR).unlink(missing_ok=True)
+                try:
+                    with only_from(settings.packages):
+                        self._run(plan, text, folder, line, settings)
+                except (RunAborted, SiteLostError):
+                    raise  # The run is not over: it goes on when the job comes again.
+                except Exception as error:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_json(folder / ERROR, described(error))
+                    if not isinstance(error, FedstrataError):
+                        raise
+                finally:
+                    if plan.sites and folder.is_dir():
+                        # What an administrator fetches is the job's own folder.
+                        without = shutil.ignore_patterns("checkpoint")
+                        shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
+        finally:
+            ended.over = True
 
     def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, settings: SiteSettings) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
@@ -134,10 +139,25 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             least=plan.least,
             fewer=plan.fewer,
         )
-        self._progress = progress = Progress(spec.training.rounds, homes, engine.standing)
-        if plan.own_data:
-            prepared = surveyed(prepared, engine, folder, resume=resume)
-        run_prepared(prepared, folder, engine, [progress], resume=resume)
+        before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
+        path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
+
+        def standing(site: str) -> tuple[str, str]:
+            revoked = isinstance(line, CollabLine) and line.struck(site)
+            return ("revoked", STRUCK) if revoked else engine.standing(site)
+
+        progress = Progress(spec.training.rounds, homes, standing, before, path, run=folder.name)
+        self._progress = progress
+        try:
+            if plan.own_data:
+                prepared = surveyed(prepared, engine, folder, resume=resume)
+            run_prepared(prepared, folder, engine, [progress], resume=resume)
+        except (RunAborted, SiteLostError):
+            raise  # it goes on when the job comes again
+        except Exception as error:
+            progress.end(f"{type(error).__name__}: {error}")
+            raise
+        progress.end()
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
@@ -145,7 +165,25 @@ def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> P
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
-def _caller(site: Any) -> Call:
+class _Ended:
+    """NVFlare's signal that a job is to end, which its end triggers too.
+
+    NVFlare waits for all calls before it ends a job, also for one to a dead site, which lasts as long as its patience.
+
+    Args:
+        signal: NVFlare's.
+    """
+
+    def __init__(self, signal: Any) -> None:
+        self._signal, self.over = signal, False
+
+    @property
+    def triggered(self) -> bool:
+        return bool(self.over or self._signal.triggered)
+
+
+def _caller(site: Any, ended: _Ended) -> Call:
+    site.backend.abort_signal = ended
     return lambda data, patience: site(timeout=patience).call(data)
 
 
@@ -176,11 +214,11 @@ class Site:
             (run / FLMetaKey.PROCESS_RC_FILE).write_text("0")
         keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
         others = {site.name: site for site in collab.clients}
-        server, pool = collab.server, ThreadPoolExecutor(CALLS, thread_name_prefix="sums")
+        server = collab.server
 
         def send(target: str, data: bytes) -> object:
             if target == "server":
-                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience, pool)
+                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience)
             return others[target](timeout=min(FETCH, settings.patience), secure=settings.secure).call(data)
 
         self._host = Host(

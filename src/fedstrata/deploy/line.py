@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
 from fedstrata.engines.nvflare.turns import AT_WORK
@@ -28,21 +28,36 @@ RATE = 1e6
 LOOK = 0.25
 """Seconds between two looks at a call."""
 
-CALLS = 8
-"""Calls to one site that may wait at the same time: those that nobody waits for any more end by themselves."""
+STRUCK = "it was struck off the server's list of who may connect"
 
 Call = Callable[[bytes, float], object]
 """Carries bytes to one site within so many seconds, and gives back its answer."""
 
 
-def insist(call: Call, data: bytes, patience: float, pool: ThreadPoolExecutor) -> object:
+def begun(call: Call, data: bytes, patience: float) -> Future[object]:
+    """A call under way, in a thread that nobody waits for: one to the dead lasts as long as its patience.
+
+    Those of an executor are waited for when the process ends, so that a run with a dead site would not end.
+    """
+    future = Future[object]()
+
+    def work() -> None:
+        try:
+            future.set_result(call(data, patience))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="call", daemon=True).start()
+    return future
+
+
+def insist(call: Call, data: bytes, patience: float) -> object:
     """What is answered to a question that may be asked again; ever less often, because it may only take long.
 
     Args:
         call: Asks.
         data: The question.
         patience: Seconds.
-        pool: Where calls wait.
 
     Raises:
         SiteLostError: Nothing was answered in time.
@@ -51,7 +66,7 @@ def insist(call: Call, data: bytes, patience: float, pool: ThreadPoolExecutor) -
     end, pause = time.monotonic() + patience, STALL + len(data) / RATE
     calls: set[Future[object]] = set()
     while (left := end - time.monotonic()) > 0:
-        calls.add(pool.submit(call, data, left))
+        calls.add(begun(call, data, left))
         done, calls = wait(calls, timeout=min(pause, left), return_when=FIRST_COMPLETED)
         for each in done:
             return each.result()
@@ -85,7 +100,9 @@ class _Heart:
 class Signal(Protocol):
     """Says that the job is to end."""
 
-    triggered: Any
+    @property
+    def triggered(self) -> Any:
+        """Whether it does."""
 
 
 class CollabLine:
@@ -96,6 +113,7 @@ class CollabLine:
         over: What a call raises when the job is over.
         signal: Says that it is.
         clock: Seconds.
+        struck: Whether a site was struck off the list of who may connect, which can happen at any time.
     """
 
     def __init__(
@@ -104,11 +122,12 @@ class CollabLine:
         over: type[BaseException],
         signal: Signal,
         clock: Callable[[], float] = time.monotonic,
+        struck: Callable[[str], bool] = lambda site: False,
     ) -> None:
         self.sites, self._over, self._signal, self._clock = dict(calls), over, signal, clock
+        self.struck = struck
         self._hearts = {site: _Heart(clock()) for site in self.sites}
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(max(CALLS * len(self.sites), 4), thread_name_prefix="calls")
 
     def hear(self, site: str, number: int, size: int) -> None:
         """A heartbeat came.
@@ -128,7 +147,7 @@ class CollabLine:
         """Whether a site was heard of lately; otherwise asking it is in vain."""
         if self._signal.triggered:
             raise self._over("the job is over")
-        return site in self.sites and self._silence(site) <= SILENCE
+        return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         """What the site answers, however often it must be asked for that.
@@ -137,17 +156,19 @@ class CollabLine:
         work has ``patience`` seconds. Neither a question nor an answer that got lost costs more than ``STALL``.
 
         Raises:
-            SiteLostError: It is dead, or late.
+            SiteLostError: It is dead, late, or struck off the list: an answer that is under way then counts no more.
         """
         if site not in self.sites:
             raise SiteLostError("it has not joined")
         heart = self._hearts[site]
+        self._refuse_struck(site)
         self._refuse_silent(site, 0)
         begun = sent = self._clock()
         calls = {self._call(site, data, patience)}
         pause = STALL
         while True:
             done, calls = wait(calls, timeout=LOOK, return_when=FIRST_COMPLETED)
+            self._refuse_struck(site)
             for call in done:
                 try:
                     return call.result()
@@ -172,16 +193,16 @@ class CollabLine:
                 sent = now
                 calls.add(self._call(site, data, patience))
 
-    def close(self) -> None:
-        """Wait for nobody."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _call(self, site: str, data: bytes, patience: float) -> Future[object]:
-        return self._pool.submit(self.sites[site], data, patience)
+        return begun(self.sites[site], data, patience)
 
     def _silence(self, site: str) -> float:
         with self._lock:
             return self._clock() - self._hearts[site].heard
+
+    def _refuse_struck(self, site: str) -> None:
+        if self.struck(site):
+            raise SiteLostError(STRUCK)
 
     def _refuse_silent(self, site: str, size: int) -> None:
         # Heartbeats wait behind what is on the same line.

@@ -24,6 +24,11 @@ def members(kit: Path) -> list[str]:
     return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["sites"]]
 
 
+def struck(kit: Path, name: str) -> bool:
+    """Whether the server of this folder has a list, and somebody is not on it; read anew each time."""
+    return (kit / MEMBERS).exists() and name not in members(kit)
+
+
 def write_members(kit: Path, names: Iterable[str]) -> None:
     """Write the list."""
     write_json(kit / MEMBERS, {"sites": sorted(set(names))})
@@ -33,8 +38,9 @@ def write_members(kit: Path, names: Iterable[str]) -> None:
 def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
     """Strike a site off the list, or put it on again; who is on it then.
 
-    The server need not be started again: a new connection is refused at once, and one that is there within a heartbeat
-    of NVFlare's. The site's certificate stays valid, for nothing.
+    Neither the server nor the run need be started again. A new connection is refused at once, and one that is there
+    within a heartbeat of NVFlare's; a run asks the site nothing more, and an answer that is under way counts no more.
+    The site's certificate stays valid, for nothing.
 
     Args:
         kit: The server's folder.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import math
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,45 @@ FEDSTRATA = "fedstrata"
 STEP = 2.0
 """Seconds between two looks that are written down."""
 
+CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
+"""What is shown over the rounds, and its name there."""
+
+POINTS = 300
+"""A curve has so many at most, or a few more: it is asked for every two seconds."""
+
+
+class Curves:
+    """What rounds came to, one after the other."""
+
+    def __init__(self) -> None:
+        self._rounds: list[tuple[int, Mapping[str, Any]]] = []
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A round is over; after a crash it may be one that was over before."""
+        while self._rounds and self._rounds[-1][0] >= record["round"]:
+            self._rounds.pop()
+        kept = {name: record[key] for key, name in CURVES.items() if record.get(key) is not None}
+        self._rounds.append((int(record["round"]), kept))
+
+    def table(self) -> dict[str, list[list[float]]]:
+        """Rounds and values of each curve, thinned.
+
+        >>> curves = Curves()
+        >>> for round in (1, 2, 3, 2):
+        ...     curves.add({"round": round, "loss": 1 / round})
+        >>> curves.table()
+        {'loss': [[1, 2], [1.0, 0.5]]}
+        """
+        found = {}
+        rounds = list(self._rounds)  # another thread may add to it
+        for name in CURVES.values():
+            points = [(round, kept[name]) for round, kept in rounds if name in kept]
+            if points:
+                thin = points[:: math.ceil(len(points) / POINTS)]
+                thin += points[-1:] if thin[-1] != points[-1] else []
+                found[name] = [list(each) for each in zip(*thin, strict=True)]
+        return found
+
 
 class Progress:
     """What the server of a run says.
@@ -27,38 +68,90 @@ class Progress:
         rounds: How many there will be.
         sites: Who is to take part.
         standing: The state of each site, and why.
+        before: Records of the rounds that were over when the run went on.
+        path: Where it is written down; nowhere unless given.
+        run: What its folder is called.
     """
 
-    def __init__(self, rounds: int, sites: Iterable[str], standing: Callable[[str], tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        rounds: int,
+        sites: Iterable[str],
+        standing: Callable[[str], tuple[str, str]],
+        before: Iterable[Mapping[str, Any]] = (),
+        path: Path | None = None,
+        run: str = "",
+    ) -> None:
         self._rounds, self._sites, self._standing = rounds, sorted(set(sites)), standing
         self._begun, self._first = time.time(), 0
         self._last: Mapping[str, Any] = {}
+        self._measured: dict[str, Any] = {}
         self._bytes = {"bytes_up": 0, "bytes_down": 0}
+        self._curves = Curves()
+        for record in before:
+            self._add(record)
+        self._path, self._written, self._writing = path, 0.0, threading.Lock()
+        self._over, self._run = "", run
+        self._known: dict[str, list[str]] = {}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """A round is over; a callback of a run."""
         self._first = self._first or int(record["round"])
+        self._add(record)
+
+    def _add(self, record: Mapping[str, Any]) -> None:
         self._last = dict(record)
+        keys = ("accuracy", "loss", "train_loss")  # a round without an evaluation leaves what the last one said
+        self._measured |= {key: record[key] for key in keys if record.get(key) is not None}
+        self._curves.add(record)
         for key in self._bytes:
             self._bytes[key] += int(record.get(key) or 0)
 
     def table(self) -> dict[str, Any]:
         """As JSON holds it."""
         round = int(self._last.get("round", 0))
-        here = round - self._first + 1 if round else 0
+        here = round - self._first + 1 if self._first else 0
         seconds = time.time() - self._begun
-        shown = {key: self._last.get(key) for key in ("accuracy", "loss", "train_loss") if key in self._last}
         counts = {key: self._last.get(f"clients_{key}") for key in ("returned", "dropped", "late", "failed")}
+        if not self._over:
+            self._known = self._standings()
         return {
             "round": round,
             "rounds": self._rounds,
-            **{key: value for key, value in shown.items() if value is not None},
+            **self._measured,
             **{key: value for key, value in counts.items() if value is not None},
             **self._bytes,
             "seconds": seconds,
-            "seconds_left": seconds / here * (self._rounds - round) if here else None,
-            "sites": {site: list(self._standing(site)) for site in self._sites},
+            "seconds_left": seconds / here * (self._rounds - round) if here and not self._over else None,
+            "sites": self._known,
+            "curves": self._curves.table(),
+            "run": self._run,
+            "over": self._over,
         }
+
+    def _standings(self) -> dict[str, list[str]]:
+        return {site: list(self._standing(site)) for site in self._sites}
+
+    def end(self, how: str = "complete") -> None:
+        """The run is over: nobody's standing changes any more.
+
+        Args:
+            how: What became of it.
+        """
+        with suppress(Exception):  # whoever is asked for it may be gone already
+            self._known = self._standings()
+        self._over, self._written = how, 0.0
+        self.write()
+
+    def write(self) -> None:
+        """Write it down, unless that was just done or is being done."""
+        if self._path is None or time.monotonic() - self._written < STEP or not self._writing.acquire(blocking=False):
+            return
+        try:
+            self._written = time.monotonic()
+            _write(self._path, self.table())
+        finally:
+            self._writing.release()
 
 
 class SiteProgress:
@@ -86,17 +179,21 @@ class SiteProgress:
         """Write it down, unless that was just done."""
         if time.monotonic() - self._written >= STEP:
             self._written = time.monotonic()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self._path, self.table | {"at": time.time()})
+            _write(self._path, self.table)
+
+
+def _write(path: Path, table: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {**table, "at": time.time()})
 
 
 def headline(table: Mapping[str, Any]) -> str:
     """A run in a line: clients by what became of them in the last round, bytes so far, and the time that is left.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
-    ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 95.0,
+    ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,
     ...           "sites": {"a": ["in", ""], "b": ["gone", ""]}})
-    'round 3 of 10, accuracy 0.812, loss 0.5; 2 returned, 1 failed; 1 of 2 sites in; 2.5 MB up, 0.8 kB down; 1 min 35 s'
+    'round 3 of 10, accuracy 0.812, loss 0.5; 2 returned, 1 failed; 1 of 2 sites in; 2.5 MB up, 0.8 kB down; 35 s left'
     """
     parts = [f"round {table['round']} of {table['rounds']}"]
     parts += [f"{key} {table[key]:.3g}" for key in ("accuracy", "loss", "train_loss") if table.get(key) is not None]
@@ -105,23 +202,31 @@ def headline(table: Mapping[str, Any]) -> str:
     lines = [", ".join(parts)]
     if counts:
         lines.append(", ".join(counts))
-    lines.append(f"{sum(state == 'in' for state, _ in sites)} of {len(sites)} sites in")
+    if sites:
+        lines.append(f"{sum(state == 'in' for state, _ in sites)} of {len(sites)} sites in")
     lines.append(f"{_amount(table['bytes_up'])} up, {_amount(table['bytes_down'])} down")
     if table.get("seconds_left") is not None:
-        lines.append(f"{_duration(table['seconds_left'])}")
+        lines.append(f"{_duration(table['seconds_left'])} left")
     return "; ".join(lines)
 
 
-def shown(table: Mapping[str, Any]) -> list[str]:
-    """A run as lines: how far it is, and a line a site.
+def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
+    """A run, or a site's own part, as lines: how far it is, and a line a site.
 
     Args:
-        table: What its server says.
+        table: What its server, or the site, says.
+        now: When, of what was written down.
     """
+    if "sites" not in table:
+        return shown_site(table, time.time() if now is None else now)
     names = table["sites"]
     width = max(map(len, names), default=0)
     rows = [f"  {name:{width}}  {state:<10}  {why}".rstrip() for name, (state, why) in names.items()]
-    return [headline(table), *rows]
+    age = ((time.time() if now is None else now) - table["at"]) if "at" in table else 0.0
+    first = f"the run is over: {table['over']}; " if table.get("over") else ""
+    if not first and age >= 5 * STEP:
+        first = f"last heard of {_duration(age)} ago; "
+    return [first + headline(table), *rows]
 
 
 def shown_site(table: Mapping[str, Any], now: float) -> list[str]:
@@ -136,15 +241,6 @@ def shown_site(table: Mapping[str, Any], now: float) -> list[str]:
     if table["refused"]:
         lines.append(f"  refused: {table['refused']}")
     return lines
-
-
-def own_status(kit: Path) -> Sequence[str] | None:
-    """What a party's folder says of its own part; None where nothing has run there."""
-    path = kit / STATUS
-    if not path.exists():
-        return None
-    table = json.loads(path.read_text(encoding="utf-8"))
-    return shown(table) if "sites" in table else shown_site(table, time.time())
 
 
 def _amount(count: float) -> str:

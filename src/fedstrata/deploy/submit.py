@@ -17,7 +17,7 @@ from typing import Any
 
 from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.manifest import sign
-from fedstrata.deploy.progress import FEDSTRATA, headline, own_status, shown
+from fedstrata.deploy.progress import FEDSTRATA, headline
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.settings import USER
 from fedstrata.deploy.simulator import require_nvflare
@@ -66,7 +66,7 @@ def submit(
         raise SpecError("ADMIN", "no administrator's folder: it has no job", str(admin))
     if out.exists():
         raise SpecError("--out", "exists already", str(out))
-    watch = _Watch(admin, lost, tell)
+    watch = Watch(admin, lost, tell)
     try:
         watch.wait_for_sites(sites, wait)
         while not (watch.finished() and watch.fetch(out)):
@@ -76,41 +76,7 @@ def submit(
         watch.close()
 
 
-def status(folder: Path, *, watch: bool = False, tell: Tell = print) -> None:
-    """Say how far the run is, or a party's own part of it.
-
-    Args:
-        folder: The administrator's, who asks the server; or that of a site, which has written its part down.
-        watch: Whether to go on until the job is over.
-        tell: Is told in lines.
-
-    Raises:
-        SpecError: It is no such folder.
-        FedstrataError: The server cannot be reached.
-    """
-    if not (folder / JOB / "meta.json").is_file():
-        if not (folder / "startup").is_dir():
-            raise SpecError("FOLDER", "no party's folder: it has no startup", str(folder))
-        while True:
-            tell("\n".join(own_status(folder) or ["nothing has run here yet"]))
-            if not watch:
-                return
-            time.sleep(POLL)
-    require_nvflare()
-    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
-    asking = _Watch(folder, 60.0, tell)
-    try:
-        while True:
-            table = asking.progress()
-            tell("\n".join(shown(table)) if table else "no run is at work")
-            if not watch:
-                return
-            time.sleep(POLL)
-    finally:
-        asking.close()
-
-
-class _Watch:
+class Watch:
     """An administrator's connection that survives the server's absence."""
 
     def __init__(self, admin: Path, lost: float, tell: Tell) -> None:
@@ -183,6 +149,20 @@ class _Watch:
                 return table
         return None
 
+    def ended(self) -> str:
+        """What became of the job when it was brought last; empty where it is at work, or was never brought."""
+        listed = self._do(lambda session: session.list_jobs()) or []
+        name = self._name()
+        same = [job for job in listed if job["job_name"] == name]
+        last = max(same, key=lambda job: str(job.get("submit_time") or ""), default=None)
+        if last is None or not str(last["status"]).startswith("FINISHED"):
+            return ""
+        self._job = str(last["job_id"])
+        return str(last["status"])
+
+    def _name(self) -> str:
+        return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
+
     def _tell_progress(self) -> dict[str, str]:
         """Rounds as they come, and sites whose part has changed; the state of each, where that is known."""
         table = self.progress()
@@ -206,7 +186,7 @@ class _Watch:
 
         So it is when the server went away after it had taken the job, and before it had said so.
         """
-        name = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"]
+        name = self._name()
         for job in session.list_jobs():
             number, status = str(job["job_id"]), str(job["status"])
             if job["job_name"] == name and number not in self._given_up and not status.startswith("FINISHED"):
@@ -271,6 +251,7 @@ class _Watch:
         return True
 
     def close(self) -> None:
+        """End the session."""
         if self._session is not None:
             with redirect_stdout(io.StringIO()):
                 self._session.close()

@@ -20,6 +20,7 @@ from fedstrata.report.runs import Run, by_data, histories, load_runs
 from fedstrata.report.summary import summary_lines
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from markupsafe import Markup
 
 EVENTS = 10
@@ -29,7 +30,7 @@ NAMED = 12
 PICTURES = 1_000_000
 """Bytes of all pictures of partitions together, at most."""
 PNG = b"\x89PNG\r\n\x1a\n"
-SCRIPTS, STYLES = ("uPlot.iife.min.js", "report.js"), ("uPlot.min.css", "report.css")
+SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css", "report.css")
 
 
 def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
@@ -81,10 +82,9 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
     return rows
 
 
-def render(runs: Mapping[str, Sequence[Run]]) -> str:
-    """The page about the runs of each label, as text."""
+def template(name: str) -> Template:
+    """One of the package's pages, in which what is not marked as markup is text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
-    from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("fedstrata.report"),
@@ -93,16 +93,32 @@ def render(runs: Mapping[str, Sequence[Run]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    several = by_data(runs)
-    scripts = [_asset(name) for name in SCRIPTS]
+    return environment.get_template(name)
+
+
+def assets(names: Sequence[str]) -> dict[str, Any]:
+    """A page's styles and scripts, and the hashes by which a browser knows them.
+
+    Args:
+        names: Of the scripts, uPlot first.
+    """
+    from markupsafe import Markup
+
+    scripts = [_asset(name) for name in names]
     # The licence of a library goes where the library goes.
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
-    return environment.get_template("report.html.j2").render(
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    # Nothing but these scripts may run, whatever a name in a spec says.
+    trusted = " ".join(f"'sha256-{each}'" for each in hashes)
+    return {"styles": [_asset(name) for name in STYLES], "scripts": scripts, "trusted": trusted}
+
+
+def render(runs: Mapping[str, Sequence[Run]]) -> str:
+    """The page about the runs of each label, as text."""
+    several = by_data(runs)
+    return template("report.html.j2").render(
         title=_title(runs, list(several)),
-        styles=[_asset(name) for name in STYLES],
-        scripts=scripts,
-        # Nothing but these scripts may run, whatever a name in a spec says.
-        trusted=" ".join(f"'sha256-{base64.b64encode(hashlib.sha256(s.encode()).digest()).decode()}'" for s in scripts),
+        **assets(SCRIPTS),
         data=_embedded([chart_data(members) for members in several.values()]),
         comparisons=[_comparison(data, members) for data, members in several.items()],
         fates=FATE_NAMES,

@@ -813,7 +813,7 @@ def test_parquet_is_read_as_csv_is_and_a_server_may_have_a_table_of_test_samples
 
 
 def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -> None:
-    """Though a site's file has other rows by then."""
+    """A site whose file has other rows by then is left out: statistics and states are those of the old ones."""
     build, files, cells = tables
     short = build({"metrics": ["accuracy"], "checkpoint_every": 1}, training={"rounds": 1})
     full = build({"metrics": ["accuracy"], "checkpoint_every": 1}, training={"rounds": 2})
@@ -823,9 +823,13 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
     made = _owning(prepare_server(full, None, 3), files, tmp_path)
     asked: list[object] = []
     made.hook = lambda site, body, deliver: (asked.append(body), deliver())[1]
-    made.run(tmp_path / "out", resume=True)
+    history = made.run(tmp_path / "out", resume=True)
     assert not any(isinstance(body, Survey) for body in asked)
     assert records.encode(made.engine.statistics) == before
+    reasons = [event["reason"] for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "absent"]
+    assert len(reasons) == 1
+    assert "site west takes no part: its data are not those with which the run began" in reasons[0]
+    assert [record["clients_returned"] for record in history] == [3, 2]
 
 
 @pytest.mark.parametrize(

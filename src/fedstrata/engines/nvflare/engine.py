@@ -225,16 +225,25 @@ class NVFlareEngine(Engine):
     def restore(self, round: int) -> None:
         """Let every site make its clients ready, with their states after ``round``; 0 to start anew.
 
-        A site that cannot is left out of this run, and a note says why.
+        A site that cannot is left out of this run, and a note says why; also one whose data are not those with which
+        the run began.
 
         Raises:
             SiteLostError: No site can be reached.
             FedstrataError: No site can begin, or too few can.
         """
+
+        def check(site: str, outcome: Begun) -> None:
+            if outcome.fingerprint != self.fingerprints.get(site, outcome.fingerprint):
+                problem = "its data are not those with which the run began, or its folder lost the key of fingerprints"
+                raise FedstrataError(
+                    f"{problem}; accepted: the file as it was then, or a new run, by its seed for example"
+                )
+
         common = self._run, self._spec, self.statistics
         there = [site for site in self._sites if site not in self._absent]
         bodies = {site: Begin(*common, self._clients_of(site), self.config.clients, round) for site in there}
-        for site, outcome in self._begin(bodies, Begun).items():
+        for site, outcome in self._begin(bodies, Begun, check).items():
             clients = self._clients_of(site)
             if outcome.round != round:
                 reason = f"site {site} has its clients' states of round {outcome.round}, not {round}"

@@ -80,10 +80,12 @@ class Begun(Message):
     Args:
         round: The round of its clients' states: the one asked for, or an earlier one if the site lost that.
         lost: Those of its clients that did not live at this site then, so that their states are not there.
+        fingerprint: Of the file that the site has now, where it brings its own; see ``Surveyed``.
     """
 
     round: int
     lost: list[int]
+    fingerprint: str = ""
 
 
 @record

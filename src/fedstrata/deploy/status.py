@@ -1,0 +1,206 @@
+"""How far a run is, wherever one looks: at the administrator's, the server's or a site's folder, or at a run folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedstrata.deploy.configuration import ERROR, raised
+from fedstrata.deploy.progress import STATUS, Progress, shown
+from fedstrata.deploy.provision import JOB
+from fedstrata.deploy.simulator import require_nvflare
+from fedstrata.deploy.submit import POLL, Tell, Watch
+from fedstrata.errors import DataError, FedstrataError, SpecError
+from fedstrata.jsonl import read_jsonl
+from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, spec_of
+
+NOTHING = "no run is at work"
+
+
+class Source(Protocol):
+    """Where one looks."""
+
+    def table(self) -> dict[str, Any] | None:
+        """How far the run is, or a site's own part of it; None where there is none."""
+
+    def result(self) -> Path | None:
+        """The run folder, once the run is over."""
+
+    def close(self) -> None:
+        """Look no more."""
+
+
+def source_of(folder: Path, tell: Tell = print) -> Source:
+    """What a folder tells.
+
+    Args:
+        folder: The administrator's, who asks the server; that of the server or of a site, which write their part down;
+            or a run folder.
+        tell: Is told in a line what happens.
+
+    Raises:
+        SpecError: It is no such folder.
+        ExtraMissingError: NVFlare is not installed, which an administrator needs.
+    """
+    if (folder / JOB / "meta.json").is_file():
+        require_nvflare()
+        # It says in many lines what is said in one: that the server is away.
+        logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+        return _Asked(folder, tell)
+    if (folder / "startup").is_dir():
+        return _Written(folder)
+    if (folder / SPEC).is_file() and (folder / METRICS).is_file():
+        return _Folder(folder)
+    raise SpecError("FOLDER", "no party's folder: it has no startup; and no run folder", str(folder))
+
+
+def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
+    """Say how far the run is, or a party's own part of it.
+
+    Args:
+        folder: See ``source_of``.
+        watch: Whether to go on until the run is over; in a terminal in one place, elsewhere in lines.
+        as_json: As a table for programs.
+
+    Raises:
+        SpecError: It is no such folder.
+        FedstrataError: The server cannot be reached.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    source = source_of(folder, lambda text: print(text, file=sys.stderr))
+    try:
+        if not watch or as_json or not console.is_terminal:
+            while True:
+                table = source.table()
+                print(json.dumps(table) if as_json else "\n".join(lines(table)), flush=True)
+                if not watch or (table or {}).get("over"):
+                    return
+                time.sleep(POLL)
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                table = source.table()
+                live.update(picture(table), refresh=True)
+                if (table or {}).get("over"):
+                    return
+                time.sleep(POLL)
+    finally:
+        source.close()
+
+
+def lines(table: dict[str, Any] | None) -> list[str]:
+    """What is shown of a table."""
+    return shown(table) if table else [NOTHING]
+
+
+def picture(table: dict[str, Any] | None) -> Any:
+    """The same for a terminal, as wide as that is: a site that does not take part stands out."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    if not table or "sites" not in table:
+        return Text("\n".join(lines(table)))
+    rows = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    colours = {"in": "green", "late": "yellow"}
+    for site, (state, why) in table["sites"].items():
+        rows.add_row(Text(f"  {site}"), Text(state, style=colours.get(state, "red")), Text(why))
+    head = Text("\n".join(shown(table)[0].split("; ")))
+    return Group(head, rows)
+
+
+def of_run(folder: Path) -> dict[str, Any]:
+    """How far the run of a run folder is.
+
+    Raises:
+        DataError: Its files are damaged.
+    """
+    spec = spec_of(folder, "FOLDER")
+    progress = Progress(spec.training.rounds, [], lambda site: ("", ""), read_jsonl(folder / METRICS))
+    if (folder / WEIGHTS).exists():
+        progress.end()
+    elif (folder / ERROR).exists():
+        progress.end(str(raised(folder / ERROR)))
+    return progress.table() | {"seconds": None}
+
+
+class _Folder:
+    """A run folder, of a run here or of one that was fetched."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def table(self) -> dict[str, Any]:
+        return of_run(self._folder)
+
+    def result(self) -> Path | None:
+        return self._folder if self.table()["over"] else None
+
+    def close(self) -> None:
+        pass
+
+
+class _Written:
+    """The folder of the server or of a site: what its processes wrote there."""
+
+    def __init__(self, kit: Path) -> None:
+        self._kit = kit
+
+    def table(self) -> dict[str, Any] | None:
+        path = self._kit / STATUS
+        if not path.exists():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def result(self) -> Path | None:
+        table = self.table() or {}
+        return self._kit / STATUS.parent / Path(table["run"]).name if table.get("over") and table.get("run") else None
+
+    def close(self) -> None:
+        pass
+
+
+class _Asked:
+    """The administrator's folder: the server is asked, and when the run is over its folder is fetched."""
+
+    def __init__(self, kit: Path, tell: Tell) -> None:
+        self._watch = Watch(kit, 60.0, tell)
+        self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
+        self._last: dict[str, Any] = {}
+        self._fetched: Path | None = None
+
+    def table(self) -> dict[str, Any] | None:
+        if (table := self._watch.progress()) is not None:
+            self._last, self._fetched = table, None
+            return table
+        if not (ended := self._watch.ended()):
+            return None
+        if self._fetched is None and ended == "FINISHED:COMPLETED":
+            out = Path(self._place.name) / "result"
+            try:
+                self._fetched = out if self._watch.fetch(out) else None
+            except (FedstrataError, DataError) as error:
+                ended = str(error)
+        if self._fetched is not None:
+            self._last = of_run(self._fetched) | {"sites": self._last.get("sites", {})}
+            return self._last
+        return (
+            {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0}
+            | self._last
+            | {"over": ended, "seconds_left": None}
+        )
+
+    def result(self) -> Path | None:
+        return self._fetched
+
+    def close(self) -> None:
+        self._watch.close()
+        self._place.cleanup()

@@ -1,0 +1,58 @@
+// What all pages share: elements, colours, numbers and axes. A name is text: it is set as text, never as markup.
+"use strict";
+const HEIGHT = 270; // of a chart
+
+function make(tag, attributes = {}, ...children) {
+  const svg = ["svg", "path", "text", "rect", "title"].includes(tag);
+  const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value != null) made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+// A colour of the style sheet as a canvas takes it.
+const probe = document.body.appendChild(make("i", {hidden: true}));
+function colour(name) {
+  probe.style.color = `var(--${name})`;
+  return getComputedStyle(probe).color;
+}
+
+function text(value) {
+  if (value == null || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e6) return (value / 1e6).toLocaleString("en", {maximumFractionDigits: 1}) + " M";
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size && size < 0.001) return value.toExponential(0);
+  return String(Number(value.toPrecision(size >= 100 ? 4 : 3)));
+}
+
+// Axes
+
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+    for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
+  const inside = found.filter(tick => tick >= low * 0.999 && tick <= high * 1.001);
+  return inside.length > 9 ? inside.filter(tick => Math.abs(Math.log10(tick) % 1) < 1e-6) : inside;
+}
+
+function axes(name, log, whole) {
+  const look = {stroke: colour("ink"), font: "12px system-ui, sans-serif", grid: {stroke: colour("line"), width: 1}};
+  look.ticks = {stroke: colour("line"), width: 1, size: 5};
+  const across = {...look, label: name, labelFont: look.font, labelSize: 20, size: 34, space: 55,
+    values: (_, ticks) => ticks.map(text)};
+  if (log) across.splits = (_u, _a, low, high) => logTicks(low, high);
+  if (log) across.filter = (_, ticks) => ticks;
+  if (whole) across.incrs = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000];
+  return [across, {...look, size: 52, values: (_, ticks) => ticks.map(text)}];
+}
+
+function padded(low, high, log) {
+  if (low == null || !Number.isFinite(low)) return log ? [1, 10] : [0, 1];
+  if (log) return low === high ? [low / 2, high * 2] : [low * (low / high) ** 0.03, high * (high / low) ** 0.03];
+  const space = (high - low) * 0.04 || Math.abs(high) * 0.1 || 1;
+  return [low - space, high + space];
+}

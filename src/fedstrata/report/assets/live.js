@@ -1,0 +1,103 @@
+// A run while it goes on: its status is asked for every two seconds, and what changed is shown.
+"use strict";
+(() => {
+const EVERY = 2000, STALE = 10;
+const NAMES = {accuracy: "accuracy", loss: "loss", train_loss: "training loss", returned: "clients that returned"};
+const find = id => document.getElementById(id);
+const charts = new Map();
+let last = null, missed = 0;
+
+const duration = seconds => {
+  if (seconds == null) return null;
+  const all = Math.round(seconds), hours = Math.floor(all / 3600), minutes = Math.floor(all / 60) % 60;
+  return hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${all % 60} s` : `${all} s`;
+};
+const amount = count => {
+  if (count == null) return null;
+  for (const [unit, size] of [["GB", 1e9], ["MB", 1e6]]) if (count >= size) return `${(count / size).toFixed(1)} ${unit}`;
+  return `${(count / 1e3).toFixed(1)} kB`;
+};
+
+function show(status) {
+  last = status;
+  const site = status != null && status.sites == null; // a site knows its own part alone
+  const age = status?.at == null ? 0 : status.now - status.at;
+  find("title").textContent = status == null ? "No run is at work" : site ? "This site's part"
+    : `Round ${status.round} of ${status.rounds}`;
+  document.title = `${find("title").textContent} – fedstrata`;
+  find("state").textContent = status == null ? "" : status.over ? `over: ${status.over}`
+    : age > STALE ? `last heard of ${duration(age)} ago`
+    : site ? (status.working ? "works" : "waits for the next question") : "running";
+  find("report").hidden = !status?.report;
+  find("done").hidden = status == null || site;
+  find("done").value = status?.rounds ? status.round / status.rounds : 0;
+  sites(Object.entries(status?.sites ?? {}));
+  const facts = status == null ? [] : site
+    ? [["questions", text(status.questions)], ["bytes in", amount(status.bytes_in)],
+      ["bytes out", amount(status.bytes_out)], ["refused", status.refused || null]]
+    : [["accuracy", status.accuracy == null ? null : text(status.accuracy)],
+      ["loss", status.loss == null ? null : text(status.loss)],
+      ["training loss", status.train_loss == null ? null : text(status.train_loss)],
+      ["clients of the last round", ["returned", "dropped", "late", "failed"].filter(key => status[key])
+        .map(key => `${status[key]} ${key}`).join(", ") || null],
+      ["sent up", amount(status.bytes_up)], ["sent down", amount(status.bytes_down)],
+      ["time", duration(status.seconds)], ["time left", duration(status.seconds_left)]];
+  find("facts").replaceChildren(...facts.filter(([, value]) => value != null)
+    .flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+  for (const [name, [rounds, values]] of Object.entries(status?.curves ?? {})) draw(name, rounds, values);
+}
+
+function sites(rows) {
+  find("sites-head").hidden = !rows.length;
+  find("sites").replaceChildren(...rows.map(([name, [state, why]]) => make("tr", {},
+    make("th", {scope: "row"}, name),
+    make("td", {}, make("i", {class: `dot ${state === "in" ? "fate0" : state === "late" ? "fate1" : "fate3"}`}), state),
+    make("td", {class: "long"}, why))));
+}
+
+function draw(name, rounds, values) {
+  if (!charts.has(name)) {
+    const plot = make("div", {class: "plot", role: "img", "aria-label": `${NAMES[name] ?? name} over rounds`});
+    find("charts").append(make("figure", {class: "chart"}, make("div", {class: "chart-head"}, NAMES[name] ?? name), plot));
+    charts.set(name, {plot, whole: name === "returned"});
+  }
+  const chart = charts.get(name);
+  chart.data = [rounds, values];
+  if (chart.u) chart.u.setData(chart.data);
+  else paint(chart);
+}
+
+function paint(chart) {
+  chart.u?.destroy();
+  const [across, up] = axes("round", false, true);
+  if (chart.whole) up.incrs = across.incrs;
+  chart.u = new uPlot({
+    width: Math.max(chart.plot.clientWidth, 200), height: HEIGHT, legend: {show: false}, cursor: {show: false},
+    scales: {x: {time: false, range: (_, low, high) => padded(low, high, false)},
+      y: {range: (_, low, high) => padded(chart.whole ? 0 : low, high, false)}},
+    axes: [across, up],
+    series: [{}, {stroke: colour("heat"), width: 1.75, points: {show: chart.data[0].length <= 25, size: 5}}],
+  }, chart.data, chart.plot);
+}
+
+async function look() {
+  try {
+    const answer = await fetch("status.json", {cache: "no-store"});
+    if (!answer.ok) throw new Error(answer.statusText);
+    show(await answer.json());
+    missed = 0;
+  } catch {
+    missed++; // who serves this page was ended
+    if (missed > 1) find("state").textContent = "nothing is heard of the command that serves this page";
+  }
+  document.documentElement.dataset.drawn = "yes";
+  setTimeout(look, EVERY);
+}
+
+function repaint() {
+  for (const chart of charts.values()) paint(chart);
+}
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
+addEventListener("resize", repaint);
+look();
+})();
