@@ -12,6 +12,9 @@ from fedstrata.papers.tables import tables
 def test_what_there_is_and_what_it_lacks(capsys):
     assert main(["reproduce", "rebafl/lost", "--list"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("| `rebafl/lost` | 4 | 0 |")
+    assert main(["reproduce", "rebafl/lost", "--list", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["table"], row["cells"], row["done"]) == ("rebafl/lost", 4, 0)
 
 
 def test_a_table_that_is_not_there(capsys):
@@ -25,8 +28,10 @@ def test_a_table_at_small_scale_and_once_more(capsys):
     assert capsys.readouterr().out.count("seed-0: ") == 8
     assert len(json.loads(Path("here/cells/fedssar/emnist.json").read_text())) == 8
     assert "At small scale" in Path("here/claims.md").read_text()
-    assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here"]) == 0
-    assert "seed-0: " not in capsys.readouterr().out
+    assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here", "--json"]) == 0
+    told = capsys.readouterr()
+    assert "seed-0: " not in told.out + told.err
+    assert "claims.md" in json.loads(told.out)["written"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -144,6 +145,20 @@ def test_every_help_has_examples_that_can_be_parsed():
         assert any(call[0] == name for call in calls), name
         for call in calls:
             whole.parse_args([word.strip("'") for word in call])
+
+
+def test_every_command_has_json_but_the_one_that_prints_a_script():
+    def ends(name, command):
+        inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
+        return [end for each in inner for part in each.choices.items() for end in ends(*part)] or [(name, command)]
+
+    assert {name for name, end in ends("", parser()) if "--json" not in end.format_help()} == {"completion"}
+
+
+def test_keys_as_json(capsys):
+    assert main(["keys", "--out", "keys", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert Path(told["file"]).is_file()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import ssl
@@ -106,6 +107,8 @@ def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys:
     key_before = key.read_bytes()
     assert main(["renew", str(fed / "authority"), str(path), "--days", "700"]) == 0
     assert "valid until" in capsys.readouterr().out
+    assert main(["renew", str(fed / "authority"), str(path), "--days", "700", "--json"]) == 0
+    assert list(json.loads(capsys.readouterr().out)) == [str(path)]
     after = read(path)
     assert list(faults(fed / "server", at(600))) == []
     assert (after.subject, list(after.extensions)) == (before.subject, list(before.extensions))
@@ -213,6 +216,10 @@ def test_a_server_that_is_not_there(fed: Path, capsys: pytest.CaptureFixture[str
     assert main(["check", str(fed / "a")]) == 1
     assert "cannot be reached: Connection refused; is it started" in capsys.readouterr().out
     assert main(["check", str(fed)]) == 1
+    capsys.readouterr()
+    assert main(["check", str(fed / "a"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert any(each["state"] == "problem" and "cannot be reached" in each["text"] for each in found)
 
 
 def test_who_is_struck_off_the_list_may_not_connect(
@@ -233,6 +240,10 @@ def test_who_is_struck_off_the_list_may_not_connect(
     assert refused() == ["c"]
     assert main(["revoke", str(fed / "server"), "a"]) == 0
     assert "who may connect: b" in capsys.readouterr().out
+    assert main(["revoke", str(fed / "server"), "a", "--undo", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"members": ["a", "b"]}
+    assert main(["revoke", str(fed / "server"), "a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"members": ["b"]}
     assert [refused(), refused()] == [["a", "c"]] * 2
     assert caplog.text.count("a is not on the list of who may connect") == 1
     with pytest.raises(SpecError, match="not on the list; on it are b"):

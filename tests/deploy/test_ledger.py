@@ -254,6 +254,10 @@ def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pyte
     assert table[1].split(",")[2:6] == ["first", "0", "SizeReport", "round"]
     assert main(["ledger", str(tmp_path), "--verify"]) == 0
     assert capsys.readouterr().out == "whole: 9 entries\n"
+    assert main(["ledger", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["whole"], told["entries"]) == (True, 9)
+    assert {row["run"] for row in told["questions"]} == {"first", "other"}
 
 
 def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path: Path) -> None:

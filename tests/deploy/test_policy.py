@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,16 @@ def test_a_job_within_the_rules_begins(tmp_path: Path, policy: dict[str, Any], j
     assert isinstance(Site(tmp_path, job, policy=Policy(**policy)).begin(), Begun)
 
 
-def test_an_approved_job_begins_and_another_one_does_not(tmp_path: Path) -> None:
+def test_an_approved_job_begins_and_another_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kit" / "local").mkdir(parents=True)
     (tmp_path / "kit" / FILE).write_text(Policy(jobs="approved").to_toml())
     site = Site(tmp_path / "site", policy=Policy.read(tmp_path / "kit"))
     assert isinstance(site.begin(), Refused)
     (tmp_path / "job.toml").write_text(site.spec.to_toml())
     assert main(["approve", str(tmp_path / "job.toml"), "--kit", str(tmp_path / "kit")]) == 0
+    capsys.readouterr()
+    assert main(["approve", str(tmp_path / "job.toml"), "--kit", str(tmp_path / "kit"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["new"] is False
     policy = Policy.read(tmp_path / "kit")
     assert isinstance(Site(tmp_path / "site", policy=policy).begin(), Begun)
     assert isinstance(Site(tmp_path / "site", {"seed": 1}, policy=policy).begin(), Refused)

@@ -150,6 +150,7 @@ def add_check(commands: Commands) -> None:
         commands, "check", "whether a site can take part: settings, data, certificates, server, clock", examples
     )
     parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_check)
 
 
@@ -157,8 +158,11 @@ def _check(options: argparse.Namespace) -> int:
     from fedstrata.deploy.check import check
 
     found = check(options.kit)
-    for each in found:
-        print(each)
+    if options.json:
+        print_json([each._asdict() for each in found])
+    else:
+        for each in found:
+            print(each)
     return int(any(each.state == "problem" for each in found))
 
 
@@ -171,14 +175,18 @@ def add_renew(commands: Commands) -> None:
     parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="the folder of the root's private key")
     parser.add_argument("certificates", type=Path, nargs="+", metavar="CRT", help="what a party has in startup/")
     parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_renew)
 
 
 def _renew(options: argparse.Namespace) -> int:
     from fedstrata.deploy.certificates import renew
 
-    for path in options.certificates:
-        end = renew(options.authority, path, options.days)
+    ends = {path: renew(options.authority, path, options.days) for path in options.certificates}
+    if options.json:
+        print_json({path: end.isoformat() for path, end in ends.items()})
+        return 0
+    for path, end in ends.items():
         print(f"{path}: valid until {end:%d %B %Y}; put it into the party's folder startup, and start that again")
     return 0
 
@@ -192,6 +200,7 @@ def add_revoke(commands: Commands) -> None:
     parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
     parser.add_argument("site", metavar="SITE", help="the site's name")
     parser.add_argument("--undo", action="store_true", help="put it on the list again")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_revoke)
 
 
@@ -199,7 +208,10 @@ def _revoke(options: argparse.Namespace) -> int:
     from fedstrata.deploy.members import revoke
 
     names = revoke(options.server, options.site, undo=options.undo)
-    print(f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
+    if options.json:
+        print_json({"members": names})
+    else:
+        print(f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
     return 0
 
 
@@ -211,6 +223,7 @@ def add_keys(commands: Commands) -> None:
     """
     parser = add_command(commands, "keys", "make the clients' keys for masked labels", examples)
     parser.add_argument("--out", type=Path, default=Path("keys"), metavar="DIR", help="the folder (default: keys)")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_keys)
 
 
@@ -218,6 +231,9 @@ def _keys(options: argparse.Namespace) -> int:
     from fedstrata.stratify.masking.key_store import VARIABLE, Keys
 
     path = Keys.make().write(options.out)
+    if options.json:
+        print_json({"file": path, "variable": VARIABLE})
+        return 0
     print(f"{path}: copy it to every client's site and set {VARIABLE} to its folder there; never give it to the server")
     return 0
 
@@ -263,6 +279,7 @@ def add_approve(commands: Commands) -> None:
     parser = add_command(commands, "approve", "let a site accept a job, by the hash of its spec", examples)
     parser.add_argument("job", metavar="HASH|SPEC", help="the hash that 'fedstrata asks' prints, or the spec itself")
     parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the site's folder that deploy wrote")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_approve)
 
 
@@ -274,6 +291,9 @@ def _approve(options: argparse.Namespace) -> int:
     file = Path(options.job)
     job = hash_of(Experiment.from_toml(file)) if file.is_file() else require_hash(options.job)
     new = approve(options.kit, job)
+    if options.json:
+        print_json({"job": job, "file": options.kit / FILE, "new": new})
+        return 0
     print(f"{options.kit / FILE}: job {job} is {'now' if new else 'already'} approved; it is read when a job begins")
     return 0
 

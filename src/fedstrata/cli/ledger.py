@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.cli.common import add_command
+from fedstrata.cli.common import add_command, add_output, print_json
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -39,6 +39,7 @@ def add_ledger(commands: Commands) -> None:
     )
     parser.add_argument("--site", metavar="NAME", help="the site's name there; that of the folder unless given")
     parser.add_argument("--csv", action="store_true", help="every entry as a line of CSV")
+    add_output(parser, progress=False)
     parser.set_defaults(work=_ledger)
 
 
@@ -47,6 +48,10 @@ def _ledger(options: argparse.Namespace) -> int:
 
     heads = heads_of(options.told, options.site or options.kit.resolve().name) if options.told else []
     found = check(options.kit / PLACE, heads)
+    if options.json:
+        whole = {"whole": not found.problems, "problems": found.problems, "notes": found.notes}
+        print_json({"questions": totals(found.entries), "entries": len(found.entries), **whole})
+        return 1 if found.problems else 0
     if options.csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()

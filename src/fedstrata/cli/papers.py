@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,7 @@ def add_reproduce(commands: Commands) -> None:
     parser.add_argument("--runs", type=Path, help="the run folders (default: OUT/runs)")
     parser.add_argument("--list", action="store_true", help="what tables there are, what they lack, and its hours")
     parser.add_argument("--show", action="store_true", help="run nothing, write the pages of what is there")
+    common.add_output(parser)
     parser.set_defaults(work=_reproduce)
 
 
@@ -43,16 +46,23 @@ def _reproduce(options: argparse.Namespace) -> int:
     tables = chosen(options.tables)
     out = options.out or Path("quick" if options.quick else "reproduced")
     if options.list:
-        print(pages.overview(tables.values(), running.known(out)))
+        known = running.known(out)
+        if options.json:
+            common.print_json(pages.progress(tables.values(), known))
+        else:
+            print(pages.overview(tables.values(), known))
         return 0
     failed: dict[str, str] = {}
     if not options.show:
         seeds = common.seeds(options)
         failed = running.run(
-            tables.values(), out, options.runs or out / "runs", quick=options.quick, seeds=seeds, show=_show
+            tables.values(), out, options.runs or out / "runs", quick=options.quick, seeds=seeds, show=_show(options)
         )
     written = pages.write(out, quick=options.quick)
-    print(f"written to {out}: {', '.join(written)}")
+    if options.json:
+        common.print_json({"folder": out, "written": written, "failed": failed})
+    else:
+        print(f"written to {out}: {', '.join(written)}")
     wrong = {**(pages.missing(tables.values(), out, quick=True) if options.quick else {}), **failed}
     if wrong and not options.show:
         for name, why in wrong.items():
@@ -61,8 +71,11 @@ def _reproduce(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(text: str) -> None:
-    print(text, flush=True)
+def _show(options: argparse.Namespace) -> Callable[[str], None]:
+    """Where cells are told of as they end: beside the result, where that is JSON."""
+    if options.quiet:
+        return lambda text: None
+    return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)
 
 
 COMMANDS = (add_reproduce,)

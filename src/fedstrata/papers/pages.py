@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from fedstrata.jsonl import replace_file
 from fedstrata.papers.judging import (
@@ -97,17 +98,30 @@ def first_page(found: Results, *, quick: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-def overview(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> str:
-    """Tables, how much of each is there, and how long the rest takes."""
-    lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
+def progress(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> list[dict[str, Any]]:
+    """How much of each table is there.
+
+    Its cells, those that are done, those left of which nobody knows how long they take, and the hours of the others.
+    """
+    rows = []
     for table in wanted:
         cells = list(table.cells(quick=quick))
         left = [cell for cell in cells if cell.hash not in found]
         seconds = speeds(table, found)
         hours = [seconds[cell.row] * cell.spec["training"]["rounds"] / 3600 for cell in left if cell.row in seconds]
-        text = "–" if not left else duration(sum(hours)) + (" and more" if len(hours) < len(left) else "")
-        text = text if hours or not left else "?"
-        lines.append(f"| `{table.paper}/{table.name}` | {len(cells)} | {len(cells) - len(left)} | {text} |")
+        counts = {"cells": len(cells), "done": len(cells) - len(left), "unknown": len(left) - len(hours)}
+        rows.append({"table": f"{table.paper}/{table.name}", **counts, "hours": sum(hours)})
+    return rows
+
+
+def overview(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> str:
+    """Tables, how much of each is there, and how long the rest takes."""
+    lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
+    for row in progress(wanted, found, quick=quick):
+        left = row["cells"] - row["done"]
+        text = duration(row["hours"]) + (" and more" if row["unknown"] else "")
+        text = "–" if not left else text if row["unknown"] < left else "?"
+        lines.append(f"| `{row['table']}` | {row['cells']} | {row['done']} | {text} |")
     return "\n".join(lines)
 
 
