@@ -5,8 +5,7 @@
     python benchmarks/communication.py speed
 
 ``run`` goes on where it was stopped and repeats nothing; a cell that is done is written to ``benchmarks/results``.
-Cells with ``headers`` are of a time when payloads travelled with headers, and count as not run: up to a fifth of their
-bytes are those. ``table`` marks them; it draws what is there, and writes its tables between the marks of the page.
+``table`` draws what is there, and writes its tables between the marks of the page.
 ``speed`` times the codecs.
 
 MNIST: 100 clients, Dirichlet(0.01) of each class among the clients, an MLP of 784-200-10; baselines invite 10 clients
@@ -95,7 +94,7 @@ def run(out: Path, studies: list[str], only: list[str], seeds: list[int]) -> Non
             for label, spec in cells(study).items():
                 done = load()
                 key = f"{study} | {label} | {seed}"
-                if (key in done and not done[key].get("headers")) or (only and not any(word in label for word in only)):
+                if key in done or (only and not any(word in label for word in only)):
                     continue
                 folder, began = out / key.replace(" | ", "/").replace(", ", "-").replace(" ", "-"), time.time()
                 with warnings.catch_warnings():
@@ -169,9 +168,8 @@ def table_of(study: str) -> list[str]:
         accuracies = [100 * c["accuracy"][-1] for c in of]
         spread = f" ± {statistics.stdev(accuracies):.1f}" if len(of) > 1 else ""
         up, down = (statistics.mean(c[key][-1] for c in of) for key in ("up", "down"))
-        mark = " †" if any(c.get("headers") for c in of) else ""
         lines.append(
-            f"| {method} | {codec}{mark} | {len(of)} | {statistics.mean(accuracies):.1f}{spread} "
+            f"| {method} | {codec} | {len(of)} | {statistics.mean(accuracies):.1f}{spread} "
             f"| {up:.3f} | {down:.3f} | {'yes' if label in best else ''} |"
         )
     missing = [label for label in cells(study) if label not in found]
@@ -195,7 +193,7 @@ def aims() -> list[str]:
                     a, up, down = there or rows[-1]
                     kept = there is not None and up <= most_up and down <= most_down
                     aim = f"{100 * accuracy:.1f} % at {most_up} up, {most_down} down: {'yes' if kept else 'no'}"
-                    name = label.replace(" | ", ", ") + (" †" if cell.get("headers") else "")
+                    name = label.replace(" | ", ", ")
                     lines.append(f"| {study} | {name} | {seed} | {100 * a:.2f} | {up:.3f} | {down:.3f} | {aim} |")
                     if "dense" in label:
                         within = [row for row in rows if row[1] <= most_up and row[2] <= most_down]
