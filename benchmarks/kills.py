@@ -21,6 +21,7 @@ import os
 import random
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -131,7 +132,9 @@ class Deployment:
 
     def signs(self) -> Counter[Path]:
         """How often each file says that somebody is missed."""
-        files = [self.kits / "submit.txt", self.folder / "events.jsonl", *(self.kits / SERVER).rglob("log.txt")]
+        # The folder of a job that is over goes, and would end a walk through all of them.
+        logs = [folder / "log.txt" for folder in (self.kits / SERVER, *(self.kits / SERVER).glob("*-*-*-*-*"))]
+        files = [self.kits / "submit.txt", self.folder / "events.jsonl", *logs]
         found = Counter[Path]()
         for path in files:
             with suppress(OSError):  # the log of a job that is over goes
@@ -290,8 +293,7 @@ def table_of(rows: list[dict[str, Any]]) -> list[str]:
 def _spread(values: list[float]) -> str:
     if not values:
         return ""
-    ordered = sorted(values)
-    return f"{ordered[len(ordered) // 2]:.3g} (at most {ordered[-1]:.3g})"
+    return f"{statistics.median(values):.3g} (at most {max(values):.3g})"
 
 
 def main() -> None:

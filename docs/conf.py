@@ -118,6 +118,7 @@ PAGES = {
     "CONTRIBUTING.md": "project/contributing.md",
     "SECURITY.md": "project/security.md",
     "examples/hospitals/README.md": "results/tables/hospitals_data.md",
+    "examples/deploy/README.md": "guides/containers.md",
 } | {
     f"benchmarks/results/{path.name}": f"results/tables/{path.name}"
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.md"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedstrata.errors import SpecError
@@ -34,6 +34,20 @@ def occupied(folder: Path) -> Iterator[None]:
     except (ImportError, OSError):
         pass  # a system, or a file system, without such locks
     try:
+        yield
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def waiting(folder: Path) -> Iterator[None]:
+    """Wait until every other process has left a folder that is there, and keep them out of it for the block."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(ImportError, OSError):  # a system, or a file system, without such locks
+            import fcntl
+
+            fcntl.flock(held, fcntl.LOCK_EX)
         yield
     finally:
         os.close(held)

@@ -7,10 +7,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fedstrata.cli import main
+from fedstrata.cli.deploy import _tell
 
 BASE = """[training]
 rounds = 1
@@ -138,6 +140,25 @@ def test_a_reader_that_has_read_enough_is_no_error():
         ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=False
     )
     assert (done.stdout.strip(), done.stderr) == ("0", "")
+
+
+def test_a_pipe_that_is_not_the_readers_is_an_error(monkeypatch, capsys):
+    def broken(*_):
+        raise BrokenPipeError("a worker's pipe")
+
+    monkeypatch.setattr("fedstrata.cli.teach.explanations", broken)
+    assert main(["explain", "alpha"]) == 1
+    assert "a worker's pipe" in capsys.readouterr().err
+
+
+def test_a_run_is_waited_for_when_nobody_reads_its_progress_any_more(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    tell = _tell(SimpleNamespace(json=False))
+    monkeypatch.setattr("sys.stdout", Closed())
+    tell("round 1 of 9")
 
 
 def test_a_terminal_of_ascii_alone_is_no_error(monkeypatch):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +271,30 @@ def test_a_group_that_broke_begins_anew_under_another_exchange(site: Make) -> No
     with pytest.raises(RuleError):
         guard.check(0, Coefficients(5, packed[0]), together=True)
     assert guard.check(0, Coefficients(21, packed[0]), together=True) is not None
+
+
+def test_a_group_that_begins_anew_finds_no_other_model_under_the_same_name(site: Make) -> None:
+    """Two gradients of the same samples at two models would tell more than one."""
+    table = {"method": {"name": "stratify", "cap": 4}, "communication": {"down": "bf16"}}
+    made = site(table, policy=Policy(min_samples=1))
+    (report,) = made.ask(LabelReport(), clients=[0])
+    label = int(report.labels[0])
+    made.ask(reserve(0, 1, label=label), clients=[0], news=[made.counts(0)])
+
+    def norm(batch: int, exchange: int, way: ModelDelivery, **other: Any) -> Any:
+        question = Encoded(Gradient(1, batch, Weights({}, {})), 1, exchange, way, False, pack({}, {}))
+        (answer,) = made.ask(question, clients=[0], **other)
+        return answer if isinstance(answer, Failed) else float(answer.payload.view(torch.float32).norm())
+
+    whole = ModelDelivery(3, b"name", -1, [], made.weights.params)
+    another = {name: tensor * 3 + 1 for name, tensor in made.weights.params.items()}
+    there = norm(0, 1, dataclasses.replace(whole, params=another), news=[made.counts(0)])
+    assert isinstance(there, float)
+    refused = norm(1, 2, whole, group="g", news=[made.counts(0)])
+    assert isinstance(refused, Failed), "the client has settled another model of this name"
+    held = dataclasses.replace(whole, base=3, params={})
+    assert isinstance(norm(1, 3, held, group="h"), float), "once, at the model that it has"
+    assert isinstance(norm(1, 4, whole, group="i"), Failed), "and not at this one"
 
 
 def test_no_group_where_none_is_declared(site: Make) -> None:
@@ -596,6 +622,25 @@ def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
     approved.settings["policy"] = Policy(approved=[hash_of(approved.spec)])
     approved.start()
     assert not isinstance(survey(approved), Refused)
+
+
+def test_two_jobs_that_ask_at_once_are_not_both_told(
+    hospital: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs are processes; here each has the other's time between the look and the entry."""
+    known = Spent.surveys
+
+    def slowly(self: Spent) -> list[bytes]:
+        found = known(self)
+        time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(Spent, "surveys", slowly)
+    with ThreadPoolExecutor() as pool:
+        answers = list(
+            pool.map(survey, [hospital({"evaluation": {"validation": 0.2}, "seed": seed}) for seed in (0, 1)])
+        )
+    assert sorted(isinstance(answer, Refused) for answer in answers) == [False, True]
 
 
 def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Path) -> None:

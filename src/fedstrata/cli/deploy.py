@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,12 @@ def _submit(options: argparse.Namespace) -> int:
 
 def _tell(options: argparse.Namespace) -> Callable[[str], None]:
     """Where to say what happens: beside the result, where that is JSON."""
-    return (lambda text: print(text, file=sys.stderr)) if options.json else print
+
+    def tell(text: str) -> None:
+        with suppress(BrokenPipeError):  # whoever reads no more still wants the result
+            print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    return tell
 
 
 def add_status(commands: Commands) -> None:
@@ -128,8 +134,6 @@ def add_status(commands: Commands) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from contextlib import suppress
-
     from fedstrata.deploy.live import serve
     from fedstrata.deploy.status import status
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import select
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fedstrata import __version__
 from fedstrata.cli import deploy, inspect, ledger, papers, results, run, teach
@@ -51,10 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SpecError, DataError) as error:
         print(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
         return BAD_INPUT
-    except BrokenPipeError:  # whoever read what was printed has read enough, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (FedstrataError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _reader_left():
+            return 0
         print(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:
@@ -85,6 +86,18 @@ def parser() -> argparse.ArgumentParser:
 def _flat(error: Exception) -> str:
     """In one line, also where it quotes somebody else's error."""
     return " ".join(str(error).splitlines())
+
+
+def _reader_left() -> bool:
+    """Whether whoever reads what is printed has read enough, such as head."""
+    with suppress(AttributeError, OSError, ValueError):  # no poll, as on Windows; or no file behind what is printed to
+        end = sys.stdout.fileno()
+        looked = select.poll()
+        looked.register(end, 0)
+        if any(event & select.POLLERR for _, event in looked.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), end)
+            return True
+    return False
 
 
 def _one_line(message: Warning | str, *_: object, **__: object) -> None:

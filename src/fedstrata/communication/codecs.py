@@ -156,7 +156,9 @@ def _bytes(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _numbers(piece: Tensor, dtype: torch.dtype) -> Tensor:
     # A copy begins where its dtype may.
     flat = piece.clone().view(dtype)
-    return (flat[:-1].double() * 2.0 ** flat[-1].item()).float() if dtype == torch.int8 and len(flat) else flat
+    if dtype != torch.int8:
+        return flat
+    return (flat[:-1].double() * 2.0 ** flat[-1].item()).float() if len(flat) else flat.float()
 
 
 class Uncompressed(Codec):

@@ -6,6 +6,7 @@ same numbers; and both leave out what is held out, which is known only after the
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from fedstrata.data.arrays import Normalize, precise
 from fedstrata.data.schema import Column, Schema
 from fedstrata.errors import DataError
 from fedstrata.records import Message, record
+
+LOG = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fedstrata.data.dataset import Dataset
@@ -87,7 +90,8 @@ class Statistics(Message):
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[place]:
-            problem = f"no training row has a value, so there is no {column.impute}; accepted: impute = 'constant'"
+            problem = f"no training row has a value that may be told, so there is no {column.impute}; "
+            problem += "accepted: impute = 'constant', or a smaller privacy.min_samples where clients have a few"
             raise DataError(f"column {name!r}: {problem}")
         if column.impute == "mean":
             return float(self.mean[place])
@@ -168,7 +172,10 @@ class Unfitted:
         if not few.any():
             return known
         nothing, ends = self._of(self.train[:0]), few if len(known.low) else few[:0]
-        hidden = {name for place, (name, _) in enumerate(self._columns()) if few[place]}
+        hidden = {name: known.count[place].item() for place, (name, _) in enumerate(self._columns()) if few[place]}
+        for name, count in hidden.items():
+            why = f"too few of those that it trains on have a value ({count:g}; accepted: {least} or more)"
+            LOG.warning("column %r is left out of what a client tells of its samples: %s", name, why)
         return Statistics(
             known.samples,
             torch.where(few, nothing.count, known.count),

@@ -126,14 +126,7 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     if own.unfitted.needed and (left := sum(map(len, rows))) < least:
         problem = f"{left} training samples are left beside what is held out; accepted: {least} or more, for the mean "
         raise UnusableDataError(f"{problem}of one is its value")
-    found = own.unfitted.statistics(rows, least)
-    if spec.data.schema is not None:
-        every, names = own.unfitted.statistics(rows), spec.data.schema.columns or {}
-        for name, before, after in zip(names, every.count.tolist(), found.count.tolist(), strict=True):
-            if before != after:
-                why = f"too few of those that it trains on have a value ({before:g}; accepted: {least} or more)"
-                LOG.warning("column %r is left out of what is told of this site's samples: %s", name, why)
-    return found
+    return own.unfitted.statistics(rows, least)
 
 
 def _own(

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
 from fedstrata.jsonl import replace_file
+from fedstrata.locking import waiting
 from fedstrata.spec import Experiment, parse_toml
 
 BUNDLED = ("digits",)
@@ -160,6 +162,10 @@ class Spent:
     def surveys(self) -> list[bytes]:
         """The answers to the surveys of all jobs that there were at the site."""
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Keep other jobs of the site from reading and writing surveys for a block."""
+        return waiting(self._survey.parent)
 
     def keep(self) -> None:
         """Write it down now and then: a site that is killed forgets a second at most."""

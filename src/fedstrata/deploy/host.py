@@ -284,8 +284,6 @@ class Host:
         known = None if guard is None else guard.spent.survey
         if known is None:
             surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
-            if guard is not None:
-                self._refuse_differences(surveyed, guard)
         else:
             surveyed = read(known, Surveyed)
             if surveyed.fingerprint != fingerprint(self.data, self.folder):
@@ -293,8 +291,11 @@ class Host:
                 raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
         size = records.size(surveyed)
         if guard is not None:
-            guard.leave(size)
-            guard.spent.survey = records.encode(surveyed)
+            with guard.spent.alone():  # jobs are processes of their own, and may ask at the same time
+                if known is None:
+                    self._refuse_differences(surveyed, guard)
+                guard.leave(size)
+                guard.spent.survey = records.encode(surveyed)
             guard.spent.save()
         self.note(Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
         return surveyed
@@ -311,7 +312,8 @@ class Host:
         new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
         if new and len(differ) >= self.policy.surveys and guard.asked.job not in self.policy.approved:
             problem = "other jobs were told what this site's data come to, and this one would be told something else"
-            accepted = f"accepted: {self.policy.surveys} answer(s) that differ, or a job that the site approves"
+            approve = f"'fedstrata approve {guard.asked.job} --kit DIR' at the site accepts it"
+            accepted = f"accepted: {self.policy.surveys} answer(s) that differ; {approve}"
             raise RuleError("policy.surveys", f"{problem}; {accepted}")
 
     def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:

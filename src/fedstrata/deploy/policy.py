@@ -52,8 +52,9 @@ class Policy(Setting):
         megabytes: Of all answers of a job at most.
         starts: How often a job may begin or go on. Each time it can go back to its last checkpoint, and repeat what was
             asked since.
-        surveys: How many answers that differ the site gives to what its own data come to, to all jobs that nobody
-            approved. Another seed, or another share, holds out other samples: two answers can differ by a single one.
+        surveys: How many answers that differ the site gives to what its own data come to, over all jobs; one that was
+            approved is answered beyond that. Another seed, or another share, holds out other samples: two answers can
+            differ by a single one.
         masking: Whether labels and their counts may leave masked alone.
         ldp: Whether numbers of samples may leave under local differential privacy alone.
         relay: ``direct``: a travelling model goes from site to site, and the server sees it at the end of its journey.

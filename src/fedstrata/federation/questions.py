@@ -186,7 +186,7 @@ class Question:
         for key in ("relay", "together"):
             if getattr(self, key):
                 table[key] = True
-        if self.most is not None:
+        if self.most is not None and not self.merges:
             table["samples"] = self.most
         return table | ({"tells": sorted(self.tells)} if self.tells else {})
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
+import torch
+
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles
@@ -137,12 +139,16 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     """The model that was delivered.
 
     Raises:
-        FedstrataError: The changes build on another model than the one that is here.
+        FedstrataError: The changes build on another model than the one that is here, or another one has its name.
     """
+    held, shared = client.state.get(MODEL), client.context.once(_models)
     if delivery.base < 0:
         found = delivery.params
+        named = isinstance(held, HeldModel) and (held.version, held.digest) == (delivery.version, delivery.digest)
+        known = held.params if isinstance(held, HeldModel) and named else shared.get(delivery.digest)
+        if known is not None and not _alike(found, known):
+            raise FedstrataError(f"version {delivery.version} is another model than the one of that name before")
     else:
-        held = client.state.get(MODEL)
         if not isinstance(held, HeldModel) or held.version != delivery.base:
             there = f"version {held.version}" if isinstance(held, HeldModel) else "no model"
             raise FedstrataError(f"the changes build on version {delivery.base} of the model; here is {there}")
@@ -151,7 +157,6 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
             digest = digest_of(digest, change)
         if digest != delivery.digest:
             raise FedstrataError(f"the changes lead to another model than version {delivery.version}")
-        shared = client.context.once(_models)
         if digest not in shared:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
             while len(shared) > _MODELS:
@@ -159,6 +164,15 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
         found = shared[digest]
     client.state[MODEL] = HeldModel(delivery.version, delivery.digest, found)
     return found
+
+
+def _alike(one: Params, other: Params) -> bool:
+    """Whether it is one model, for all that processors differ in the last bits when they compute it."""
+    return one is other or (
+        one.keys() == other.keys()
+        and all(one[name].shape == other[name].shape for name in one)
+        and all(torch.allclose(one[name], other[name], rtol=1e-3, atol=1e-5, equal_nan=True) for name in one)
+    )
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
