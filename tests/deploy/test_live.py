@@ -144,15 +144,23 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="no browser")
-def test_a_browser_shows_a_sites_own_part(kit: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_a_sites_own_part_and_a_server_that_is_away(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = SiteProgress(kit / STATUS)
     site.question(2_000_000)
     site.answer(500, "its data file: column 'age'")
     site.write()
     (tmp_path / "profile").mkdir()
-    with serving(source_of(kit)) as (address, look), browser(tmp_path / "profile") as page:
+    source = source_of(kit)
+    with serving(source) as (address, look), browser(tmp_path / "profile") as page:
         look()
         page.visit(address, 500)
         assert page.value("document.getElementById('title').textContent") == "This site's part"
         assert "column 'age'" in page.value("document.getElementById('facts').textContent")
+        monkeypatch.setattr(source, "table", lambda: {"away": "ConnectionError: refused"})
+        look()
+        page.wait("document.getElementById('state').textContent === 'ConnectionError: refused'")
+        assert page.value("document.getElementById('title').textContent") == "The server cannot be reached"
+        assert page.value("document.getElementById('facts').textContent") == ""
         assert page.problems == []
