@@ -121,6 +121,10 @@ def test_what_a_run_ended_with_is_fetched_once_a_job(admin: Path, server: _Sessi
     assert server.downloads == ["0", "1"]
     server.trouble = [ConnectionError("refused")] * 2
     assert (source.table() or {})["over"] == "no site takes part", "its server may be shut down afterwards"
+    server.has("FINISHED:COMPLETED", "FINISHED:COMPLETED", "SUBMITTED")
+    assert source.table() is None
+    server.trouble = [ConnectionError("refused")] * 2
+    assert source.table() == {"away": "ConnectionError: refused"}, "of the next run nothing is known"
 
 
 def test_a_server_that_is_away_is_no_server_without_a_run(

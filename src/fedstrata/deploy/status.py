@@ -201,19 +201,20 @@ class _Asked:
         if table is not None:
             self._last, self._job = table, ""
             return table
-        job, how = "", ""
         if not self._watch.away:
             job, how = self._watch.ended()
-        if job and job != self._job:
-            self._end(job, how)
-        if self._watch.away:  # what a run came to stays so when its server is shut down
-            return self._over if self._job else {"away": self._watch.away}
-        return self._over if job else None
+            if job and job != self._job:
+                self._end(job, how)
+            elif not self._watch.away:
+                self._job = job
+        if self._job:  # what a run came to stays so when its server is shut down
+            return self._over
+        return {"away": self._watch.away} if self._watch.away else None
 
     def _end(self, job: str, how: str) -> None:
         """What a job came to, which is fetched once; nothing while the server is away."""
         sites, folder = self._last.get("sites", {}), Path(self._place.name) / job
-        self._fetched = None
+        self._job, self._fetched = "", None
         if how == COMPLETED:
             try:
                 if not self._watch.fetch(folder, job):
