@@ -7,6 +7,7 @@ import json
 import socket
 import stat
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -198,6 +199,36 @@ def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(
     with pytest.raises(SpecError, match=r"training\.rounds = 1: this run has 2"):
         Server([])._run(plan, new, folder, _Line(tmp_path / "sites"), SiteSettings(simulated=True))  # type: ignore[arg-type]
     assert (folder / "spec.toml").read_text() == old
+
+
+@needs_nvflare
+def test_a_server_writes_down_which_sites_are_gone_though_nothing_is_heard_of_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedstrata.deploy import job, progress
+
+    found: list[list[str]] = []
+
+    class Silent(_Line):
+        def there(self, site: str) -> bool:
+            return site != "c"
+
+        def send(self, site: str, data: bytes, patience: float, number: int) -> object:
+            end = time.monotonic() + 10
+            while not found and time.monotonic() < end:
+                if (tmp_path / progress.STATUS).exists():
+                    found.append(json.loads((tmp_path / progress.STATUS).read_text())["sites"]["c"])
+                time.sleep(0.01)
+            return super().send(site, data, patience, number)
+
+    monkeypatch.setattr(progress, "STEP", 0.01)
+    workspace = SimpleNamespace(get_root_dir=lambda: str(tmp_path))
+    monkeypatch.setattr(job, "collab", SimpleNamespace(workspace=workspace))
+    spec = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
+    plan = JobSpec("run.toml", "run", 3)
+    job.Server([])._run(plan, spec, tmp_path / "run", Silent(tmp_path / "sites"), SiteSettings())  # type: ignore[arg-type]
+    assert found == [["gone", "nothing is heard of it, or it has not joined"]]
+    assert json.loads((tmp_path / progress.STATUS).read_text())["over"] == "complete"
 
 
 @needs_nvflare

@@ -13,7 +13,7 @@ from browser import PROGRAM, browser
 
 import fedstrata as fs
 from fedstrata.cli import main
-from fedstrata.deploy.live import serving
+from fedstrata.deploy.live import hosts, serving
 from fedstrata.deploy.progress import STATUS, Progress, SiteProgress
 from fedstrata.deploy.status import of_run, source_of
 
@@ -69,6 +69,11 @@ def test_a_run_and_its_report_are_served_to_this_machine_alone(run: Path) -> Non
         for path in ("/", "/status.json", f"{other}status.json", place.path.rstrip("/"), f"{place.path}../spec.toml"):
             assert get(address, path)[0] == 404, path
         assert get(address, f"{place.path}%2e%2e/spec.toml")[0] == 404
+
+
+def test_at_the_usual_port_browsers_leave_it_out() -> None:
+    assert hosts(80) == {"127.0.0.1", "localhost", "127.0.0.1:80", "localhost:80"}
+    assert hosts(8080) == {"127.0.0.1:8080", "localhost:8080"}
 
 
 def test_a_port_that_is_taken_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,15 +144,23 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="no browser")
-def test_a_browser_shows_a_sites_own_part(kit: Path, tmp_path: Path) -> None:
+def test_a_browser_shows_a_sites_own_part_and_a_server_that_is_away(
+    kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = SiteProgress(kit / STATUS)
     site.question(2_000_000)
     site.answer(500, "its data file: column 'age'")
     site.write()
     (tmp_path / "profile").mkdir()
-    with serving(source_of(kit)) as (address, look), browser(tmp_path / "profile") as page:
+    source = source_of(kit)
+    with serving(source) as (address, look), browser(tmp_path / "profile") as page:
         look()
         page.visit(address, 500)
         assert page.value("document.getElementById('title').textContent") == "This site's part"
         assert "column 'age'" in page.value("document.getElementById('facts').textContent")
+        monkeypatch.setattr(source, "table", lambda: {"away": "ConnectionError: refused"})
+        look()
+        page.wait("document.getElementById('state').textContent === 'ConnectionError: refused'")
+        assert page.value("document.getElementById('title').textContent") == "The server cannot be reached"
+        assert page.value("document.getElementById('facts').textContent") == ""
         assert page.problems == []

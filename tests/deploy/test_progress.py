@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from fedstrata.cli import main
+from fedstrata.deploy import progress as module
 from fedstrata.deploy.progress import STATUS, Progress, SiteProgress, headline, shown
 
 
@@ -88,8 +90,6 @@ def test_a_server_writes_down_how_far_its_run_is(tmp_path: Path, capsys: pytest.
     progress = Progress(3, ["a"], standing, path=tmp_path / STATUS, run="r")
     progress.write()
     progress({"round": 1})
-    progress.write()
-    assert json.loads((tmp_path / STATUS).read_text())["round"] == 0, "it is not written at every look"
     gone.append("a")
     progress.end()
     assert main(["status", str(tmp_path)]) == 0
@@ -98,3 +98,43 @@ def test_a_server_writes_down_how_far_its_run_is(tmp_path: Path, capsys: pytest.
     assert json.loads(capsys.readouterr().out)["run"] == "r"
     assert main(["status", str(tmp_path), "--watch"]) == 0, "it is over"
     assert "complete" in capsys.readouterr().out
+
+
+def test_what_became_of_a_run_is_written_though_the_last_look_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, write = threading.Event(), threading.Event(), module.write_json
+
+    def slow(path: Path, table: object) -> None:
+        begun.set()
+        assert go.wait(30)
+        write(path, table)
+
+    monkeypatch.setattr(module, "write_json", slow)
+    progress = Progress(3, ["a"], lambda site: ("in", ""), path=tmp_path / STATUS)
+    last = threading.Thread(target=progress.write)
+    last.start()
+    assert begun.wait(30)
+    end = threading.Thread(target=progress.end)
+    end.start()
+    end.join(0.1)  # it waits, or has given up
+    go.set()
+    for thread in (last, end):
+        thread.join(30)
+    assert json.loads((tmp_path / STATUS).read_text())["over"] == "complete"
+
+
+def test_a_status_that_cannot_be_written_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP", 0.01)
+    (tmp_path / "fedstrata").touch()
+    progress = Progress(3, ["a"], lambda site: ("in", ""), path=tmp_path / STATUS)
+    with progress.writing():
+        time.sleep(0.05)
+        (tmp_path / "fedstrata").unlink()
+        end = time.monotonic() + 30
+        while not (tmp_path / STATUS).exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    (tmp_path / STATUS).unlink()
+    time.sleep(0.05)
+    assert not (tmp_path / STATUS).exists(), "the run is over"

@@ -19,6 +19,8 @@ from fedstrata.cli.common import (
     print_json,
     show_run,
 )
+from fedstrata.ending import Terminated
+from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -120,10 +122,14 @@ def add_status(commands: Commands) -> None:
         help="the administrator's or server's folder, a site's for its part, or a run",
     )
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--watch", action="store_true", help="look again every two seconds, until the run is over")
+    how.add_argument(
+        "--watch",
+        action="store_true",
+        help="look again every two seconds, until the run is over; at a site until Ctrl-C",
+    )
     how.add_argument(
         "--serve",
-        type=int,
+        type=_port,
         nargs="?",
         const=0,
         metavar="PORT",
@@ -133,14 +139,23 @@ def add_status(commands: Commands) -> None:
     parser.set_defaults(work=_status)
 
 
-def _status(options: argparse.Namespace) -> int:
-    from fedstrata.deploy.live import serve
-    from fedstrata.deploy.status import status
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number up to 65535, and {text!r} is none; put the folder first")
+    return int(text)
 
-    with suppress(KeyboardInterrupt):  # how one ends looking
+
+def _status(options: argparse.Namespace) -> int:
+    if options.serve is not None and options.json:
+        raise SpecError("--json", "not with --serve, whose page is no table")
+    with suppress(KeyboardInterrupt, Terminated):  # how one ends looking
         if options.serve is not None:
+            from fedstrata.deploy.live import serve
+
             serve(options.folder, options.serve)
         else:
+            from fedstrata.deploy.status import status
+
             status(options.folder, watch=options.watch, as_json=options.json)
     return 0
 

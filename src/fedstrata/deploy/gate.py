@@ -9,7 +9,7 @@ from typing import Any
 from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 
-from fedstrata.deploy.members import members
+from fedstrata.deploy.members import Members
 from fedstrata.deploy.settings import USER
 from fedstrata.deploy.streams import bound_growth
 
@@ -29,7 +29,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     def __init__(self, records: str) -> None:
         super().__init__()
         bound_growth()  # this process runs longer than any job
-        self._kit = Path(records).parent
+        self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
@@ -39,7 +39,7 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     def refuses(self, name: str) -> bool:
         """Whether somebody of this name may not connect."""
-        if name == USER or name in members(self._kit):
+        if name == USER or name in (self._members.names() or ()):
             self._said_of.discard(name)
             return False
         if name not in self._said_of:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 import tomllib
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
 from fedstrata.deploy.ledger import HEADS, PLACE, Ledger
 from fedstrata.deploy.line import STRUCK, Call, CollabLine, insist
-from fedstrata.deploy.members import struck
+from fedstrata.deploy.members import Members
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
@@ -69,8 +68,6 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     @collab.publish  # type: ignore[untyped-decorator]
     def beat(self, number: int, size: int) -> None:
         """A site lives, and is at this question."""
-        if self._progress is not None:
-            self._progress.write()
         if self._line is not None and not self._line.struck(collab.caller):
             self._line.hear(collab.caller, number, size)
 
@@ -89,7 +86,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         ended = _Ended(collab.fl_ctx.get_run_abort_signal())
         calls = {site.name: _caller(site, ended) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
-        self._line = line = CollabLine(calls, RunAborted, ended, struck=partial(struck, root))
+        self._line = line = CollabLine(calls, RunAborted, ended, struck=Members(root).struck)
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
         try:
@@ -149,9 +146,10 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         progress = Progress(spec.training.rounds, homes, standing, before, path, run=folder.name)
         self._progress = progress
         try:
-            if plan.own_data:
-                prepared = surveyed(prepared, engine, folder, resume=resume)
-            run_prepared(prepared, folder, engine, [progress], resume=resume)
+            with progress.writing():
+                if plan.own_data:
+                    prepared = surveyed(prepared, engine, folder, resume=resume)
+                run_prepared(prepared, folder, engine, [progress], resume=resume)
         except (RunAborted, SiteLostError):
             raise  # it goes on when the job comes again
         except Exception as error:

@@ -36,7 +36,8 @@ def serve(folder: Path, port: int, tell: Tell = print) -> None:
 
     Raises:
         SpecError: It is no such folder, or the port cannot be had.
-        FedstrataError: The server cannot be reached.
+        DataError: What the run wrote down is damaged.
+        FedstrataError: The server refuses.
     """
     source = source_of(folder, tell)
     try:
@@ -115,13 +116,18 @@ class _Page:
         return pages.get(path)
 
 
+def hosts(port: int) -> set[str]:
+    """What a browser of this machine may call it; the port that is usual for pages is left out."""
+    names = {LOOPBACK, "localhost"}
+    return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
+
+
 def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version, timeout = "fedstrata", "", 30
 
         def do_GET(self) -> None:  # http.server's name for it
-            port = self.connection.getsockname()[1]
-            if self.headers.get("Host", "") not in (f"{LOOPBACK}:{port}", f"localhost:{port}"):
+            if self.headers.get("Host", "") not in hosts(self.connection.getsockname()[1]):
                 self._answer(403, _TEXT, b"this page is for its own machine alone\n")
                 return
             _, given, path = [*self.path.partition("?")[0].split("/", 2), "", ""][:3]

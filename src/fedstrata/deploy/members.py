@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedstrata.errors import SpecError
+from fedstrata.errors import DataError, FedstrataError, SpecError
 from fedstrata.jsonl import write_json
+
+LOG = logging.getLogger(__name__)
 
 MEMBERS = Path("local") / "members.json"
 
@@ -17,16 +20,50 @@ def members(kit: Path) -> list[str]:
 
     Raises:
         SpecError: It has no list.
+        DataError: The list cannot be read.
     """
     path = kit / MEMBERS
     if not path.exists():
         raise SpecError("SERVER", f"no server's folder: it has no {MEMBERS}", str(kit))
-    return [str(name) for name in json.loads(path.read_text(encoding="utf-8"))["sites"]]
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: no list of who may connect: {error}") from None
+    names = found.get("sites") if isinstance(found, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f'{path}: no list of who may connect: expected {{"sites": [NAME, …]}}')
+    return names
 
 
-def struck(kit: Path, name: str) -> bool:
-    """Whether the server of this folder has a list, and somebody is not on it; read anew each time."""
-    return (kit / MEMBERS).exists() and name not in members(kit)
+class Members:
+    """A server's list while it runs, read anew each time: it may be edited by hand meanwhile.
+
+    While it cannot be read, the last one that could holds; before there was one, nobody is on it.
+
+    Args:
+        kit: The server's folder.
+    """
+
+    def __init__(self, kit: Path) -> None:
+        self._kit, self._said = kit, False
+        self._last: list[str] | None = None
+
+    def names(self) -> list[str] | None:
+        """Who may connect; None where there never was a list."""
+        if (self._kit / MEMBERS).exists():
+            try:
+                self._last, self._said = members(self._kit), False
+            except FedstrataError as error:
+                self._last = self._last or []
+                if not self._said:
+                    LOG.warning("%s; who was on the last that could be read may: %s", error, ", ".join(self._last))
+                self._said = True
+        return self._last
+
+    def struck(self, name: str) -> bool:
+        """Whether there is a list, and somebody is not on it."""
+        names = self.names()
+        return names is not None and name not in names
 
 
 def write_members(kit: Path, names: Iterable[str]) -> None:
@@ -49,6 +86,7 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
 
     Raises:
         SpecError: It is no server's folder, or the site is not on its list.
+        DataError: The list cannot be read.
     """
     names = members(kit)
     if undo:

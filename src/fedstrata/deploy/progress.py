@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from fedstrata.jsonl import write_json
+
+LOG = logging.getLogger(__name__)
 
 STATUS = Path("fedstrata") / "status.json"
 """In a party's folder: how far its own part is."""
@@ -90,7 +93,7 @@ class Progress:
         self._curves = Curves()
         for record in before:
             self._add(record)
-        self._path, self._written, self._writing = path, 0.0, threading.Lock()
+        self._path, self._writing = path, threading.Lock()
         self._over, self._run = "", run
         self._known: dict[str, list[str]] = {}
 
@@ -140,18 +143,38 @@ class Progress:
         """
         with suppress(Exception):  # whoever is asked for it may be gone already
             self._known = self._standings()
-        self._over, self._written = how, 0.0
+        self._over = how
         self.write()
 
     def write(self) -> None:
-        """Write it down, unless that was just done or is being done."""
-        if self._path is None or time.monotonic() - self._written < STEP or not self._writing.acquire(blocking=False):
-            return
+        """Write it down, where it has a place."""
+        if self._path is not None:
+            with self._writing:  # what is written last is the newest
+                _write(self._path, self.table())
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Write it down every two seconds in the block, whether or not a site is heard of."""
+        ended = threading.Event()
+
+        def work() -> None:
+            while True:
+                try:
+                    self.write()
+                except Exception as error:  # the disk is full, or the job is being ended: no reason to stop the run
+                    LOG.debug("the status is not written: %s", error)
+                if ended.wait(STEP):
+                    return
+
+        thread = threading.Thread(target=work, name="status", daemon=True)
+        if self._path is not None:
+            thread.start()
         try:
-            self._written = time.monotonic()
-            _write(self._path, self.table())
+            yield
         finally:
-            self._writing.release()
+            ended.set()
+            if thread.ident is not None:
+                thread.join()
 
 
 class SiteProgress:

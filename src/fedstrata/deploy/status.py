@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -14,9 +15,9 @@ from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.progress import STATUS, Progress, shown
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.simulator import require_nvflare
-from fedstrata.deploy.submit import POLL, Tell, Watch
+from fedstrata.deploy.submit import COMPLETED, POLL, Tell, Watch
 from fedstrata.errors import DataError, FedstrataError, SpecError
-from fedstrata.jsonl import read_jsonl
+from fedstrata.jsonl import jsonable, read_jsonl
 from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, spec_of
 
 NOTHING = "no run is at work"
@@ -26,7 +27,10 @@ class Source(Protocol):
     """Where one looks."""
 
     def table(self) -> dict[str, Any] | None:
-        """How far the run is, or a site's own part of it; None where there is none."""
+        """How far the run is, or a site's own part of it; None where there is none.
+
+        Where the server that is asked does not answer, the table has only ``away``: why.
+        """
 
     def result(self) -> Path | None:
         """The run folder, once the run is over."""
@@ -69,7 +73,8 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
 
     Raises:
         SpecError: It is no such folder.
-        FedstrataError: The server cannot be reached.
+        DataError: What the run wrote down is damaged.
+        FedstrataError: The server refuses, or cannot be reached, which one that watches waits for.
     """
     from rich.console import Console
     from rich.live import Live
@@ -80,7 +85,10 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
         if not watch or as_json or not console.is_terminal:
             while True:
                 table = source.table()
-                print(json.dumps(table) if as_json else "\n".join(lines(table)), flush=True)
+                if not watch and table and "away" in table:
+                    raise FedstrataError(lines(table)[0])
+                text = json.dumps(jsonable(table), allow_nan=False) if as_json else "\n".join(lines(table))
+                print(text, flush=True)
                 if not watch or (table or {}).get("over"):
                     return
                 time.sleep(POLL)
@@ -97,6 +105,8 @@ def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
 
 def lines(table: dict[str, Any] | None) -> list[str]:
     """What is shown of a table."""
+    if table and "away" in table:
+        return [f"the server cannot be reached: {table['away']}"]
     return shown(table) if table else [NOTHING]
 
 
@@ -157,7 +167,12 @@ class _Written:
         path = self._kit / STATUS
         if not path.exists():
             return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(path.read_bytes())
+        except ValueError:
+            found = {}
+        if not isinstance(found, dict) or "at" not in found:
+            raise DataError(f"{path}: damaged, it does not say how far the run is; what runs there writes it anew")
         return found
 
     def result(self) -> Path | None:
@@ -172,31 +187,44 @@ class _Asked:
     """The administrator's folder: the server is asked, and when the run is over its folder is fetched."""
 
     def __init__(self, kit: Path, tell: Tell) -> None:
-        self._watch = Watch(kit, 60.0, tell)
+        self._watch = Watch(kit, math.inf, tell)
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}
+        self._job = ""
+        self._over: dict[str, Any] = {}
         self._fetched: Path | None = None
 
     def table(self) -> dict[str, Any] | None:
-        if (table := self._watch.progress()) is not None:
-            self._last, self._fetched = table, None
+        table = self._watch.progress()
+        if table is None and self._watch.away:  # of a server that was started again the next session may come about
+            table = self._watch.progress()
+        if table is not None:
+            self._last, self._job = table, ""
             return table
-        if not (ended := self._watch.ended()):
-            return None
-        if self._fetched is None and ended == "FINISHED:COMPLETED":
-            out = Path(self._place.name) / "result"
+        if not self._watch.away:
+            job, how = self._watch.ended()
+            if job and job != self._job:
+                self._end(job, how)
+            elif not self._watch.away:
+                self._job = job
+        if self._job:  # what a run came to stays so when its server is shut down
+            return self._over
+        return {"away": self._watch.away} if self._watch.away else None
+
+    def _end(self, job: str, how: str) -> None:
+        """What a job came to, which is fetched once; nothing while the server is away."""
+        sites, folder = self._last.get("sites", {}), Path(self._place.name) / job
+        self._job, self._fetched = "", None
+        if how == COMPLETED:
             try:
-                self._fetched = out if self._watch.fetch(out) else None
+                if not self._watch.fetch(folder, job):
+                    return
+                self._job, self._over, self._fetched = job, of_run(folder) | {"sites": sites}, folder
+                return
             except (FedstrataError, DataError) as error:
-                ended = str(error)
-        if self._fetched is not None:
-            self._last = of_run(self._fetched) | {"sites": self._last.get("sites", {})}
-            return self._last
-        return (
-            {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0}
-            | self._last
-            | {"over": ended, "seconds_left": None}
-        )
+                how = str(error)
+        nothing = {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0}
+        self._job, self._over = job, nothing | self._last | {"over": how, "seconds_left": None}
 
     def result(self) -> Path | None:
         return self._fetched

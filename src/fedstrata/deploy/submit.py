@@ -26,6 +26,8 @@ from fedstrata.jsonl import read_jsonl
 from fedstrata.run_folder import EVENTS, WEIGHTS
 
 RESULT = "fedstrata"
+COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
+"""What NVFlare calls a job that does not come again; any other that is finished does."""
 POLL = 2.0
 TELL = 10.0
 """Seconds between two lines about rounds."""
@@ -88,7 +90,9 @@ class Watch:
         self._again: Counter[str] = Counter()
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
-        self._said = ""
+        self._said = self._broke_off = ""
+        self.away = ""
+        """Why the server did not answer when it was asked last; empty where it did."""
         self._round, self._furthest, self._last_line = 0, 0, -math.inf
         self._given_up: set[str | None] = set()
         self._sites: dict[str, str] = {}
@@ -125,11 +129,11 @@ class Watch:
         if status != self._status:
             self.tell(f"the job is {status}")
             self._status = status
-        if status == "FINISHED:COMPLETED":
+        if status == COMPLETED:
             return True
         if status.startswith("FINISHED"):
             # Abandoned is what a server calls the jobs that it finds when it starts again.
-            if status == "FINISHED:ABORTED" or (status != "FINISHED:ABANDONED" and self._again["server"] >= AGAIN):
+            if status == ABORTED or (status != "FINISHED:ABANDONED" and self._again["server"] >= AGAIN):
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
@@ -149,16 +153,22 @@ class Watch:
                 return table
         return None
 
-    def ended(self) -> str:
-        """What became of the job when it was brought last; empty where it is at work, or was never brought."""
+    def ended(self) -> tuple[str, str]:
+        """The number of the job that was brought last, and what became of it.
+
+        Both are empty where it is at work, was never brought, or broke off and comes again.
+        """
         listed = self._do(lambda session: session.list_jobs()) or []
         name = self._name()
         same = [job for job in listed if job["job_name"] == name]
         last = max(same, key=lambda job: str(job.get("submit_time") or ""), default=None)
-        if last is None or not str(last["status"]).startswith("FINISHED"):
-            return ""
-        self._job = str(last["job_id"])
-        return str(last["status"])
+        job, how = (str(last["job_id"]), str(last["status"])) if last else ("", "")
+        if how in (COMPLETED, ABORTED):
+            return job, how
+        if how.startswith("FINISHED") and job != self._broke_off:
+            self._broke_off = job
+            self.tell(f"the job broke off as {how}; 'fedstrata submit' brings it again")
+        return "", ""
 
     def _name(self) -> str:
         return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
@@ -228,11 +238,11 @@ class Watch:
         self._worked.clear()
         self._job, self._status = None, ""
 
-    def fetch(self, out: Path) -> bool:
-        """Fetch the run folder; False while the server is away."""
+    def fetch(self, out: Path, job: str = "") -> bool:
+        """Fetch the run folder of a job, by default of the one at hand; False while the server is away."""
         place = out.with_name(f"{out.name}.download")
         shutil.rmtree(place, ignore_errors=True)  # an attempt that broke off
-        found = self._do(lambda session: [session.download_job_result(self._job, str(place))])
+        found = self._do(lambda session: [session.download_job_result(job or self._job, str(place))])
         if found is None:
             return False
         runs = [path for path in Path(found[0] or place).rglob(RESULT) if path.is_dir()]
@@ -266,16 +276,17 @@ class Watch:
                 if self._session is None:
                     self._session = new_secure_session(USER, str(self.admin.absolute()), timeout=10.0)
                 outcome = work(self._session)
-            self._since, self._said = None, ""
+            self._since, self._said, self.away = None, "", ""
         except Exception as error:
             known = self._session is not None
             self._forget()
             if not _passes(error, known):
                 raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
+            self.away = " ".join(f"{type(error).__name__}: {error}".split())
             self._since = self._since or time.monotonic()
             if time.monotonic() - self._since > self.lost:
-                raise FedstrataError(f"the server cannot be reached: {type(error).__name__}: {error}") from error
-            if (why := f"waiting for the server ({type(error).__name__}: {error})") != self._said:
+                raise FedstrataError(f"the server cannot be reached: {self.away}") from error
+            if (why := f"waiting for the server ({self.away})") != self._said:
                 self.tell(why)
             self._said = why
             time.sleep(POLL)

@@ -20,19 +20,22 @@ const amount = count => {
 
 function show(status) {
   last = status;
-  const site = status != null && status.sites == null; // a site knows its own part alone
+  const away = status?.away;
+  const nothing = status == null || away != null;
+  const site = !nothing && status.sites == null; // a site knows its own part alone
   const age = status?.at == null ? 0 : status.now - status.at;
-  find("title").textContent = status == null ? "No run is at work" : site ? "This site's part"
+  find("title").textContent = status == null ? "No run is at work" : away != null ? "The server cannot be reached"
+    : site ? "This site's part"
     : `Round ${status.round} of ${status.rounds}`;
   document.title = `${find("title").textContent} – fedstrata`;
-  find("state").textContent = status == null ? "" : status.over ? `over: ${status.over}`
+  find("state").textContent = status == null ? "" : away != null ? away : status.over ? `over: ${status.over}`
     : age > STALE ? `last heard of ${duration(age)} ago`
     : site ? (status.working ? "works" : "waits for the next question") : "running";
   find("report").hidden = !status?.report;
-  find("done").hidden = status == null || site;
+  find("done").hidden = nothing || site;
   find("done").value = status?.rounds ? status.round / status.rounds : 0;
   sites(Object.entries(status?.sites ?? {}));
-  const facts = status == null ? [] : site
+  const facts = nothing ? [] : site
     ? [["questions", text(status.questions)], ["bytes in", amount(status.bytes_in)],
       ["bytes out", amount(status.bytes_out)], ["refused", status.refused || null]]
     : [["accuracy", status.accuracy == null ? null : text(status.accuracy)],

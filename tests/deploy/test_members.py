@@ -1,0 +1,40 @@
+"""The server's list while it runs and somebody edits it by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedstrata.cli import main
+from fedstrata.deploy.members import MEMBERS, Members, write_members
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    (tmp_path / MEMBERS).parent.mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("slip", ['{"sites": ["a",]}', "", "[]", '{"sites": "ab"}', '{"site": []}', "\0"])
+def test_a_list_with_a_slip_leaves_the_last_that_could_be_read(
+    kit: Path, slip: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    list_ = Members(kit)
+    assert not list_.struck("a"), "there is no list"
+    write_members(kit, ["a", "b"])
+    assert [list_.struck(name) for name in "abc"] == [False, False, True]
+    (kit / MEMBERS).write_text(slip)
+    for _ in range(3):
+        assert [list_.struck(name) for name in "abc"] == [False, False, True]
+    assert caplog.text.count("no list of who may connect") == 1
+    assert "may: a, b" in caplog.text
+    assert main(["revoke", str(kit), "a"]) == 2
+    assert "no list of who may connect" in capsys.readouterr().err
+    write_members(kit, ["a"])
+    assert [list_.struck(name) for name in "abc"] == [False, True, True]
+
+
+def test_before_there_was_a_list_that_can_be_read_nobody_is_on_it(kit: Path) -> None:
+    (kit / MEMBERS).write_text("{")
+    assert Members(kit).struck("a")
