@@ -203,7 +203,7 @@ def _refused(work: Callable[[], int]) -> int:
     ("options", "problem"),
     [
         (["--serve", "--json"], "--json: not with --serve"),
-        (["--serve", "result"], "a port is a number up to 65535, and 'result' is none; put the folder first"),
+        (["--serve", "result"], "a port is a number, and 'result' is none; put the folder first"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

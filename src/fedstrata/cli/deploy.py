@@ -140,8 +140,8 @@ def add_status(commands: Commands) -> None:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"a port is a number up to 65535, and {text!r} is none; put the folder first")
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a port is a number, and {text!r} is none; put the folder first")
     return int(text)
 
 
