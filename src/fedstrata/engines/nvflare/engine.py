@@ -217,7 +217,8 @@ class NVFlareEngine(Engine):
         return found
 
     def _leave_out(self, site: str, error: FedstrataError) -> None:
-        reason = f"site {site} takes no part: {error}"
+        why = str(error).removeprefix(f"site {site}: ")
+        reason = f"site {site} takes no part: {why}"
         if self._said_of.get(site) != reason:
             LOG.warning("%s", reason)
         self._absent[site] = self._said_of[site] = reason
