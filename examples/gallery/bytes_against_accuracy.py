@@ -26,7 +26,7 @@ print(len(study), "runs on MNIST with seed 0")
 # **The curves.** Bytes that clients have sent, on a logarithmic axis; each line is one method with one codec, as
 # the mean of five rounds.
 
-COLOURS = {"fedavg": "#5a6570", "scaffold": "#1f77b4", "fedstas": "#b8860b", "stratify": "#c0392b"}
+COLOURS = {"fedavg": "#5a6570", "scaffold": "#1f77b4", "fedstas": "#b8860b", "rebafl": "#2e8b57", "stratify": "#c0392b"}
 STYLES = {"none": "-", "bf16": (0, (1, 1)), "qsgd": "--", "top-k": ":", "powersgd, rank 2": (0, (5, 1))}
 figure, axes = plt.subplots(figsize=(10, 5), layout="constrained")
 for (method, codec), (up, accuracy) in study.items():
@@ -49,5 +49,5 @@ for (method, codec), (cost, reached) in sorted(ends.items(), key=lambda item: it
     print(f"{cost:9,.0f} MB  {reached:5.2f} %  {method}, {codec}{'' if beaten else '   ← on the front'}")
 
 # %%
-# Encoded both ways, Stratify comes near FedAvg's traffic and stays near its own accuracy. :doc:`/communication` says which
-# codec fits when, and what each one loses.
+# Encoded both ways, Stratify sends less than FedAvg does and stays as good as it is. :doc:`/communication` says which codec
+# fits when, and what each one loses.
