@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
+from waiting import free_port
 
 import fedstrata as fs
 from fedstrata.deploy.federation import Sites
@@ -28,9 +28,7 @@ def federations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("nvflare")
     place = tmp_path_factory.mktemp("federations")
     spec = fs.Experiment.from_table({"data": OWN, "partition": {"name": "natural"}})
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     sites = Sites.model_validate({"own_data": True, "server": {"port": port}, "site": {"a": {}, "b": {}}})
     for name in ("fed", "other"):
         provision(spec, sites, place / name)

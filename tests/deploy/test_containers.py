@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import stat
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import free_port
 
 from fedstrata.deploy.processes import end, start
 
@@ -118,9 +118,7 @@ def test_three_hospitals_as_the_files_start_them(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples" / "hospitals", tmp_path / "examples" / "hospitals")
     shutil.copytree(PLACE, place := tmp_path / "examples" / "deploy")
     # Without compose's network nobody is called "server", and another port may be free.
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     text = (place / "sites.toml").read_text().replace('"server"', '"localhost"').replace("8002", str(port))
     (place / "sites.toml").write_text(text)
     running = []

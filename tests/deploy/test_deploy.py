@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 import stat
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+from waiting import free_port
 
 import fedstrata as fs
 from fedstrata.asks import hash_of
@@ -568,9 +568,7 @@ def test_hospitals_with_mutual_tls_end_with_the_model_of_a_run(tmp_path: Path, m
     settings = ["--set", "evaluation.every=1", *(word for each in overrides for word in ("--set", each))]
     spec = str(HOSPITALS / "hospitals.toml")
     assert main(["run", spec, *settings, "--out", str(tmp_path / "here")]) == 0
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     names = ("hungary", "switzerland")
     sites = "".join(f'[site.{name}]\ndata = "{HOSPITALS}/sites/{name}.csv"\n' for name in names)
     # Of one column Hungary has three values only.

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import slowly
 from lazy import Lazy
+from waiting import free_port, until
 
 import fedstrata as fs
 from fedstrata.deploy.configuration import write_job
@@ -29,21 +30,6 @@ nvflare = Lazy("nvflare")
 NOTICED = 10.0
 """Seconds in which a dead site is noticed, beside what this test needs to see it."""
 ROUNDS = 200
-
-
-def _port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def _until(what: str, ready: Callable[[], bool], seconds: float = 240.0) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
-        time.sleep(0.2)
 
 
 def three_clients(spec: fs.Experiment) -> fs.Experiment:
@@ -82,7 +68,7 @@ class Deployment:
         return " | ".join(str(event.get("reason")) for event in events)
 
     def wait_for_round(self, number: int) -> None:
-        _until(f"round {number}", lambda: self.submitting.poll() is not None or self.round() >= number)
+        until(f"round {number}", lambda: self.submitting.poll() is not None or self.round() >= number)
         assert self.submitting.poll() is None, self.told
 
     def returned(self) -> int:
@@ -106,7 +92,7 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
     )
     own = {"allow": ["slowly"]}
     # Patience is what it is unless said otherwise: ten minutes.
-    table: dict[str, Any] = {"server": {"port": _port(), **own}, "site": {"a": own, "b": own, "stranger": own}}
+    table: dict[str, Any] = {"server": {"port": free_port(), **own}, "site": {"a": own, "b": own, "stranger": own}}
     # The job is another one than the kits', which are for a site more.
     sites = Sites.model_validate(table | {"policy": {"jobs": "within-policy"}})
     provision(three_clients(spec), sites, tmp_path / "fed", base_dir=tmp_path)
@@ -136,7 +122,7 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     # A site stops for a minute: the round goes on without it within seconds, and when it is back it takes part again.
     deployment.wait_for_round(2)
     since = _stopped(deployment, "b", signal.SIGSTOP)
-    _until("b to be missed", lambda: "nothing was heard of it" in deployment.reasons(1), 60)
+    until("b to be missed", lambda: "nothing was heard of it" in deployment.reasons(1), 60)
     assert time.monotonic() - since < 2 * NOTICED
     before, begun = deployment.round(), time.monotonic()
     time.sleep(60 - (begun - since))
@@ -145,29 +131,29 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     assert deployment.returned() == 1
     _stopped(deployment, "b", signal.SIGCONT)
     back = deployment.round()
-    _until("b to be back", lambda: deployment.returned() == 2, 60)
+    until("b to be back", lambda: deployment.returned() == 2, 60)
     assert deployment.round() - back < 15
 
     # kill -9 of a site in the middle of a round; started again, it is taken in.
     since = time.monotonic()
     processes.kill("a")
-    _until("a to be missed", lambda: "nothing was heard of it" in deployment.reasons(0), 60)
+    until("a to be missed", lambda: "nothing was heard of it" in deployment.reasons(0), 60)
     assert time.monotonic() - since < 2 * NOTICED
     gone = deployment.round()
     deployment.wait_for_round(gone + 1)
     assert deployment.returned() == 1
     processes.start("a")
-    _until("the job to come again", lambda: "site a is there" in deployment.told)
-    _until("a to be back", lambda: deployment.returned() == 2)
+    until("the job to come again", lambda: "site a is there" in deployment.told)
+    until("a to be back", lambda: deployment.returned() == 2)
 
     # kill -9 of the process that works at a site: the others go on, and the job comes again for it, not for its end.
     told, gone = deployment.told.count("site b is there"), deployment.round()
     _worker(processes.running["b"].pid).kill()
-    _until("b to be missed", lambda: "nothing was heard of it" in deployment.reasons(1, after=gone), 60)
+    until("b to be missed", lambda: "nothing was heard of it" in deployment.reasons(1, after=gone), 60)
     deployment.wait_for_round(deployment.round() + 2)
     assert deployment.returned() == 1
-    _until("the job to come again", lambda: deployment.told.count("site b is there") > told)
-    _until("b to be back", lambda: deployment.returned() == 2)
+    until("the job to come again", lambda: deployment.told.count("site b is there") > told)
+    until("b to be back", lambda: deployment.returned() == 2)
     assert "the job ended as" not in deployment.told
 
     # kill -9 of the server, which is started again: the run goes on from its last checkpoint.

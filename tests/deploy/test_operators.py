@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import slowly
+from waiting import free_port, until
 
 import fedstrata as fs
 from fedstrata.cli import main
@@ -31,19 +30,6 @@ MODEL = "model.safetensors"
 ROUNDS = 200
 OVER = 240.0
 """Seconds in which a job ends after its last round, whoever is dead then: NVFlare waits two minutes for the dead."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
-def until(what: str, ready: Callable[[], bool], seconds: float = 240.0) -> None:
-    end = time.monotonic() + seconds
-    while not ready():
-        assert time.monotonic() < end, f"waited {seconds:g} s for {what}"
-        time.sleep(0.2)
 
 
 def command(*words: object) -> str:

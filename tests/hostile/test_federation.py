@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
+from waiting import free_port
 
 import fedstrata as fs
 from fedstrata.cli import main
@@ -41,9 +41,7 @@ SPEC = fs.Experiment.from_table(
 def test_what_a_hostile_server_gets_from_real_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One site is as its kit was made; nothing guards the other one, the control."""
     assert main(["keys", "--out", str(tmp_path / "keys")]) == 0
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     keys = {"keys": str(tmp_path / "keys")}
     sites = Sites.model_validate({"server": {"port": port}, "site": {"guarded": keys, "open": keys}})
     kits = tmp_path / "kits"

@@ -58,6 +58,7 @@ def print_json(found: object) -> None:
 
 
 def _finite(found: object) -> object:
+    # jsonl.jsonable does more, and imports PyTorch for it, which a command that prints words need not wait for.
     if isinstance(found, float):
         return found if math.isfinite(found) else None
     if isinstance(found, Mapping):
