@@ -624,6 +624,22 @@ def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
     assert not isinstance(survey(approved), Refused)
 
 
+def test_what_a_job_spends_in_two_processes_adds_up(tmp_path: Path) -> None:
+    one, other = Spent(tmp_path, "job"), Spent(tmp_path, "job")
+    one.start(Policy(starts=2))
+    other.start(Policy(starts=2))
+    one.exchanges, other.exchanges, other.bytes = 3, 4, 50
+    for each in (one, other, one):
+        each.save()
+    after = Spent(tmp_path, "job")
+    assert [(each.starts, each.exchanges, each.bytes) for each in (one, after)] == [(2, 7, 50)] * 2
+    with pytest.raises(RuleError, match="began 2 times"):
+        Spent(tmp_path, "job").start(Policy(starts=2))
+    one.settle([0], 3, "bounds")
+    with pytest.raises(RuleError, match="accepted, as before"):
+        other.settle([1], 3, "bounds")
+
+
 def test_two_jobs_that_ask_at_once_are_not_both_told(
     hospital: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:

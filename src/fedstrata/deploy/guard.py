@@ -6,8 +6,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,8 +98,13 @@ SECONDS = 1.0
 """Between two times that what a job had of a site is written down."""
 
 
+COUNTS = ("starts", "exchanges", "bytes")
+
+
 class Spent:
     """What a job has had of a site so far, over all times that it began: in a file that outlives processes.
+
+    The same job may be at work in two processes: each adds what it counted to what the file says.
 
     Args:
         folder: The site's.
@@ -109,13 +114,13 @@ class Spent:
     def __init__(self, folder: Path, job: str) -> None:
         self._path = folder / ".spent" / f"{job}.json"
         self._survey = self._path.with_suffix(".survey")
-        found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
-        self.starts, self.exchanges, self.bytes = (int(found.get(key, 0)) for key in ("starts", "exchanges", "bytes"))
-        self.home: list[int] = found.get("home", [])
+        self.starts = self.exchanges = self.bytes = 0
+        self.home: list[int] = []
         """Where each site brings its own data: N, and the numbers of the clients here; empty before it is known."""
-        self._saved = 0.0
+        self._known, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
         """Answers leave by several threads."""
+        self._read()
 
     def start(self, policy: Policy | None) -> None:
         """The job begins, or goes on, once more.
@@ -123,19 +128,37 @@ class Spent:
         Raises:
             RuleError: It did so too often.
         """
-        if policy is not None and self.starts >= policy.starts:
-            raise RuleError("policy.starts", f"the job began {self.starts} times; accepted: {policy.starts} at most")
-        self.starts += 1
-        self.save()
+        with self._changing():
+            if policy is not None and self.starts >= policy.starts:
+                problem = f"the job began {self.starts} times; accepted: {policy.starts} at most"
+                raise RuleError("policy.starts", problem)
+            self.starts += 1
 
     def save(self) -> None:
-        """Write it down; in one step, so that a crash leaves the old or the new."""
+        """Write it down."""
+        with self._changing():
+            pass
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Read what there is, and write it down after the block; in one step, so that a crash leaves old or new."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        table = {"starts": self.starts, "exchanges": self.exchanges, "bytes": self.bytes, "home": self.home}
-        part.write_text(json.dumps(table), encoding="utf-8")
-        part.replace(self._path)
-        self._saved = time.monotonic()
+        with self.lock, self.alone():
+            self._read()
+            yield
+            self._known = {key: getattr(self, key) for key in COUNTS}
+            part = self._path.with_suffix(".part")
+            part.write_text(json.dumps({**self._known, "home": self.home}), encoding="utf-8")
+            part.replace(self._path)
+            self._saved = time.monotonic()
+
+    def _read(self) -> None:
+        found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        for key in COUNTS:
+            there = int(found.get(key, 0))
+            setattr(self, key, there + getattr(self, key) - self._known[key])
+            self._known[key] = there
+        self.home = found.get("home") or self.home
 
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """A job says once which client lives here: another number would hold out other samples.
@@ -144,11 +167,11 @@ class Spent:
             RuleError: It says something else than before.
         """
         home = [total, *clients]
-        if self.home and home != self.home:
-            known = f"client(s) {self.home[1:]} of {self.home[0]}"
-            raise RuleError(rule, f"asked as client(s) {clients} of {total}; accepted, as before: {known}")
-        self.home = home
-        self.save()
+        with self._changing():
+            if self.home and home != self.home:
+                known = f"client(s) {self.home[1:]} of {self.home[0]}"
+                raise RuleError(rule, f"asked as client(s) {clients} of {total}; accepted, as before: {known}")
+            self.home = home
 
     @property
     def survey(self) -> bytes | None:
@@ -164,7 +187,7 @@ class Spent:
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> AbstractContextManager[None]:
-        """Keep other jobs of the site from reading and writing surveys for a block."""
+        """Keep other processes of the site from what is written here for a block."""
         return waiting(self._survey.parent)
 
     def keep(self) -> None:
@@ -313,10 +336,11 @@ class Guard:
         Raises:
             RuleError: There were too many.
         """
-        if self.policy is not None and self.spent.exchanges >= self.policy.exchanges:
-            most = self.policy.exchanges
-            raise RuleError("policy.exchanges", f"{self.spent.exchanges} exchanges; accepted: {most} at most")
-        self.spent.exchanges += 1
+        with self.spent.lock:
+            if self.policy is not None and self.spent.exchanges >= self.policy.exchanges:
+                most = self.policy.exchanges
+                raise RuleError("policy.exchanges", f"{self.spent.exchanges} exchanges; accepted: {most} at most")
+            self.spent.exchanges += 1
 
     def leave(self, size: int) -> None:
         """So many bytes are about to leave.
