@@ -32,6 +32,7 @@ RESULTS = Path(__file__).parent / "results" / "communication.json"
 RANK1 = {"name": "powersgd", "rank": 1, "factors": "bfloat16"}
 RANK2 = {"name": "powersgd", "rank": 2, "factors": "bfloat16"}
 BYTES = {"name": "powersgd", "rank": 1, "factors": "int8"}
+BYTES2 = BYTES | {"rank": 2}
 TOP = {"name": "top-k", "fraction": 0.01}
 CODECS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -40,6 +41,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "top-k": {"up": TOP, "down": TOP},
     "powersgd, rank 1": {"up": RANK1, "down": RANK1},
     "powersgd, rank 1 in bytes": {"up": BYTES, "down": BYTES},
+    "powersgd, rank 2 in bytes": {"up": BYTES2, "down": BYTES2},
     "powersgd, rank 2": {"up": RANK2, "down": RANK2},
     "powersgd, rank 4": {"up": RANK2 | {"rank": 4}, "down": RANK2 | {"rank": 4}},
 }
@@ -64,7 +66,7 @@ METHODS: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "stratify, 18 epochs": (
         {"name": "stratify", "batch_size": 400},
         {**BATCHES, "rounds": 18},
-        ["powersgd, rank 1 in bytes"],
+        ["powersgd, rank 1 in bytes", "powersgd, rank 2 in bytes"],
     ),
 }
 MNIST = {"data": "mnist", "partition": {"name": "dirichlet", "alpha": 0.01, "clients": 100}}
@@ -148,17 +150,21 @@ def by_label(study: str) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def table_of(study: str) -> list[str]:
-    """A Markdown table: the end of every run, and where accuracies were reached."""
-    found = by_label(study)
-    ends = {
+def ends(found: dict[str, list[dict[str, Any]]]) -> dict[str, tuple[float, float]]:
+    """Gigabytes up and down at the end of each label's runs, and the accuracy there: means over seeds."""
+    return {
         label: (
             statistics.mean(c["up"][-1] + c["down"][-1] for c in of),
             statistics.mean(c["accuracy"][-1] for c in of),
         )
         for label, of in found.items()
     }
-    best = set(front(ends))
+
+
+def table_of(study: str) -> list[str]:
+    """A Markdown table: the end of every run, and where accuracies were reached."""
+    found = by_label(study)
+    best = set(front(ends(found)))
     lines = [
         "| method | codec | seeds | accuracy, % | GB up | GB down | front |",
         "|---|---|---:|---:|---:|---:|:---:|",
@@ -183,7 +189,7 @@ def aims() -> list[str]:
     lines = ["| study | run | seed | accuracy, % | GB up | GB down | aim |", "|---|---|---:|---:|---:|---:|:---:|"]
     for study in ("mnist", "mnist-half"):
         for label, of in by_label(study).items():
-            if not (label.startswith("stratify") and "powersgd, rank 1" in label) and "dense" not in label:
+            if not (label.startswith("stratify") and "powersgd" in label) and "dense" not in label:
                 continue
             for cell in of:
                 seed = cell["spec"]["seed"]
@@ -204,30 +210,36 @@ def aims() -> list[str]:
 
 
 def draw(path: Path) -> None:
-    """Accuracy over bytes up and down, the codecs of a method in one colour."""
+    """Where runs end, over bytes up and down; how those on the front came there."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     shown = [study for study in STUDIES if by_label(study)]
-    figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 4.4), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(1, len(shown), figsize=(5.2 * len(shown), 5.2), squeeze=False, sharey=True)
     colours = dict(zip(METHODS, plt.rcParams["axes.prop_cycle"].by_key()["color"], strict=False))
-    dashes = ("-", (0, (1, 1)), "--", "-.", (0, (5, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1, 1, 1)), ":")
-    styles = dict(zip(CODECS, dashes, strict=True))
+    markers = dict(zip(CODECS, "os^XPdDvp", strict=True))
     for axis, study in zip(axes[0], shown, strict=True):
-        for label, of in by_label(study).items():
+        found = by_label(study)
+        best = set(front(ends(found)))
+        for label, of in found.items():
             method, codec = label.split(" | ")
-            cell = of[0]
-            total = [up + down for up, down in zip(cell["up"], cell["down"], strict=True)]
-            axis.plot(total, [100 * a for a in cell["accuracy"]], color=colours[method], ls=styles[codec], lw=1.3)
+            total = [up + down for up, down in zip(of[0]["up"], of[0]["down"], strict=True)]
+            if label in best:
+                axis.plot(total, [100 * a for a in of[0]["accuracy"]], color=colours[method], lw=1, alpha=0.5)
+            at, accuracy = ends({label: of})[label]
+            edge = "black" if label in best else "none"
+            axis.scatter(
+                at, 100 * accuracy, s=48, color=colours[method], marker=markers[codec], edgecolor=edge, zorder=3
+            )
         axis.set(xscale="log", xlabel="GB up and down", title=study)
         axis.grid(alpha=0.25)
     axes[0][0].set_ylabel("accuracy on the test set, %")
-    handles = [plt.Line2D([], [], color=colour, label=method) for method, colour in colours.items()]
-    handles += [plt.Line2D([], [], color="grey", ls=style, label=codec) for codec, style in styles.items()]
-    figure.legend(handles=handles, loc="lower center", ncols=7, frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    handles = [plt.Line2D([], [], color=colour, marker="o", ls="", label=method) for method, colour in colours.items()]
+    handles += [plt.Line2D([], [], color="grey", marker=m, ls="", label=codec) for codec, m in markers.items()]
+    figure.legend(handles=handles, loc="lower center", ncols=7, frameon=False, fontsize=9)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=110)
 
 

@@ -1,8 +1,8 @@
 """Whether a deployment stays as it is for as long as it runs: threads, memory and time of exchanges, with slopes.
 
-Run it as ``python benchmarks/soak.py [--minutes 20] [--out DIR]``: a server and three sites as processes with mutual
-TLS, which exchange next to nothing, as often as they can. It prints a table of slopes with their 95 % intervals, and
-writes every sample to ``DIR/soak.json``. Sites find this module by its name.
+Run it as ``python benchmarks/soak.py [--minutes 20] [--rate R] [--out DIR]``: a server and three sites as processes
+with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table of slopes
+with their 95 % intervals, and writes every sample to ``DIR/soak.json``. Sites find this module by its name.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ EVERY = 5.0
 """Seconds between two looks at the processes."""
 FEWEST = 5
 """Looks without which there is no slope."""
-WARM = 90.0
-"""Seconds that do not count: NVFlare remembers messages for 65, and pools start threads when they need them."""
+WARM = 300.0
+"""Seconds that do not count: NVFlare remembers messages for 65, and pools start threads when messages come at once."""
 
 
 @record
@@ -54,6 +54,8 @@ class Soak(Method):
     """Asks all clients for next to nothing, a block a round."""
 
     paper: ClassVar[str] = "none"
+    rate: float = 0.0
+    """Exchanges a second, at most; 0 for as many as there can be."""
 
     def questions(self, agreed: Agreed) -> Questions:
         """Sizes, again and again."""
@@ -67,12 +69,13 @@ class Soak(Method):
     def run_round(self, federation: Federation, state: Nothing) -> tuple[Nothing, dict[str, Any]]:
         """Exchanges for a while."""
         clients = range(federation.config.clients)
-        times, missing = list[float](), 0
-        while sum(times) < BLOCK:
-            began = time.perf_counter()
+        times, missing, ends = list[float](), 0, time.perf_counter() + BLOCK
+        while (began := time.perf_counter()) < ends:
             replies = federation.ask(dict.fromkeys(clients, SizeReport(federation.round, 0, 1.0)))
             times.append(time.perf_counter() - began)
             missing += len(clients) - len(replies)
+            if self.rate:
+                time.sleep(max(0.0, 1 / self.rate - times[-1]))
         found = {"ask_ms": 1e3 * sum(times) / len(times), "slowest_ms": 1e3 * max(times), "missing": missing}
         return state, {**found, "exchanges": len(times), "at": time.time()}
 
@@ -159,6 +162,7 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> list[s
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--rate", type=float, default=0.0, help="exchanges a second, at most")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -170,7 +174,7 @@ def main() -> None:
     sites = Sites.model_validate({"server": {"port": port, **own}, "least": 3, "site": {"a": own, "b": own, "c": own}})
     spec = fs.Experiment.from_table(
         {
-            "method": {"name": "soak:Soak"},
+            "method": {"name": "soak:Soak", "rate": options.rate},
             "data": {"name": "digits", "limit": 90},
             "partition": {"name": "iid", "clients": 3},
             "model": {"name": "mlp", "hidden": [8]},

@@ -92,3 +92,14 @@ def test_a_kit_that_may_not_start_does_not(kits: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, "no data" in done.stdout) == (3, True)
     assert sys.executable not in done.stdout
+
+
+@pytest.mark.parametrize(("given", "used"), [({}, "2"), ({"MALLOC_ARENA_MAX": "8"}, "8")])
+def test_a_process_keeps_few_arenas_unless_told(kits: Path, tmp_path: Path, given: dict[str, str], used: str) -> None:
+    """With one a thread, a server's memory grew for as long as messages came."""
+    (tmp_path / "own").write_text('#!/bin/bash\necho "arenas: $MALLOC_ARENA_MAX"; exit 3\n')
+    (tmp_path / "own").chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(tmp_path / "own"), **given}
+    command = ["bash", str(kits / "a" / "startup" / "sub_start.sh"), "--once"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert f"arenas: {used}\n" in done.stdout

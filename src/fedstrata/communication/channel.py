@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any, Unpack
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -31,6 +30,7 @@ from fedstrata.errors import FedstrataError, ReplyRefusedError
 from fedstrata.federation.accounting import Summed
 from fedstrata.federation.federation import AskOptions, Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
+from fedstrata.federation.reply_checks import finite
 from fedstrata.objectives.base import Objective
 from fedstrata.records import record
 from fedstrata.rng import rng
@@ -92,10 +92,10 @@ class Reader:
             return
         if answer.reply is None:
             raise ReplyRefusedError("the answer is missing beside its change")
-        reply = self.read(answer)
-        if any(not bool(torch.isfinite(tensor).all()) for tensor in self.decoded(answer).values()):
+        change = self.decoded(answer)
+        if not all(map(finite, change.values())):
             raise ReplyRefusedError("a change that is beyond all numbers when it is decoded")
-        self.request.check_reply(reply)
+        self.request.check_reply(answer.reply.put_together(self.request.weights, change))
 
     def decoded(self, answer: EncodedReply) -> Params:
         """The change."""
@@ -105,6 +105,12 @@ class Reader:
         """The answer as its client would have given it without a codec."""
         assert answer.reply is not None
         return answer.reply.put_together(self.request.weights, self.decoded(answer))
+
+    def rest(self, answer: EncodedReply) -> Reply:
+        """The answer without its change, whatever its client put in the place of one."""
+        assert answer.reply is not None
+        weights = self.request.weights
+        return answer.reply.put_together(weights, self.like).taken_apart(weights)[1]
 
     def read_sum(self, rest: Reply, answers: Iterable[EncodedReply]) -> Reply:
         """The sum of all answers, of a linear codec: decoded once.
@@ -169,15 +175,12 @@ class Channel:
         answers, reader = self._ask(federation, requests, options)
         if not answers or reader is None:
             return None
-        clients = list(answers)
-        weights, replies = reader.request.weights, {client: reader.read(answer) for client, answer in answers.items()}
         if federation.listener is not None:
-            federation.listener(federation.round, replies)
+            federation.listener(federation.round, {client: reader.read(answer) for client, answer in answers.items()})
         if not reader.codec.linear:
-            return Summed(reduce(records.add, replies.values()), clients)
-        # Of the answers only what was checked is added up, and of the changes what travelled.
-        rest = reduce(records.add, [reply.taken_apart(weights)[1] for reply in replies.values()])
-        return Summed(reader.read_sum(rest, answers.values()), clients)
+            return Summed(reduce(records.add, map(reader.read, answers.values())), list(answers))
+        rest = reduce(records.add, map(reader.rest, answers.values()))
+        return Summed(reader.read_sum(rest, answers.values()), list(answers))
 
     def _ask(
         self, federation: Federation, requests: Mapping[ClientId, ModelRequest], options: AskOptions
@@ -254,7 +257,7 @@ class Channel:
         self._round, self._source = round, params
         state, version = self.state, self.state.version + 1
         plain = isinstance(self.down, WithMemory) and round < self.down.start
-        if version == 0 or plain or not all(bool(tensor.isfinite().all()) for tensor in params.values()):
+        if version == 0 or plain or not all(map(finite, params.values())):
             params = {name: tensor.clone() for name, tensor in params.items()}
             self.state = replace(state, version=version, digest=digest_of(b"", params), params=params, changes=[])
             return

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedstrata.config import FromRegistry, Registry, Setting
 from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError
 from fedstrata.federation.messages import Params
+from fedstrata.federation.reply_checks import finite
 
 Payload = dict[str, dict[str, Tensor]]
 """What is sent of a change: by tensor, or under a name of the codec's own for all of them, and by part."""
@@ -106,7 +107,7 @@ def unpack(packed: Tensor, forms: Forms) -> Payload:
         for name, parts in forms.items()
     }
     for name, parts in found.items():
-        if not all(bool(tensor.isfinite().all()) for tensor in parts.values()):
+        if not all(map(finite, parts.values())):
             raise ReplyRefusedError(f"NaN or infinity in the payload's {name!r}")
     return found
 
@@ -296,7 +297,7 @@ class TopK(WithMemory):
         """Ties go to the coordinate that comes first."""
         flat = _flat(change)
         k = self._sent(len(flat))
-        places = np.sort(np.argsort(-np.abs(flat), kind="stable")[:k])
+        places = _largest(np.abs(flat), k)
         return {"all": {"places": _pack(places, _bits(len(flat))), "values": torch.from_numpy(flat[places])}}
 
     def decode(self, payload: Payload, like: Params) -> Params:
@@ -445,6 +446,19 @@ def _flat(change: Params) -> NDArray[np.float32]:
 def _shaped(flat: NDArray[np.float32], like: Params) -> Params:
     parts = torch.split(torch.from_numpy(flat), [tensor.numel() for tensor in like.values()])
     return {name: part.reshape(t.shape).to(t.dtype) for (name, t), part in zip(like.items(), parts, strict=True)}
+
+
+def _largest(sizes: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """The places of the k largest, in ascending order; of equal ones the first.
+
+    >>> _largest(np.array([2.0, 1.0, 2.0, 3.0, 2.0], dtype=np.float32), 3)
+    array([0, 2, 3])
+    """
+    if k == 0:
+        return np.zeros(0, dtype=np.int64)
+    least = np.partition(sizes, len(sizes) - k)[-k]  # sorting all of them takes ten times as long
+    above, equal = np.flatnonzero(sizes > least), np.flatnonzero(sizes == least)
+    return np.sort(np.concatenate([above, equal[: k - len(above)]]))
 
 
 def _bits(d: int) -> int:

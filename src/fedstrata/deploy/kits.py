@@ -24,6 +24,8 @@ if [[ -z "${FEDSTRATA_PYTHON:-}" ]]; then
   [[ -x "$FEDSTRATA_PYTHON" ]] || FEDSTRATA_PYTHON=python3
 fi
 export FEDSTRATA_PYTHON
+# Messages come in many threads. Given an arena each, the C library keeps more and more of what they freed.
+export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-2}"
 """
 _START = """
 "$FEDSTRATA_PYTHON" -m fedstrata.deploy.start "$WORKSPACE" $arguments || exit $?

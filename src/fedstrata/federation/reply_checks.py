@@ -34,7 +34,7 @@ def defect_of(reply: Any, check: Callable[[Any], None]) -> str | None:
         records.require_types(reply)
         for leaf in records.leaves_of(reply):
             _require_plain(leaf)
-            if not _finite(leaf):
+            if not finite(leaf):
                 return "NaN or infinity"
         check(reply)
     except (ReplyRefusedError, WireError) as error:
@@ -53,10 +53,11 @@ def _require_plain(leaf: Any) -> None:
             raise ReplyRefusedError(f"a tensor of {leaf.dtype}")
 
 
-def _finite(leaf: Any) -> bool:
+def finite(leaf: Any) -> bool:
+    """Whether a tensor, an array or a number holds neither NaN nor infinity."""
     if isinstance(leaf, Tensor):
         if not leaf.is_floating_point():
-            return not leaf.is_complex() or _finite(torch.view_as_real(leaf))
+            return not leaf.is_complex() or finite(torch.view_as_real(leaf))
         # NaN and infinity survive a sum, which is several times faster; a finite tensor's sum may still overflow.
         return math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())
     if isinstance(leaf, np.ndarray):

@@ -18,6 +18,7 @@ from fedstrata.communication.codecs import PowerSGD, Uncompressed, WithMemory, p
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.errors import FedstrataError
 from fedstrata.federation.messages import Params, Reply, Weights
+from fedstrata.federation.reply_checks import finite
 from fedstrata.records import Tree, record
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
@@ -88,7 +89,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     whole: Reply = client.context.handlers.alone(type(question))(client, question)
     change, reply = whole.taken_apart(question.weights)
     change, as_it_is = parted(change, codec, client.context.objective)
-    if not all(bool(tensor.isfinite().all()) for tensor in change.values()):
+    if not all(map(finite, change.values())):
         raise FedstrataError("its change holds NaN or infinity, which a codec would hide")
     reply = reply.put_together(question.weights, as_it_is)
     # Who changes nothing, having nothing to train on or being asked something else, keeps what earlier changes lost.

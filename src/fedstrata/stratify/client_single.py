@@ -15,6 +15,7 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles_hop, handles_relay
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Params, Reply, Weights
+from fedstrata.federation.reply_checks import finite
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.records import record
@@ -164,7 +165,7 @@ class FusedSteps:
             losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
             return Failure(f"{type(error).__name__}: {error}", error)
-        if _finite(losses, self._stepper):
+        if all(map(finite, [losses, *self._stepper.weights().params.values()])):
             return losses
         return Failure("its steps left a tensor with NaN or infinity")
 
@@ -317,8 +318,3 @@ def _steps(context: ClientContext, stepper: Stepper, indices: Ints, lr: float) -
         return torch.zeros(0)
     where = torch.from_numpy(indices)
     return stepper.run(context.data.inputs(where), context.data.y_train[where], lr)
-
-
-def _finite(losses: Tensor, stepper: Stepper) -> bool:
-    tensors = [losses, *stepper.weights().params.values()]
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if tensor.is_floating_point())
