@@ -1,7 +1,7 @@
 """This tree against an earlier commit, in turns: whether a change costs speed.
 
     make bench-before COMMIT=HEAD~1
-    python benchmarks/before.py HEAD~1 [--pairs 15] [--work cnn mlp small stratify single]
+    python benchmarks/before.py HEAD~1 [--pairs 15] [--work cnn mlp small alone scaffold stratify single]
 
 Each version trains the same work in a process of its own, through the public interface alone; the two take turns.
 Printed are the medians, and the earlier version's seconds by this one's with a 95 % interval: below 1 this tree is
@@ -25,6 +25,12 @@ WORK: dict[str, dict[str, Any]] = {
     "cnn": {"clients": 20, "samples": 300, "model": "cnn", "training": {"batch_size": 50, "rounds": 3}},
     "mlp": {"clients": 100, "samples": 300, "model": "mlp", "training": {"batch_size": 50, "rounds": 9}},
     "small": {"clients": 1000, "samples": 60, "model": "mlp", "training": {"clients_per_round": 100, "rounds": 9}},
+    "alone": {
+        "clients": 1000,
+        "samples": 60,
+        "model": "mlp",
+        "training": {"clients_per_round": 100, "rounds": 9, "workers": 1},
+    },
     "scaffold": {"clients": 100, "samples": 300, "model": "mlp", "method": "scaffold", "training": {"rounds": 6}},
     "stratify": {"clients": 100, "samples": 60, "model": "mlp", "method": "stratify", "training": {"rounds": 5}},
     "single": {
@@ -35,7 +41,8 @@ WORK: dict[str, dict[str, Any]] = {
         "training": {"rounds": 4},
     },
 }
-"""FedAvg where no method is named; one local epoch; the first round warms up and does not count."""
+"""FedAvg where no method is named; one local epoch; the first round warms up and does not count. ``alone`` is ``small``
+in one process, which other processes of the machine disturb less."""
 
 
 def serve() -> None:

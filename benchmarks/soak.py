@@ -1,6 +1,6 @@
 """Whether a deployment stays as it is for as long as it runs: threads, memory and time of exchanges, with slopes.
 
-Run it as ``python benchmarks/soak.py [--minutes 20] [--rate R] [--out DIR]``: a server and three sites as processes
+Run it as ``python benchmarks/soak.py [--minutes 40] [--rate R] [--out DIR]``: a server and three sites as processes
 with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table of slopes
 with their 95 % intervals, and writes every sample to ``DIR/soak.json``. Sites find this module by its name.
 """
@@ -39,7 +39,7 @@ EVERY = 5.0
 """Seconds between two looks at the processes."""
 FEWEST = 5
 """Looks without which there is no slope."""
-WARM = 300.0
+WARM = 900.0
 """Seconds that do not count: NVFlare remembers messages for 65, and pools start threads when messages come at once."""
 
 
@@ -161,7 +161,7 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> list[s
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--rate", type=float, default=0.0, help="exchanges a second, at most")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

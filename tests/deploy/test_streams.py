@@ -63,3 +63,31 @@ def test_what_is_due_first_is_done_first_whatever_the_others_raise() -> None:
     later.after(0.0, lambda: done.append("again"))
     while len(done) < 3:
         time.sleep(0.01)
+
+
+FREED = """
+import sys
+import psutil
+from fedstrata.deploy.streams import release_memory
+blocks = [bytearray(60_000) for _ in range(2_000)]
+last = bytearray(60_000)  # lies behind them, so that they are no end that can be cut off
+del blocks
+before = psutil.Process().memory_info().rss
+if sys.argv[1] == "ours":
+    release_memory()
+print((before - psutil.Process().memory_info().rss) / 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library")
+def test_what_lies_free_goes_back_to_the_system() -> None:
+    """The memory of a server's process grew for as long as messages came."""
+    pytest.importorskip("psutil")
+    freed = {
+        how: float(
+            subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, text=True, check=True).stdout
+        )
+        for how in ("plain", "ours")
+    }
+    assert freed["plain"] < 1
+    assert freed["ours"] > 50
