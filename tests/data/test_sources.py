@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
+import threading
+import time
 import warnings
 import zipfile
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ import torch
 
 from fedstrata.config import build
 from fedstrata.data.catalog import available
-from fedstrata.data.sources import Data
+from fedstrata.data.sources import Data, read_arrays
 from fedstrata.errors import DataError, SpecError
 
 
@@ -235,3 +239,35 @@ def test_no_damaged_byte_ends_in_a_traceback(folder):
         (folder / "damaged.npz").write_bytes(damaged)
         with contextlib.suppress(DataError), warnings.catch_warnings(action="ignore"):
             Data("damaged").load()
+
+
+def test_threads_read_files_at_once(tmp_path: Path) -> None:
+    """CPython's issue 106905: sound files were said to be damaged, where the collector let another thread in."""
+    np.savez(tmp_path / "x.npz", x_train=np.zeros(4), y_train=np.zeros(4))
+    found: list[object] = []
+
+    def read(deep: int) -> None:
+        if deep:
+            return read(deep - 1)
+        for _ in range(60):
+            try:
+                read_arrays(tmp_path / "x.npz", ("x_train", "y_train"))
+            except DataError as error:
+                found.append(error)
+
+    def let_others(*_: object) -> None:
+        time.sleep(0.00001)
+
+    before = gc.get_threshold()
+    gc.callbacks.append(let_others)
+    gc.set_threshold(20)
+    try:
+        threads = [threading.Thread(target=read, args=(3 * i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(let_others)
+    assert found == []

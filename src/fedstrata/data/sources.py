@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -35,6 +36,10 @@ Arrays = dict[str, NDArray[Any]]
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
 """What a ``.npz`` file must hold."""
+
+_reading = threading.Lock()
+"""NumPy reads a header with ``ast``, which in Python 3.11 and 3.12 fails now and then in two threads at once (CPython's
+issue 106905): a sound file was said to be damaged."""
 
 
 with warnings.catch_warnings():
@@ -244,7 +249,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
                 if size > most:
                     there = f"there are {most / 2**30:,.1f} GiB of memory"
                     raise DataError(f"{path} holds {size / 2**30:,.1f} GiB of arrays, and {there}")
-                return {key: _member(archive, info) for key, info in chosen.items()}
+                with _reading:
+                    return {key: _member(archive, info) for key, info in chosen.items()}
     except DataError:
         raise
     except FileNotFoundError:
