@@ -248,7 +248,8 @@ def test_threads_read_files_at_once(tmp_path: Path) -> None:
 
     def read(deep: int) -> None:
         if deep:
-            return read(deep - 1)
+            read(deep - 1)
+            return
         for _ in range(60):
             try:
                 read_arrays(tmp_path / "x.npz", ("x_train", "y_train"))
