@@ -39,7 +39,7 @@ EVERY = 5.0
 """Seconds between two looks at the processes."""
 FEWEST = 5
 """Looks without which there is no slope."""
-WARM = 900.0
+WARM = 1800.0
 """Seconds that do not count: NVFlare remembers messages for 65, and pools start threads when messages come at once."""
 
 
