@@ -1,0 +1,227 @@
+"""Does a composition beat all four papers? ``docs/study.md`` has the plan and, after it, what came of it.
+
+    python benchmarks/compositions.py choose [--runs DIR]
+    python benchmarks/compositions.py confirm [--runs DIR]
+    python benchmarks/compositions.py table
+
+Start it several times, and the processes share the runs; each goes on from its checkpoint. What is finished is written
+to ``benchmarks/results/study.json``. No run begins when the budget of core hours is spent. ``table`` writes the answer
+between the marks of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rebafl_tables import validation_arrays
+
+import fedstrata as fs
+from communication import write
+from fedstrata.callbacks import Watched
+from fedstrata.papers.judging import difference_text, order_of
+from fedstrata.statistics import paired_difference, t_interval
+
+HERE = Path(__file__).parent
+PLAN: dict[str, Any] = tomllib.loads((HERE / "study" / "candidates.toml").read_text(encoding="utf-8"))
+RESULTS = HERE / "results" / "study.json"
+PAGE = HERE.parent / "docs" / "study.md"
+CHOOSING, CONFIRMING = (100, 101), (200, 201, 202, 203, 204)
+REFERENCE = "fedavg"
+PAPERS = ("stratify", "fedstas", "fedssar", "rebafl")
+BUDGETS = ("samples", "bytes")
+BUDGET_HOURS = 4.0
+MOST_ROUNDS = 2_000
+CLOSE = 0.2
+"""Points within which two candidates are as good, so that the one with fewer bytes is chosen."""
+
+
+class Spent(fs.Callback):
+    """Counts what a run has spent, and ends it when that is as much as it may.
+
+    Args:
+        samples: Samples that are processed, of all clients together; None for no limit.
+        bytes: Bytes, up and down.
+    """
+
+    samples: float | None = None
+    bytes: float | None = None
+
+    def on_start(self, simulation: Watched) -> None:
+        """Processor time counts from here."""
+        self.began = time.process_time()
+
+    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
+        """Note the accuracy at the first round in which a budget is reached."""
+        told: dict[str, Any] = dict(simulation.memory.get("spent", {"samples": 0.0, "bytes": 0.0, "cpu": 0.0}))
+        now = time.process_time()
+        told["cpu"] += now - self.began
+        self.began = now
+        told["samples"] += record["samples"]
+        told["bytes"] += record["bytes_up"] + record["bytes_down"]
+        for key, most in (("samples", self.samples), ("bytes", self.bytes)):
+            if most is not None and told[key] >= most and f"at_{key}" not in told:
+                told[f"at_{key}"] = 100 * record["accuracy"]
+                told[f"bytes_at_{key}"] = told["bytes"]
+        simulation.memory["spent"] = told
+        self.told = told
+        if all(f"at_{key}" in told for key in BUDGETS):
+            simulation.stop("both budgets are spent")
+
+
+def spec_of(label: str, seed: int) -> dict[str, Any]:
+    """The experiment of a label; FedAvg's alone ends by its number of rounds."""
+    spec = {**PLAN["spec"], "seed": seed, "method": {**PLAN["rivals"], **PLAN["candidates"]}[label]}
+    for key, change in PLAN["changes"].get(label, {}).items():
+        spec[key] = {**spec.get(key, {}), **change}
+    if label != REFERENCE:
+        spec["training"] = {**spec["training"], "rounds": MOST_ROUNDS}
+    return {**spec, "evaluation": {"checkpoint_every": 10}}
+
+
+def load() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
+def keep(key: str, result: dict[str, Any]) -> None:
+    with FileLock(RESULTS.with_suffix(".lock")):
+        done = load() | {key: result}
+        rows = [f"{json.dumps(name)}: {json.dumps(done[name])}" for name in sorted(done)]
+        RESULTS.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+def hours() -> float:
+    """Core hours that are spent."""
+    return sum(result["cpu"] for result in load().values()) / 3600
+
+
+def run(labels: list[str], seeds: tuple[int, ...], runs: Path) -> None:
+    """Run what is missing, FedAvg first: it sets the budgets of its seed."""
+    for seed in seeds:
+        for label in [REFERENCE, *labels]:
+            key = f"{label} | {seed}"
+            folder = runs / key.replace(" | ", "/").replace(", ", "-").replace(" ", "-")
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                # Everybody waits for FedAvg, whose budgets they need.
+                held = FileLock(f"{folder}.lock").acquire(timeout=-1 if label == REFERENCE else 0)
+            except Timeout:
+                continue
+            with held:
+                if key in load():
+                    continue
+                if hours() >= BUDGET_HOURS:
+                    sys.exit(f"{BUDGET_HOURS} core hours are spent; {key} and what comes after it is not run")
+                keep(key, result_of(label, seed, folder))
+                print(key, load()[key], flush=True)
+
+
+def result_of(label: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Accuracy at both budgets, on the validation samples while choosing, else on the test set."""
+    most = {} if label == REFERENCE else {key: load()[f"{REFERENCE} | {seed}"][key] for key in BUDGETS}
+    spent = Spent(**most)
+    data = validation_arrays(PLAN["spec"]["data"]["name"]) if seed in CHOOSING else None
+    history = fs.run(spec_of(label, seed), out=folder, resume=folder.exists(), data=data, callbacks=[spent])
+    found = {"rounds": len(history), **{key: round(value, 2) for key, value in spent.told.items()}}
+    if label == REFERENCE:
+        accuracy = round(100 * history[-1]["accuracy"], 2)
+        found |= {"at_samples": accuracy, "at_bytes": accuracy, "bytes_at_samples": found["bytes"]}
+    return found
+
+
+def chosen() -> str | None:
+    """The candidate that is best on the validation samples; None before all are run."""
+    done = load()
+    figures: dict[str, tuple[float, float]] = {}
+    for label in PLAN["candidates"]:
+        of = [done.get(f"{label} | {seed}") for seed in CHOOSING]
+        if None in of and hours() < BUDGET_HOURS:
+            return None
+        if None not in of:
+            there = [result for result in of if result]
+            score = statistics.mean(result[f"at_{key}"] for result in there for key in BUDGETS)
+            figures[label] = score, statistics.mean(result["bytes_at_samples"] for result in there)
+    best = max(score for score, _ in figures.values())
+    return min((label for label in figures if figures[label][0] > best - CLOSE), key=lambda label: figures[label][1])
+
+
+def choosing_table() -> Iterator[str]:
+    done = load()
+    yield "| method | seeds | at equal samples, % | at equal bytes, % | mean | GB at equal samples |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    best = chosen()
+    for label in [*PLAN["rivals"], *PLAN["candidates"]]:
+        of = [done[key] for seed in CHOOSING if (key := f"{label} | {seed}") in done]
+        if not of:
+            yield f"| {label} | not run | | | | |"
+            continue
+        samples, sent, total = (
+            statistics.mean(result[key] for result in of) for key in ("at_samples", "at_bytes", "bytes_at_samples")
+        )
+        name = f"**{label}** (chosen)" if label == best else label
+        mean = (samples + sent) / 2
+        yield f"| {name} | {len(of)} | {samples:.1f} | {sent:.1f} | {mean:.1f} | {total / 1e9:.2f} |"
+
+
+def confirming_table() -> Iterator[str]:
+    best, done = chosen(), load()
+    if best is None:
+        return
+    yield "| method | seeds | at equal samples, % | at equal bytes, % |"
+    yield "|---|---:|---:|---:|"
+    for label in (best, *PAPERS, REFERENCE):
+        of = [done[key] for seed in CONFIRMING if (key := f"{label} | {seed}") in done]
+        if of:
+            at = " | ".join(f"{statistics.mean(result[f'at_{key}'] for result in of):.1f}" for key in BUDGETS)
+            yield f"| {label} | {len(of)} | {at} |"
+    yield ""
+    yield f"| {best} less | at equal | difference | what may be said |"
+    yield "|---|---|---|---|"
+    orders = []
+    for rival in PAPERS:
+        for budget in BUDGETS:
+            ours, theirs = (
+                {seed: done.get(f"{label} | {seed}", {}).get(f"at_{budget}") for seed in CONFIRMING}
+                for label in (best, rival)
+            )
+            difference = paired_difference(ours, theirs)
+            interval = None
+            if difference.mean is not None and difference.n > 1:
+                pairs = [a - b for seed in CONFIRMING if (a := ours[seed]) is not None and (b := theirs[seed])]
+                interval = t_interval(difference.mean, statistics.stdev(pairs), difference.n, together=8)
+            orders.append(order_of(difference.n, interval))
+            text = difference_text(difference.mean, interval, difference.n)
+            yield f"| {rival} | {budget} | {text} | {orders[-1]} |"
+    ahead = orders.count("above")
+    answer = "not known yet" if "not run" in orders else "yes" if ahead == len(orders) else "in part" if ahead else "no"
+    yield ""
+    yield f"**The answer: {answer}.** {best} is above in {ahead} of {len(orders)}. {hours():.1f} core hours were spent."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["choose", "confirm", "table"])
+    parser.add_argument("--runs", type=Path, default=Path("runs/study"))
+    options = parser.parse_args()
+    if options.what == "choose":
+        run([label for label in [*PLAN["candidates"], *PLAN["rivals"]] if label != REFERENCE], CHOOSING, options.runs)
+    elif options.what == "confirm":
+        if (best := chosen()) is None:
+            sys.exit("not all candidates are run: python benchmarks/compositions.py choose")
+        run([best, *PAPERS], CONFIRMING, options.runs)
+    else:
+        write(PAGE, "choosing", list(choosing_table()))
+        write(PAGE, "confirming", list(confirming_table()))
+
+
+if __name__ == "__main__":
+    main()
