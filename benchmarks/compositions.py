@@ -101,7 +101,7 @@ def keep(key: str, result: dict[str, Any]) -> None:
 
 def hours() -> float:
     """Core hours that are spent."""
-    return sum(result["cpu"] for result in load().values()) / 3600
+    return float(sum(result["cpu"] for result in load().values())) / 3600
 
 
 def run(labels: list[str], seeds: tuple[int, ...], runs: Path) -> None:

@@ -1,15 +1,17 @@
 """Results of ``rebafl_tables.py`` for the cells of ``fedstrata reproduce`` that have the same spec.
 
-    python benchmarks/take_over.py [docs/results] && fedstrata reproduce --show --out docs/results
+    python benchmarks/take_over.py take [--out docs/results] && fedstrata reproduce --show --out docs/results
+    python benchmarks/take_over.py repeat [TABLE …] [--rounds 10] [--out docs/results]
 
 A cell takes a result over where the experiment is equal, and the first rounds of a longer run where only the number of
 rounds differs: the learning rate is constant. What was made so has no fingerprint and says so: ``source`` names the
-file. What ``fedstrata reproduce`` made itself stays.
+file. What ``fedstrata reproduce`` made itself stays. ``repeat`` runs the first rounds of such cells anew and keeps how
+far their accuracies are from those that were taken over.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -66,15 +68,49 @@ def of(cell: Cell, there: Made) -> dict[str, Any] | None:
     return None
 
 
-def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/results")
+def take(out: Path) -> None:
+    """Take over what there is."""
     there, old, taken = list(made()), known(out), 0
     for table in tables().values():
         for cell in table.cells():
-            if "source" in old.get(cell.hash, {"source": ""}) and (result := of(cell, there)) is not None:
-                keep(out, table, {cell.key: result})
+            before = old.get(cell.hash, {"source": ""})
+            if "source" in before and (result := of(cell, there)) is not None:
+                keep(out, table, {cell.key: {**result, **{key: before[key] for key in ("repeated",) if key in before}}})
                 taken += 1
     print(f"{taken} cells taken over")
+
+
+def repeat(out: Path, names: list[str], rounds: int) -> None:
+    """Run the first rounds of what was taken over, and keep how far off they are."""
+    everywhere = [(table, cell) for table in tables().values() for cell in table.cells()]
+    for name, table in tables().items():
+        for cell in table.cells() if not names or name in names else []:
+            before = known(out).get(cell.hash, {})
+            if "source" not in before or before.get("repeated", {}).get("rounds", 0) >= rounds:
+                continue
+            experiment = experiment_of(cell)
+            training = experiment.training.model_copy(update={"rounds": min(rounds, before["rounds"])})
+            history = fs.run(experiment.model_copy(update={"training": training}))
+            now = [100 * record["accuracy"] for record in history]
+            off = max(abs(a - b) for a, b in zip(now, before["curve"], strict=False))
+            found = {"rounds": len(now), "points": round(off, 2), "version": fs.__version__}
+            for other, same in everywhere:
+                if same.hash == cell.hash:
+                    keep(out, other, {same.key: {**before, "repeated": found}})
+            print(f"{name}/{cell.key}: {found}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["take", "repeat"])
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help="PAPER/TABLE; all unless given")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    options = parser.parse_args()
+    if options.what == "take":
+        take(options.out)
+    else:
+        repeat(options.out, options.tables, options.rounds)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,20 @@ def test_a_table_has_the_papers_figure_ours_the_difference_and_what_may_be_said(
     assert "Where this differs from the paper" in text
 
 
+def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(table):
+    there = results(table)
+    first, second, *_ = there.values()
+    assert "taken over" not in page("rebafl", there)
+    for old in (first, second):
+        old["source"] = "old.json"
+    taken = "2 cells are taken over from `old.json`, made with the same spec by an earlier version"
+    assert f"{taken}." in page("rebafl", there)
+    first["repeated"] = {"rounds": 10, "points": 0.25}
+    assert f"{taken}; the first 10 rounds of 1 of them were repeated, and are at most 0.25" in page("rebafl", there)
+    second["repeated"] = {"rounds": 12, "points": 0.5}
+    assert f"{taken}; the first 10 rounds of each were repeated, and are at most 0.5" in page("rebafl", there)
+
+
 def test_hours_are_those_of_the_rows_that_are_done(table):
     assert speeds(table, results(table)) == {"a": 2.0, "b": 2.0, "c": 5.0}
     assert speeds(table, {}) == {"c": 5.0}

@@ -192,13 +192,21 @@ def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]
     more = [each for each in comparisons if each.than != table.baseline and each.seeds]
     if more:
         lines += ["", "Also compared: " + "; ".join(_sentence(each) for each in more) + "."]
-    old = sorted({str(result["source"]) for result in cells.values() if "source" in result})
-    if old:
-        lines += [
-            "",
-            f"Some cells are taken over from {', '.join(f'`{source}`' for source in old)}, made with the same spec.",
-        ]
-    return lines
+    return lines + _taken_over([result for result in cells.values() if "source" in result])
+
+
+def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
+    """What is said of cells that an earlier version made, and how near to them this one comes."""
+    if not results:
+        return []
+    sources = ", ".join(f"`{source}`" for source in sorted({str(result["source"]) for result in results}))
+    line = f"{len(results)} cells are taken over from {sources}, made with the same spec by an earlier version"
+    repeated = [result["repeated"] for result in results if "repeated" in result]
+    if not repeated:
+        return ["", line + "."]
+    rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
+    which = "each" if len(repeated) == len(results) else f"{len(repeated)} of them"
+    return ["", f"{line}; the first {rounds} rounds of {which} were repeated, and are at most {points} points off."]
 
 
 SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
