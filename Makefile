@@ -77,7 +77,7 @@ bench-profile: $(DEV)  ## Where a round's time goes, and how far from the centra
 	$(BIN)/python benchmarks/peers/limit.py
 
 bench-scale: $(DEV)  ## Memory and time of a round against the number of clients.
-	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/scale.py --page docs/results.md
 
 bench-paths: $(DEV)  ## What each path that exists for speed wins over the plain one. A quiet machine, ten minutes.
 	$(BIN)/python benchmarks/fast_paths.py --results benchmarks/results

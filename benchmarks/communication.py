@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from marks import write
 
 import fedstrata as fs
 
@@ -268,14 +269,6 @@ def speed() -> list[str]:
         encode, decode = (1000 * statistics.median(times[key]) for key in times)
         lines.append(f"| {name} | {encode:.1f} | {decode:.1f} | {size:.4f} |")
     return lines
-
-
-def write(page: Path, name: str, lines: list[str]) -> None:
-    """Put lines between the marks of a page."""
-    text = page.read_text(encoding="utf-8")
-    first, last = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, rest = text.split(first)
-    page.write_text(before + first + "\n" + "\n".join(lines) + "\n" + last + rest.split(last)[1], encoding="utf-8")
 
 
 def main() -> None:

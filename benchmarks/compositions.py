@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from marks import write
 from rebafl_tables import validation_arrays
 
 import fedstrata as fs
-from communication import write
 from fedstrata.callbacks import Watched
 from fedstrata.papers.judging import difference_text, order_of
 from fedstrata.statistics import paired_difference, t_interval

@@ -22,17 +22,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from marks import write
+
 import fedstrata as fs
 from fedstrata.audit.gradients import Attacker, Tap
 from fedstrata.audit.pixels import Pixels
 from fedstrata.engines.local import LocalEngine
-from fedstrata.jsonl import replace_file, write_json
+from fedstrata.jsonl import write_json
 from fedstrata.process import training_process
 
 RESULTS = Path(__file__).parent / "results" / "privacy.json"
 CLIENTS, LEAST, SEEDS = (20, 100), (1, 2, 4, 8), (0, 1, 2)
 EPOCHS, PARTS, STEPS = 3, 8, 300
-BEGIN, END = "<!-- privacy: begin -->", "<!-- privacy: end -->"
 
 
 def spec_of(clients: int, least: int, seed: int, cnn: bool) -> fs.Experiment:
@@ -164,8 +165,7 @@ def table(page: Path | None) -> None:
     if page is None:
         print(text)
         return
-    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    replace_file(page, f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}".encode())
+    write(page, "privacy", text.splitlines())
 
 
 def main() -> None:

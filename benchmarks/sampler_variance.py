@@ -1,6 +1,7 @@
 """Bias and variance of the aggregate of every sampler on the same frozen client updates.
 
     python benchmarks/sampler_variance.py [--draws 10000] [--results benchmarks/results]
+    python benchmarks/sampler_variance.py --page docs/sampling.md
 
 MNIST, 100 clients, Dirichlet(0.01) over clients (600 samples each) and over classes (sizes from 1 to thousands). The
 global model has had 10 rounds of FedAvg; then every client trains one epoch, and these updates, the compressed
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from marks import write
 
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
@@ -171,6 +173,25 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+RULES = {
+    "`neyman`, as published": "FedSTS, paper",
+    "one draw for each stratum first": "FedSTS, one draw for each stratum",
+    "`neyman-random` with `horvitz-thompson`": "FedSTS, rounded at random, Horvitz-Thompson",
+}
+"""What ``biases`` shows, and what these rows are called."""
+
+
+def biases(rows: list[dict[str, Any]]) -> list[str]:
+    """A Markdown table of the biases of FedSTS's allocations, in percent of the mean over clients."""
+    by = {(row["sampler"], row["balance"]): row for row in rows}
+    lines = ["| rule | 600 samples a client | skewed class by class |", "|---|---:|---:|"]
+    for says, sampler in RULES.items():
+        client, of_class = (100 * by[sampler, balance]["bias_clients"] for balance in ("client", "class"))
+        lines.append(f"| {says} | {client:.1f} | {of_class:.1f} |")
+    client, of_class = (100 * by[[*RULES.values()][-1], balance]["noise"] for balance in ("client", "class"))
+    return [*lines, f"| noise of these figures | {client:.1f} | {of_class:.1f} |"]
+
+
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -191,7 +212,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=10_000)
     parser.add_argument("--results", type=Path, help="write sampler_variance.json, .md and .png there")
+    parser.add_argument("--page", type=Path, help="write what the results say of biases there, and draw nothing")
     options = parser.parse_args()
+    if options.page:
+        rows = json.loads((Path(__file__).parent / "results" / "sampler_variance.json").read_text(encoding="utf-8"))
+        write(options.page, "biases", biases(rows))
+        return
     torch.set_num_threads(1)
     rows = [row for balance in ("client", "class") for row in measure(balance, options.draws)]
     print(markdown(rows))

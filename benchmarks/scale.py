@@ -1,6 +1,6 @@
 """Memory and time of a round against the number of clients, with the same 100 clients' work a round.
 
-    python benchmarks/scale.py [--data mnist] [--out docs/scale.md]
+    python benchmarks/scale.py [--data mnist] [--page docs/results.md]
 
 Each number of clients runs in a process of its own, so that its peak memory is its own. Every client holds the same
 number of samples whatever the federation's size (data are handed out again where they run out), so that a round's
@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+from marks import write
 
 CLIENTS = (1_000, 10_000, 100_000)
 SAMPLES, INVITED, ROUNDS = 6, 100, 12
@@ -61,7 +63,7 @@ def measure(data: str, clients: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", default="mnist")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", type=Path, help="write the table between its marks there")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -76,8 +78,8 @@ def main() -> None:
         ratio = found["ms_a_round"] / first
         lines.append(f"| {clients:,} | {found['ms_a_round']:.1f} | {ratio:.2f} | {found['peak_mb']:.0f} |")
         print(lines[-1], flush=True)
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if options.page:
+        write(options.page, "size", lines)
 
 
 if __name__ == "__main__":

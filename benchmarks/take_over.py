@@ -6,7 +6,7 @@
 A cell takes a result over where the experiment is equal, and the first rounds of a longer run where only the number of
 rounds differs: the learning rate is constant. What was made so has no fingerprint and says so: ``source`` names the
 file. What ``fedstrata reproduce`` made itself stays. ``repeat`` runs the first rounds of such cells anew and keeps how
-far their accuracies are from those that were taken over.
+far their accuracies are from those that were taken over; a cell that is more than a point off is dropped.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import rebafl_tables
+from filelock import FileLock
 
 import fedstrata as fs
-from fedstrata.papers.running import keep, known, of_curve
-from fedstrata.papers.tables import Cell, experiment_of, tables
+from fedstrata.papers.running import keep, known, of_curve, read, results_file
+from fedstrata.papers.tables import Cell, Table, experiment_of, tables
 
+LIMIT = 1.0
+"""Points by which the first rounds of what is taken over may be off: bfloat16 is rounded otherwise from one version of
+PyTorch to the next, and accuracies change by five to ten points from one such round to the next."""
 SOURCE = "benchmarks/results/rebafl.json"
 Made = list[tuple[fs.Experiment, dict[str, Any]]]
 """Experiments and what is kept of them."""
@@ -86,7 +90,7 @@ def repeat(out: Path, names: list[str], rounds: int) -> None:
     for name, table in tables().items():
         for cell in table.cells() if not names or name in names else []:
             before = known(out).get(cell.hash, {})
-            if "source" not in before or before.get("repeated", {}).get("rounds", 0) >= rounds:
+            if "source" not in before or "curve" not in before or before.get("repeated", {}).get("rounds", 0) >= rounds:
                 continue
             experiment = experiment_of(cell)
             training = experiment.training.model_copy(update={"rounds": min(rounds, before["rounds"])})
@@ -95,9 +99,20 @@ def repeat(out: Path, names: list[str], rounds: int) -> None:
             off = max(abs(a - b) for a, b in zip(now, before["curve"], strict=False))
             found = {"rounds": len(now), "points": round(off, 2), "version": fs.__version__}
             for other, same in everywhere:
-                if same.hash == cell.hash:
+                if same.hash == cell.hash and off <= LIMIT:
                     keep(out, other, {same.key: {**before, "repeated": found}})
+                elif same.hash == cell.hash:
+                    drop(out, other, same)
             print(f"{name}/{cell.key}: {found}", flush=True)
+
+
+def drop(out: Path, table: Table, cell: Cell) -> None:
+    """Take a result out of a table's file."""
+    path = results_file(out, table)
+    with FileLock(path.with_suffix(".lock")):
+        left = {key: result for key, result in read(path).items() if key != cell.key}
+        path.write_text("{}\n", encoding="utf-8")
+    keep(out, table, left)
 
 
 def main() -> None:
