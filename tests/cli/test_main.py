@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedstrata.cli import main
+from fedstrata.cli.common import WITH_OUT
 from fedstrata.cli.deploy import _tell
 
 BASE = """[training]
@@ -196,15 +197,28 @@ def test_usage_errors_have_code_2(capsys):
     assert "usage: fedstrata" in capsys.readouterr().err
 
 
-def test_an_interrupted_run_says_so(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("work", "arguments", "after"),
+    [
+        ("fedstrata.experiment.run", ["run"], "; go on from the last checkpoint with 'fedstrata run --resume DIR'"),
+        ("fedstrata.comparison.compare", ["compare", "--methods", "fedavg"], f"; {WITH_OUT}"),
+        (
+            "fedstrata.grid_search.sweep",
+            ["sweep", "--set", "evaluation.validation=0.1", "--set", "training.lr=0.1,0.2"],
+            f"; {WITH_OUT}",
+        ),
+        ("fedstrata.papers.running.run", ["reproduce"], "; go on from the last checkpoint with the same command"),
+        ("fedstrata.deploy.submit.submit", ["submit", "k", "--out", "o"], "; the job goes on; the same command stays"),
+        ("fedstrata.partitions.draw_partition", ["partition", "--set", "data=digits"], "\n"),
+    ],
+)
+def test_an_interrupted_command_says_how_it_goes_on(work, arguments, after, capsys, monkeypatch):
     def interrupt(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedstrata.experiment.run", interrupt)
-    assert main(["run", "--out", "out", "--quiet"]) == 130
-    error = capsys.readouterr().err
-    assert error.startswith("fedstrata: interrupted; ")
-    assert "fedstrata run --resume DIR" in error
+    monkeypatch.setattr(work, interrupt)
+    assert main(arguments) == 130
+    assert capsys.readouterr().err.rpartition("fedstrata: interrupted")[2].startswith(after)
 
 
 def test_what_the_system_refuses_is_one_line(capsys):

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
+WITH_OUT = "go on from the last checkpoint with the same command and its --out DIR"
+"""What somebody is told who interrupts a command that has a folder of its own making unless it is given one."""
+
+
 def add_command(commands: Commands, name: str, help: str, examples: str, more: str = "") -> argparse.ArgumentParser:
     """A parser whose ``--help`` ends with examples.
 

@@ -83,7 +83,8 @@ def add_submit(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the run folder goes")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for sites to join (default: 60)")
     add_output(parser, progress=False)
-    parser.set_defaults(work=_submit)
+    after = "the job goes on; the same command stays with it again"
+    parser.set_defaults(work=_submit, after_interrupt=after)
 
 
 def _submit(options: argparse.Namespace) -> int:

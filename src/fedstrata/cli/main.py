@@ -59,16 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED
     except (KeyboardInterrupt, Terminated) as stop:
-        again = (
-            "go on from the last checkpoint with 'fedstrata run --resume DIR', or with the same 'compare … --out DIR'"
-        )
         how, code = ("told to end", TERMINATED) if isinstance(stop, Terminated) else ("interrupted", INTERRUPTED)
-        print(f"fedstrata: {how}; {again}", file=sys.stderr)
+        next_step = f"; {options.after_interrupt}" if "after_interrupt" in options else ""
+        print(f"fedstrata: {how}{next_step}", file=sys.stderr)
         return code
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their arguments; ``work`` of what it parses is the function to call."""
+    """All commands with their arguments.
+
+    Of what it parses, ``work`` is the function to call, and ``after_interrupt``, where there is one, what somebody is
+    told who interrupts it.
+    """
     whole = argparse.ArgumentParser(
         prog="fedstrata",
         description="Federated learning that holds up when data are non-IID and clients drop out.",

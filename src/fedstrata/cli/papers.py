@@ -36,7 +36,8 @@ def add_reproduce(commands: Commands) -> None:
     parser.add_argument("--list", action="store_true", help="what tables there are, what they lack, and its hours")
     parser.add_argument("--show", action="store_true", help="run nothing, write the pages of what is there")
     common.add_output(parser)
-    parser.set_defaults(work=_reproduce)
+    after = "go on from the last checkpoint with the same command"
+    parser.set_defaults(work=_reproduce, after_interrupt=after)
 
 
 def _reproduce(options: argparse.Namespace) -> int:

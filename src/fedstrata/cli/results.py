@@ -129,7 +129,7 @@ def add_sweep(commands: Commands) -> None:
     parser.add_argument("--out", type=Path, help="the folder; runs/sweep-DATA-TIME unless given")
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
     add_output(parser)
-    parser.set_defaults(work=_sweep)
+    parser.set_defaults(work=_sweep, after_interrupt=common.WITH_OUT)
 
 
 def _sweep(options: argparse.Namespace) -> int:

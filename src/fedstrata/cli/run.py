@@ -47,7 +47,8 @@ def add_run(commands: Commands) -> None:
     )
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
     add_output(parser)
-    parser.set_defaults(work=_run)
+    after = "go on from the last checkpoint with 'fedstrata run --resume DIR'"
+    parser.set_defaults(work=_run, after_interrupt=after)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -119,7 +120,7 @@ def add_compare(commands: Commands) -> None:
     )
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
     add_output(parser)
-    parser.set_defaults(work=_compare)
+    parser.set_defaults(work=_compare, after_interrupt=common.WITH_OUT)
 
 
 def _compare(options: argparse.Namespace) -> int:
