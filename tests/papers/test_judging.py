@@ -91,12 +91,32 @@ def test_an_order_is_stated_from_three_seeds_on_and_where_the_interval_leaves_ou
 def test_an_interval_of_too_few_seeds_is_not_shown(table):
     there = results(table, {("a", "x"): [70.0, 80.0], ("b", "x"): [71.0, 90.0]})
     assert str(compared(table, cells_of(table, there))[0]) == "+5.5 (2 seeds)"
-    assert paired_interval({0: 1.0}, {0: 2.0}) is None
+    assert paired_interval({0: 1.0}, {0: 2.0}, resolution=0.01) is None
+
+
+def test_a_p_of_two_seeds_does_not_help_the_others_of_the_table(table):
+    """It is not stated, and the third seed may raise it."""
+    three = {("a", "x"): [70.0, 80.0, 75.0], ("b", "x"): [71.0, 81.5, 76.0]}
+    two = {("a", "y"): [70.0, 80.0], ("b", "y"): [80.0, 90.001]}
+    alone = compared(table, cells_of(table, results(table, three)))[0].p
+    assert compared(table, cells_of(table, results(table, three | two)))[0].p == alone
+
+
+def test_differences_that_are_equal_by_rounding_state_no_order(table):
+    for step, order in ((0.01, "no order shown"), (1.0, "above")):
+        above = [value + step for value in BASE]
+        there = results(table, {("a", "x"): BASE, ("b", "x"): above})
+        assert compared(table, cells_of(table, there))[0].order == order
+    # Two rounded numbers have a variance of 1/12 each.
+    reach = stats.t.ppf(0.975, 2) * math.sqrt(1 / 6) / math.sqrt(3)
+    same = {0: 1.0, 1: 1.0, 2: 1.0}
+    assert paired_interval(same, dict.fromkeys(same, 4.0), resolution=1.0) == pytest.approx((-3 - reach, -3 + reach))
 
 
 BASE = [70.0, 80.0, 75.0]
 UP = [80.0, 90.2, 84.9]
 FAR = [70.0, 99.0, 60.0]
+DOWN = [60.0, 69.8, 65.1]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +124,8 @@ FAR = [70.0, 99.0, 60.0]
     [
         (UP, UP, "holds"),
         (UP, FAR, "in part"),
-        (FAR, FAR, "not"),
+        (FAR, FAR, "not shown"),
+        (DOWN, FAR, "not"),
         (UP, UP[:2], "not yet"),
         (FAR, [], "not yet"),
         ([], [], "not yet"),
@@ -158,9 +179,15 @@ def test_rounds_to_the_best_of_another(table):
             there[cell.hash]["curve"] = [99.0, 10.0]  # at once what takes the other both rounds
     claim = Claim("rebafl", "", "", "sooner", {"table": "mine", "row": "b", "than": "a"})
     found = judged(claim, there)
-    # All differences are −1: no deviation, and an interval without width.
-    assert found.verdict == "holds"
-    assert "x: −1.0 [−1.0, −1.0]" in found.evidence
+    # All differences are −1, which rounds cannot tell from 0: t with 2 degrees of freedom at 1 − 0.05 / 4 is 6.205.
+    assert found.verdict == "not shown"
+    assert "x: −1.0 [−2.5, +0.5]" in found.evidence
+    for cell in table.cells():
+        if cell.row == "a":
+            there[cell.hash]["curve"] = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert judged(claim, there).verdict == "holds"
+    both = Claim("rebafl", "", "", "sooner", {"table": "mine", "row": "b", "than": ["a", "c"]})
+    assert judged(both, there).verdict == "not yet"
     other = Claim("rebafl", "", "", "sooner", {"table": "mine", "row": "a", "than": "b"})
     assert judged(other, there).verdict == "not"
 
@@ -170,6 +197,8 @@ def test_a_ratio_that_no_chance_decides(table):
     claim = Claim("rebafl", "", "", "ratio", about)
     assert judged(claim, {}).verdict == "not yet"
     there = results(table, {("a", "x"): [1.0], ("b", "x"): [1.0]})
+    assert judged(claim, there).verdict == "not yet"  # of the other column nothing is known
+    there = results(table, {(row, column): [1.0] for row in "ab" for column in "xy"})
     assert judged(claim, there).verdict == "holds"
     assert judged(Claim("rebafl", "", "", "ratio", {**about, "most": 0.9}), there).verdict == "not"
     about["least"] = about.pop("most") + 1

@@ -7,8 +7,19 @@ import math
 import numpy as np
 import pytest
 
-from fedstrata.papers.readings import fedssar_bias, neyman_bias, readings, size_estimates, uses_a_sample
-from fedstrata.sampling.client_sizes import truth_probability
+from fedstrata.aggregation.base import HorvitzThompson, StratumMean
+from fedstrata.papers import readings as module
+from fedstrata.papers.readings import (
+    fedssar_bias,
+    keep_errors,
+    label_variance,
+    mean_of_one_draw,
+    neyman_bias,
+    readings,
+    size_estimates,
+    uses_a_sample,
+)
+from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
 
 
 def test_fedssar_is_unbiased_where_shares_are_whole_and_only_there():
@@ -35,6 +46,45 @@ def test_estimates_have_the_mean_and_the_deviation_of_the_randomised_response():
     assert found.std() == pytest.approx(math.sqrt(variance), rel=0.02)
 
 
+def test_estimates_are_those_that_runs_make():
+    sizes, bound, epsilon = [5, 60, 600], 100, 3.0
+    alpha, generator = truth_probability(epsilon, bound), np.random.default_rng(1)
+    made = [
+        estimated_total([randomised_size(size, bound, alpha, generator) for size in sizes], bound, alpha)
+        for _ in range(4000)
+    ]
+    found = np.maximum(size_estimates(np.array(sizes), bound, epsilon), 1.0)
+    assert np.mean(made) == pytest.approx(found.mean(), abs=4 * found.std() / math.sqrt(len(made)))
+    assert np.mean(np.array(made) == 1) == pytest.approx((found == 1).mean(), abs=0.03)
+
+
+def test_a_long_gradient_is_drawn_more_often_and_weighs_no_less():
+    # 1 with probability 1/4, 3 with 3/4.
+    assert mean_of_one_draw(np.array([1.0, 3.0]), StratumMean()) == pytest.approx(2.5)
+    assert mean_of_one_draw(np.array([1.0, 3.0]), HorvitzThompson()) == pytest.approx(2.0)
+
+
+def test_the_private_probability_tends_to_the_wanted_one_only_where_no_size_is_clipped():
+    # n_k = 60 stays below M = 100. At m clients ñ = 60 m ± σ √m, with σ the deviation of one answer over α, and
+    # p̃ − p is about p σ / (60 √m).
+    alpha = truth_probability(3.0, 100)
+    square = alpha * 60**2 + (1 - alpha) * np.mean(np.arange(1, 100) ** 2)
+    sigma = math.sqrt(square - (alpha * 60 + (1 - alpha) * 50) ** 2) / alpha
+    assert keep_errors(60, 10_000, 100, 3.0) == pytest.approx(0.1 * sigma / (60 * 100), rel=0.15)
+    # 600 are told as 99: p̃ tends to 0.1 · 600 / 99.
+    assert keep_errors(600, 10_000, 100, 3.0) == pytest.approx(60 / 99 - 0.1, abs=0.005)
+
+
+def test_labels_vary_between_batches_as_in_random_draws():
+    # Shares of (1, 0) and (0, 1) where (1/2, 1/2) is due, and none where every batch has both.
+    assert label_variance(np.array([0, 0, 1, 1, 0]), 2) == pytest.approx((2 * 0.4**2 + 2 * 0.6**2) / 2)
+    assert label_variance(np.array([0, 1, 1, 0]), 2) == 0
+    # A shuffled order: (1 − 1/C) / B, less what comes from drawing without replacement.
+    values = readings()["stratify-variance"].values
+    assert values["schedule"] == pytest.approx(0.9 / 64 * (1 - 63 / 59_999), rel=0.02)
+    assert values["random"] == 0.9 / 64
+
+
 def test_a_small_holder_is_used_up_while_a_large_one_is_not():
     large, small = uses_a_sample([900, 100], 500)
     assert (large, small) == (0.44, 1.0)  # 400 of 900, 100 of 100
@@ -49,3 +99,34 @@ def test_every_reading_says_what_the_review_of_the_rules_found():
     assert found["fedssar-variance"].values["drawn"] == pytest.approx(1 / 1000 * 0.9, rel=0.01)
     assert [round(value, 1) for value in found["fedssar-bias"].values.values()] == [13.6, 12.7, 20.9]
     assert all(each.figure and each.says for each in found.values())
+
+
+def test_verdicts_follow_from_the_figures(monkeypatch):
+    assert {name: each.holds for name, each in readings().items()} == {
+        "stratify-weights": "in part",
+        "stratify-variance": "in part",
+        "neyman-zero": "not",
+        "importance-bias": "not",
+        "ldp": "holds",
+        "ldp-samples": "not",
+        "ldp-limit": "in part",
+        "ldp-floor": "not",
+        "fedssar-bias": "in part",
+        "fedssar-variance": "holds",
+    }
+    # With other rules they are others: everybody tells the truth, one draw for each stratum first, weights by p_k, …
+    monkeypatch.setattr(module, "truth_probability", lambda epsilon, bound: 1.0)
+    assert module._limit().holds == "in part"  # sizes are clipped all the same
+    assert module._floored().holds == "holds"
+    monkeypatch.setattr(module, "neyman", lambda places, counts, deviations, least: np.ones_like(counts))
+    assert module._neyman().holds == "holds"
+    monkeypatch.setattr(module, "StratumMean", HorvitzThompson)
+    assert module._importance().holds == "holds"
+    monkeypatch.setattr(module, "uses_a_sample", lambda counts, cap, seed: [0.5, 0.5])
+    assert module._uses().holds == "holds"
+    monkeypatch.setattr(module, "fedssar_bias", lambda sizes: 0.0)
+    assert module._clusters().holds == "holds"
+    monkeypatch.setattr(module, "size_estimates", lambda sizes, bound, epsilon, draws=1: sizes.sum() * np.ones(draws))
+    assert (module._limit().holds, module._private_samples().holds) == ("holds", "holds")
+    monkeypatch.setattr(module, "schedule", lambda counts, generator: np.tile(np.arange(10), 640))
+    assert module._label_variance().holds == "holds"

@@ -23,9 +23,13 @@ from fedstrata.statistics import Range, holm, paired_difference, t_interval
 
 FEWEST = 3
 """Seeds below which no order is stated."""
+POINT = 0.01
+"""To what accuracies are rounded, in percent."""
 
 Order = Literal["above", "below", "no order shown", "too few seeds", "not run"]
-Verdict = Literal["holds", "in part", "not", "not yet", "cannot be tested with this data"]
+Verdict = Literal[
+    "holds", "in part", "not", "not shown", "not yet", "cannot be tested with this data", "out of reach of two cores"
+]
 Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 """Results by row, column and seed."""
 
@@ -121,23 +125,33 @@ def compared(table: Table, cells: Cells) -> list[Comparison]:
         for c, row, than in pairs
     ]
     # What is not tested yet counts as tested in vain: what is stated today must not fall with the next cell.
-    corrected = holm([1.0 if each.p is None else each.p for each in found])
+    corrected = holm([1.0 if each.p is None or each.n < FEWEST else each.p for each in found])
     result = []
     for (column, row, than), each, p in zip(pairs, found, corrected, strict=True):
         values = over_seeds(cells, row, column, table.metric), over_seeds(cells, than, column, table.metric)
-        interval = paired_interval(*values, together=len(pairs))
+        interval = paired_interval(*values, resolution=POINT, together=len(pairs))
         enough = each.p is not None and each.n >= FEWEST
         result.append(Comparison(column, row, than, each.n, each.mean, interval, p if enough else None))
     return result
 
 
-def paired_interval(values: Mapping[int, float], baseline: Mapping[int, float], *, together: int = 1) -> Range | None:
-    """The t interval of the mean difference of the seeds that both have; None for fewer than two."""
+def paired_interval(
+    values: Mapping[int, float], baseline: Mapping[int, float], *, resolution: float, together: int = 1
+) -> Range | None:
+    """The t interval of the mean difference of the seeds that both have; None for fewer than two.
+
+    Args:
+        values: By seed.
+        baseline: By seed.
+        resolution: To what both are rounded. Their differences deviate by resolution / √6 for that alone, and are not
+            taken to deviate less: three that are equal by chance would have no interval at all.
+        together: How many such intervals hold all together.
+    """
     differences = [values[seed] - baseline[seed] for seed in values if seed in baseline]
     if len(differences) < 2:
         return None
-    mean, sd = statistics.fmean(differences), statistics.stdev(differences)
-    return t_interval(mean, sd, len(differences), together=together)
+    sd = max(statistics.stdev(differences), resolution / 6**0.5)
+    return t_interval(statistics.fmean(differences), sd, len(differences), together=together)
 
 
 @dataclass(frozen=True)
@@ -203,8 +217,8 @@ def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
 
     >>> _verdict(["above", "above"]), _verdict(["above", "not run"]), _verdict(["above", "below", "not run"])
     ('holds', 'not yet', 'in part')
-    >>> _verdict(["no order shown", "below"]), _verdict(["no order shown", "too few seeds"])
-    ('not', 'not yet')
+    >>> _verdict(["no order shown", "below"]), _verdict(["no order shown"]), _verdict(["below", "too few seeds"])
+    ('not', 'not shown', 'not yet')
     """
     right = sum(order == wanted for order in orders)
     open = sum(order in ("not run", "too few seeds") for order in orders)
@@ -212,7 +226,9 @@ def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
         return "holds"
     if right and right + open < len(orders):
         return "in part"
-    return "not yet" if open else "not"
+    if open:
+        return "not yet"
+    return "not shown" if set(orders) == {"no order shown"} else "not"
 
 
 MOST = 4
@@ -275,7 +291,7 @@ def _near(claim: Claim, known: Results, quick: bool) -> Judgement:
     for column in columns:
         mine, theirs = (over_seeds(cells, row, c, table.metric) for c in (column, reference))
         found = paired_difference(mine, theirs)
-        interval = paired_interval(mine, theirs, together=len(columns))
+        interval = paired_interval(mine, theirs, resolution=POINT, together=len(columns))
         order = order_of(found.n, None if interval is None else (interval[0] + within, interval[1] + within))
         orders.append(order)
         parts.append((column, found.mean, interval, found.n))
@@ -304,37 +320,42 @@ def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
     table = tables()[f"{claim.paper}/{claim.about['table']}"]
     row, than, metric = claim.about["row"], claim.about["than"], claim.about["metric"]
     cells = cells_of(table, known, quick=quick)
-    both = [(over_seeds(cells, row, c, metric), over_seeds(cells, than, c, metric)) for c in table.columns]
-    ratios = [mine[seed] / theirs[seed] for mine, theirs in both for seed in mine if theirs.get(seed)]
+    columns = [column for column in table.columns if {row, than} <= set(table.rows_of(column))]
+    both = [(over_seeds(cells, row, c, metric), over_seeds(cells, than, c, metric)) for c in columns]
+    by_column = [[mine[seed] / theirs[seed] for seed in mine if theirs.get(seed)] for mine, theirs in both]
+    ratios = [ratio for of in by_column for ratio in of]
     if not ratios:
         return Judgement(claim, "not yet", "not run", _command(table))
     text = f"{row} / {than}: {statistics.fmean(ratios):.3f}"
     most, least = claim.about.get("most", max(ratios)), claim.about.get("least", min(ratios))
-    return Judgement(claim, "holds" if least <= min(ratios) and max(ratios) <= most else "not", text, _command(table))
+    within: Verdict = "holds" if least <= min(ratios) and max(ratios) <= most else "not"
+    return Judgement(claim, within if all(by_column) else "not yet", text, _command(table))
 
 
 def _sooner(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A row reaches the best accuracy of another in fewer rounds."""
+    """A row reaches the best accuracy of others in fewer rounds than they do."""
     table = tables()[f"{claim.paper}/{claim.about['table']}"]
     row, than = claim.about["row"], claim.about["than"]
+    others = [than] if isinstance(than, str) else than
     cells = cells_of(table, known, quick=quick)
-    columns = [column for column in table.columns if {row, than} <= set(table.rows_of(column))]
+    pairs = [(c, other) for c in table.columns for other in others if {row, other} <= set(table.rows_of(c))]
     orders: list[Order] = []
     parts: list[Part] = []
-    for column in columns:
+    for column, other in pairs:
         mine: dict[int, float] = {}
         theirs: dict[int, float] = {}
         for seed in table.seeds:
-            curve, other = (cells.get((r, column, seed), {}).get("curve", []) for r in (row, than))
-            if curve and other:
-                best = max(other)
-                theirs[seed] = 1 + other.index(best)
+            curve, beside = (cells.get((r, column, seed), {}).get("curve", []) for r in (row, other))
+            if curve and beside:
+                best = max(beside)
+                theirs[seed] = 1 + beside.index(best)
                 mine[seed] = 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve))
         found = paired_difference(mine, theirs)
-        interval = paired_interval(mine, theirs, together=len(columns))
+        interval = paired_interval(mine, theirs, resolution=1.0, together=len(pairs))
         orders.append(order_of(found.n, interval))
-        parts.append((column, found.mean, interval, found.n))
-    text = f"rounds of {row} to the best of {than}, less its own: {_listed(parts)}"
+        parts.append((" ".join([column] + [f"− {other}"] * (len(others) > 1)), found.mean, interval, found.n))
+    whose = others[0] if len(others) == 1 else "others"
+    text = f"rounds of {row} to the best of {whose}, less its own: {_listed(parts)}"
     return Judgement(claim, _verdict(orders, "below"), text, _command(table))
 
 
@@ -352,7 +373,7 @@ def _page(claim: Claim, known: Results, quick: bool) -> Judgement:
 
 def _untestable(claim: Claim, known: Results, quick: bool) -> Judgement:
     """What would need other data or more than two cores."""
-    return Judgement(claim, "cannot be tested with this data", claim.about["why"], "–")
+    return Judgement(claim, claim.about.get("verdict", "cannot be tested with this data"), claim.about["why"], "–")
 
 
 def _command(table: Table) -> str:

@@ -79,10 +79,13 @@ def first_page(found: Results, *, quick: bool = False) -> str:
         "# The four papers, claim by claim",
         QUICK if quick else "",
         "Every quantitative claim of the abstracts and conclusions, in our words, and what came of it here.",
-        "Differences are points of accuracy, paired by seed, in brackets the 95 % interval over all comparisons of the",
-        "table. *holds*, *in part*, *not*: shown by those intervals in all settings, in some, in none,",
-        f"from {FEWEST} seeds on.",
-        f"*not yet*: cells of it are not run, or with fewer than {FEWEST} seeds. {MADE}",
+        f"Differences are paired by seed and judged from {FEWEST} seeds on; their 95 % intervals are in brackets.",
+        "Those of accuracy, in points, hold together over all comparisons of the table; those held to a margin, and",
+        "those of rounds, over the claim's.",
+        "",
+        "*holds*: in all settings; *in part*: in some; *not*: in none, and the opposite in some; *not shown*: in none,",
+        "and the opposite neither; *not yet*: cells of it are not run, or with too few seeds. Ratios of bytes, what is",
+        f"computed and what other pages have measured need no seeds. {MADE}",
         "",
         "| paper | claim | where | here | figures | command |",
         "|---|---|---|---|---|---|",
@@ -108,7 +111,8 @@ def progress(wanted: Iterable[Table], found: Results, *, quick: bool = False) ->
         cells = list(table.cells(quick=quick))
         left = [cell for cell in cells if cell.hash not in found]
         seconds = speeds(table, found)
-        hours = [seconds[cell.row] * cell.spec["training"]["rounds"] / 3600 for cell in left if cell.row in seconds]
+        of = [(cell.row, cell.column, cell.spec["training"]["rounds"]) for cell in left]
+        hours = [seconds[row, column] * rounds / 3600 for row, column, rounds in of if (row, column) in seconds]
         counts = {"cells": len(cells), "done": len(cells) - len(left), "unknown": len(left) - len(hours)}
         rows.append({"table": f"{table.paper}/{table.name}", **counts, "hours": sum(hours)})
     return rows
@@ -125,25 +129,32 @@ def overview(wanted: Iterable[Table], found: Results, *, quick: bool = False) ->
     return "\n".join(lines)
 
 
-def speeds(table: Table, found: Results) -> dict[str, float]:
-    """Seconds of one core that a round is expected to take, by row, where anything is known of it.
+def speeds(table: Table, found: Results) -> dict[tuple[str, str], float]:
+    """Seconds of one core that a round is expected to take, by row and column, where anything is known of it.
 
-    By the cells of the row that are done, else by what the table says, else by its other rows.
+    By the cells of both that are done, else by those of the row, else by what the table says, else by its other rows;
+    from one column to another by how many epochs of how many clients there are.
     """
-    measured: dict[str, list[float]] = {}
+    measured: dict[tuple[str, str], list[float]] = {}
+    work = {}
     for cell in table.cells():
+        place, training = (cell.row, cell.column), cell.spec["training"]
+        work[place] = training.get("local_epochs", 1) * training.get("clients_per_round", 1)
         result = found.get(cell.hash, {})
         if "seconds" in result:
-            measured.setdefault(cell.row, []).append(result["seconds"] / result["rounds"])
-    all_rows = [speed for row in measured.values() for speed in row]
+            measured.setdefault(place, []).append(result["seconds"] / result["rounds"])
     expected = {}
-    for row in table.rows:
-        if row in measured:
-            expected[row] = statistics.fmean(measured[row])
-        elif (said := table.seconds_of(row)) is not None:
-            expected[row] = said
-        elif all_rows:
-            expected[row] = statistics.fmean(all_rows)
+    for place in work:
+        of_row = [speed / work[other] for other in measured if other[0] == place[0] for speed in measured[other]]
+        of_all = [speed / work[other] for other in measured for speed in measured[other]]
+        if place in measured:
+            expected[place] = statistics.fmean(measured[place])
+        elif of_row:
+            expected[place] = statistics.fmean(of_row) * work[place]
+        elif (said := table.seconds_of(place[0])) is not None:
+            expected[place] = said
+        elif of_all:
+            expected[place] = statistics.fmean(of_all) * work[place]
     return expected
 
 
@@ -226,10 +237,11 @@ def _here(estimate: Estimate) -> str:
     return f"{estimate.mean:.2f} [{estimate.interval[0]:.1f}, {estimate.interval[1]:.1f}]"
 
 
-def _left(table: Table, row: str, column: str, seconds: Mapping[str, float]) -> str:
+def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str], float]) -> str:
     """How to run what is not there, and how long it takes."""
     rounds = next(cell.spec["training"]["rounds"] for cell in table.cells() if (cell.row, cell.column) == (row, column))
-    takes = duration(seconds[row] * rounds * len(table.seeds) / 3600) if row in seconds else "time unknown"
+    a_round = seconds.get((row, column))
+    takes = "time unknown" if a_round is None else duration(a_round * rounds * len(table.seeds) / 3600)
     return f"not run: `fedstrata reproduce {table.paper}/{table.name}`, {takes}"
 
 
