@@ -2,7 +2,8 @@
 
 Run it as ``python benchmarks/soak.py [--minutes 40] [--rate R] [--out DIR]``: a server and three sites as processes
 with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table of slopes
-with their 95 % intervals, and writes every sample to ``DIR/soak.json``. Sites find this module by its name.
+with their 95 % intervals, and writes it to ``DIR/table.md`` and every sample to ``DIR/soak.json``. Sites find this
+module by its name.
 """
 
 from __future__ import annotations
@@ -194,10 +195,12 @@ def main() -> None:
         with Looks(kits) as looks:
             folder = try_out(spec, sites, kits, base_dir=HERE)
         rounds = list(fs.History.load(folder))
+    text = "\n".join(table(looks.found, rounds))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "soak.json").write_text(json.dumps({"samples": looks.found, "rounds": rounds}))
-    print("\n".join(table(looks.found, rounds)), flush=True)
+        (options.out / "table.md").write_text(text + "\n")
+    print(text, flush=True)
 
 
 if __name__ == "__main__":
