@@ -192,6 +192,22 @@ def test_rounds_to_the_best_of_another(table):
     assert judged(other, there).verdict == "not"
 
 
+def test_a_curve_that_deviates_less_over_its_last_rounds(table):
+    there = results(table, {(row, column): BASE for row in "abc" for column in "xy"})
+    for cell in table.cells():
+        wide = 10.0 if cell.row == "a" else 1.0
+        there[cell.hash]["curve"] = [0.0, 50.0, 50.0 + wide, 50.0 - wide]  # a deviation of `wide` over the last three
+    about = {"table": "mine", "row": "b", "than": "a", "rounds": 3}
+    found = judged(Claim("rebafl", "", "", "steadier", about), there)
+    # Differences of −9 of each seed: t with 2 degrees of freedom at 1 − 0.05 / 4 is 6.205, times 0.01 / √6 / √3.
+    assert found.verdict == "holds"
+    text = "deviation over the last 3 rounds, b − a: x: −9.0 [−9.0, −9.0]; y: −9.0 [−9.0, −9.0]"
+    assert found.evidence == text
+    assert judged(Claim("rebafl", "", "", "steadier", {**about, "than": ["a", "c"]}), there).verdict == "in part"
+    assert judged(Claim("rebafl", "", "", "steadier", {**about, "row": "a", "than": "b"}), there).verdict == "not"
+    assert judged(Claim("rebafl", "", "", "steadier", about), {}).verdict == "not yet"
+
+
 def test_a_ratio_that_no_chance_decides(table):
     about = {"table": "mine", "row": "b", "than": "a", "metric": "bytes_up", "most": 1.0}
     claim = Claim("rebafl", "", "", "ratio", about)

@@ -334,6 +334,50 @@ def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
 
 def _sooner(claim: Claim, known: Results, quick: bool) -> Judgement:
     """A row reaches the best accuracy of others in fewer rounds than they do."""
+
+    def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
+        best = max(other)
+        return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
+
+    row = claim.about["row"]
+    return _less(
+        claim, known, quick, rounds, 1.0, lambda whose: f"rounds of {row} to the best of {whose}, less its own"
+    )
+
+
+def _steadier(claim: Claim, known: Results, quick: bool) -> Judgement:
+    """A row's accuracy deviates less over its last rounds than others' does."""
+    row, last = claim.about["row"], int(claim.about["rounds"])
+
+    def deviations(curve: Curve, other: Curve) -> tuple[float, float]:
+        return statistics.stdev(curve[-last:]), statistics.stdev(other[-last:])
+
+    says = f"deviation over the last {last} rounds, {row} −"
+    return _less(claim, known, quick, deviations, POINT, lambda whose: f"{says} {whose}")
+
+
+Curve = Sequence[float]
+"""Accuracies, round by round."""
+
+
+def _less(
+    claim: Claim,
+    known: Results,
+    quick: bool,
+    figures: Callable[[Curve, Curve], tuple[float, float]],
+    resolution: float,
+    says: Callable[[str], str],
+) -> Judgement:
+    """A figure of a row's curve is below that of others, in all columns that have both.
+
+    Args:
+        claim: The claim.
+        known: The results.
+        quick: At small scale.
+        figures: The row's figure and another one's, of their curves.
+        resolution: To what the figures are rounded.
+        says: What they are, of what they are compared with.
+    """
     table = tables()[f"{claim.paper}/{claim.about['table']}"]
     row, than = claim.about["row"], claim.about["than"]
     others = [than] if isinstance(than, str) else than
@@ -342,20 +386,15 @@ def _sooner(claim: Claim, known: Results, quick: bool) -> Judgement:
     orders: list[Order] = []
     parts: list[Part] = []
     for column, other in pairs:
-        mine: dict[int, float] = {}
-        theirs: dict[int, float] = {}
-        for seed in table.seeds:
-            curve, beside = (cells.get((r, column, seed), {}).get("curve", []) for r in (row, other))
-            if curve and beside:
-                best = max(beside)
-                theirs[seed] = 1 + beside.index(best)
-                mine[seed] = 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve))
+        curves = {seed: [cells.get((r, column, seed), {}).get("curve") for r in (row, other)] for seed in table.seeds}
+        both = {seed: figures(mine, theirs) for seed, (mine, theirs) in curves.items() if mine and theirs}
+        mine, theirs = ({seed: figure[which] for seed, figure in both.items()} for which in (0, 1))
         found = paired_difference(mine, theirs)
-        interval = paired_interval(mine, theirs, resolution=1.0, together=len(pairs))
+        interval = paired_interval(mine, theirs, resolution=resolution, together=len(pairs))
         orders.append(order_of(found.n, interval))
-        parts.append((" ".join([column] + [f"− {other}"] * (len(others) > 1)), found.mean, interval, found.n))
-    whose = others[0] if len(others) == 1 else "others"
-    text = f"rounds of {row} to the best of {whose}, less its own: {_listed(parts)}"
+        where = [column] * (len(table.columns) > 1) + [f"− {other}"] * (len(others) > 1)
+        parts.append((" ".join(where), found.mean, interval, found.n))
+    text = f"{says(others[0] if len(others) == 1 else 'others')}: {_listed(parts)}"
     return Judgement(claim, _verdict(orders, "below"), text, _command(table))
 
 
@@ -386,6 +425,7 @@ KINDS: Mapping[str, Callable[[Claim, Results, bool], Judgement]] = {
     "margin": _margin,
     "ratio": _ratio,
     "sooner": _sooner,
+    "steadier": _steadier,
     "reading": _reading,
     "page": _page,
     "untestable": _untestable,
