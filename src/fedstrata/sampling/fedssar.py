@@ -48,7 +48,7 @@ class FedSSARSampler(ClientSampler):
     Args:
         min_samples: OPTICS: how many clients, itself included, make a client's neighbourhood dense.
         xi: OPTICS: the relative drop of reachability at which a cluster begins. With the defaults 100 clients of
-            MNIST form 1 cluster when their data are IID, 25 with two shards each, 10 with one (the paper: 1, 29, 10).
+            MNIST form 1 cluster when their data are IID, 24 with two shards each, 10 with one (the paper: 1, 29, 10).
         features: ``parameters`` (the paper), or ``updates``: the parameters minus the model that the client started
             at, which does not tell clients apart by the round in which they last took part.
         coordinates: K, the length of the sketch of its parameters that is kept of a client; 0 for all of them.
