@@ -6,7 +6,8 @@
 A cell takes a result over where the experiment is equal, and the first rounds of a longer run where only the number of
 rounds differs: the learning rate is constant. What was made so has no fingerprint and says so: ``source`` names the
 file. What ``fedstrata reproduce`` made itself stays. ``repeat`` runs the first rounds of such cells anew and keeps how
-far their accuracies are from those that were taken over; a cell that is more than a point off is dropped.
+far their accuracies are from those that were taken over; a cell that is more than a point off is dropped. ``take``
+brings it back unless it was run anew: ``repeat`` comes after it.
 """
 
 from __future__ import annotations
