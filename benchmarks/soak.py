@@ -40,8 +40,8 @@ EVERY = 5.0
 """Seconds between two looks at the processes."""
 FEWEST = 5
 """Looks without which there is no slope."""
-WARM = 1800.0
-"""Seconds that do not count: NVFlare remembers messages for 65, and pools start threads when messages come at once."""
+WARM = 600.0
+"""Seconds that do not count: NVFlare remembers messages for 65, and memory settles."""
 
 
 @record
@@ -107,8 +107,8 @@ class Looks:
                 try:
                     words = process.cmdline()
                     with process.oneshot():
-                        sample = process.num_threads(), process.memory_info().rss / 2**20
-                except psutil.Error:
+                        sample = process.num_threads(), anonymous(process.pid)
+                except (psutil.Error, OSError):
                     continue
                 if role := self._role(words):
                     self.found.append({"role": role, "at": time.time(), "threads": sample[0], "mib": sample[1]})
@@ -122,6 +122,16 @@ class Looks:
                 party = next((path.name for path in self.kits.iterdir() if f"{path}" in line.split()), "")
                 return f"{party} {what}" if party else ""
         return ""
+
+
+def anonymous(pid: int) -> float:
+    """MiB of memory of a process that no file is behind, resident or swapped out.
+
+    What is mapped from files comes and goes as the kernel likes, and has nothing to do with what a process keeps.
+    """
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    found = {key: value.split()[0] for key, _, value in (line.partition(":") for line in lines) if value.strip()}
+    return (int(found["RssAnon"]) + int(found["VmSwap"])) / 1024
 
 
 def slope(at: list[float], values: list[float], together: int = 1) -> tuple[float, float, float]:

@@ -3,7 +3,8 @@
 **Threads.** Since its streams are reliable (NVFlare's pull request 4785), a receiver remembers each message for 65
 seconds, in case it is sent again, and starts a ``threading.Timer`` that forgets it: twenty exchanges a second with
 three sites are 4,000 threads. No setting turns that off; a shorter memory (``streaming_retry_timeout``) is also a
-shorter time in which a message that got lost is sent again. Here one thread forgets all.
+shorter time in which a message that got lost is sent again. Here one thread forgets all. Its pools start a thread
+whenever more messages come at once than ever before, which goes on for hours. Here they start enough at the beginning.
 
 **Memory.** A stream that is sent holds a buffer of a mebibyte, however small the message, in a cycle of references.
 Cycles wait for Python's collector, which looks at old objects only when a quarter of all are new: gigabytes later. Here
@@ -20,13 +21,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 Task = Callable[[], object]
 
 SWEEP = 30.0
 """Seconds between two looks for what nobody uses any more."""
+AT_ONCE = 24
+"""Threads that a pool begins with. Three sites keep at most half as many busy at once; there may be up to 128."""
 
 
 class Later:
@@ -83,9 +88,25 @@ def release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def start_threads(*pools: ThreadPoolExecutor) -> None:
+    """Start threads of pools now, and not one by one whenever more tasks come at once than ever before."""
+    go = threading.Event()
+    for pool in pools:
+        for _ in range(min(AT_ONCE, pool._max_workers)):
+            pool.submit(go.wait)  # a thread that waits is not free for the next one
+    go.set()
+
+
+@cache
 def bound_growth() -> None:
-    """Let one thread of this process do what NVFlare starts a thread a message for, and free what it leaves behind."""
+    """Let one thread of this process do what NVFlare starts a thread a message for, and free what it leaves behind.
+
+    Once a process: whoever asks again changes nothing.
+    """
+    from nvflare.fuel.f3.sfm.conn_manager import ConnManager
+    from nvflare.fuel.f3.streaming import stream_utils
     from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+    from nvflare.fuel.f3.streaming.byte_streamer import reliable_retry_scheduler
 
     later, scheduled = Later(), _Scheduled()
 
@@ -103,6 +124,16 @@ def bound_growth() -> None:
         release_memory()
         later.after(SWEEP, sweep)
 
+    prepare = ConnManager.__init__
+
+    def prepare_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
+        prepare(self, *arguments, **named)
+        start_threads(self.conn_mgr_executor, self.frame_mgr_executor)
+
+    ConnManager.__init__ = prepare_with_threads
+    start_threads(
+        stream_utils.stream_thread_pool, stream_utils.callback_thread_pool, reliable_retry_scheduler.retry_task_pool
+    )
     gc.collect()
     gc.freeze()  # what is there now is there to stay: it is not looked at again
     sweep()
