@@ -207,7 +207,7 @@ def confirming_table() -> Iterator[str]:
     if min(seeds) < len(CONFIRMING):
         answer = "not known yet"
     yield ""
-    yield f"**The answer: {answer}.** *{best}* is above in {ahead} of {len(orders)}; {hours():.1f} core hours were spent."
+    yield f"**The answer: {answer}.** *{best}* is above in {ahead} of {len(orders)}. Core hours spent: {hours():.1f}."
 
 
 def main() -> None:
