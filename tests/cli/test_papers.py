@@ -24,9 +24,10 @@ def test_a_table_that_is_not_there(capsys):
 
 @pytest.mark.slow
 def test_a_table_at_small_scale_and_once_more(capsys):
+    cells = [cell.key for cell in tables()["fedssar/emnist"].cells(quick=True)]
     assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here"]) == 0
-    assert capsys.readouterr().out.count("seed-0: ") == 8
-    assert len(json.loads(Path("here/cells/fedssar/emnist.json").read_text())) == 8
+    assert capsys.readouterr().out.count("seed-0: ") == len(cells) > 0
+    assert sorted(json.loads(Path("here/cells/fedssar/emnist.json").read_text())) == sorted(cells)
     assert "At small scale" in Path("here/claims.md").read_text()
     assert main(["reproduce", "fedssar/emnist", "--quick", "--out", "here", "--json"]) == 0
     told = capsys.readouterr()
