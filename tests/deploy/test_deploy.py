@@ -227,7 +227,9 @@ def test_a_server_writes_down_which_sites_are_gone_though_nothing_is_heard_of_an
     spec = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml()
     plan = JobSpec("run.toml", "run", 3)
     job.Server([])._run(plan, spec, tmp_path / "run", Silent(tmp_path / "sites"), SiteSettings())  # type: ignore[arg-type]
-    assert found == [["gone", "nothing is heard of it, or it has not joined"]]
+    # Sites are asked at the same time, so that more than one may have read the file.
+    assert found
+    assert all(row == ["gone", "nothing is heard of it, or it has not joined"] for row in found)
     assert json.loads((tmp_path / progress.STATUS).read_text())["over"] == "complete"
 
 
