@@ -44,8 +44,9 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
         config / "config_fed_server.json",
         common
         | {
-            "workflows": [{"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}],
+            # Made in this order: ours first, which sees to the threads of the other's pools.
             "components": [{"id": "server_", "path": server, "args": {"plans": [plan.table() for plan in plans]}}],
+            "workflows": [{"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}],
         },
     )
     runner = {"path": executor, "args": {"client_obj_id": "site_", **arguments}}
@@ -53,8 +54,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
         config / "config_fed_client.json",
         common
         | {
-            "executors": [{"tasks": ["*"], "executor": runner}],
             "components": [{"id": "site_", "path": client, "args": {}}],
+            "executors": [{"tasks": ["*"], "executor": runner}],
         },
     )
     # Only those that a plan names get the job: whoever else has a certificate is told nothing.

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 Task = Callable[[], object]
@@ -97,12 +97,26 @@ def start_threads(*pools: ThreadPoolExecutor) -> None:
     go.set()
 
 
+def _start_threads_of(owner: type[Any]) -> None:
+    """Let whatever is made of a class start the threads of its pools as soon as it is there."""
+    prepare = owner.__init__
+
+    @wraps(prepare)  # NVFlare reads the parameters' names
+    def prepare_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
+        prepare(self, *arguments, **named)
+        start_threads(*(value for value in vars(self).values() if isinstance(value, ThreadPoolExecutor)))
+
+    owner.__init__ = prepare_with_threads
+
+
 @cache
 def bound_growth() -> None:
     """Let one thread of this process do what NVFlare starts a thread a message for, and free what it leaves behind.
 
     Once a process: whoever asks again changes nothing.
     """
+    from nvflare.collab.runtime.controller import CollabController
+    from nvflare.collab.runtime.executor import CollabExecutor
     from nvflare.fuel.f3.sfm.conn_manager import ConnManager
     from nvflare.fuel.f3.streaming import stream_utils
     from nvflare.fuel.f3.streaming.byte_receiver import RxTask
@@ -124,13 +138,8 @@ def bound_growth() -> None:
         release_memory()
         later.after(SWEEP, sweep)
 
-    prepare = ConnManager.__init__
-
-    def prepare_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
-        prepare(self, *arguments, **named)
-        start_threads(self.conn_mgr_executor, self.frame_mgr_executor)
-
-    ConnManager.__init__ = prepare_with_threads
+    for owner in (ConnManager, CollabController, CollabExecutor):
+        _start_threads_of(owner)
     start_threads(
         stream_utils.stream_thread_pool, stream_utils.callback_thread_pool, reliable_retry_scheduler.retry_task_pool
     )
