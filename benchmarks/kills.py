@@ -6,7 +6,8 @@ real and speak mutual TLS. Two jobs run, one after the other:
 - Two of three sites suffice. A site is killed with all its processes, and started again; one is stopped for a minute,
   and goes on; two are stopped, and the run must wait.
 - All three are waited for. The process of the job is killed at a site, and at the server, and the whole server with
-  all its processes is, and started again. The model must end as that of a run that nobody disturbed.
+  all its processes is, and started again, or is stopped for a minute. The model must end as that of a run that nobody
+  disturbed.
 
 What comes after which, whom it befalls and when is drawn from the seed. ``benchmarks/results/kills.json`` has a row
 for each time, written as it comes; only the kinds that are run are replaced there. Sites find this module by its name.
@@ -47,11 +48,11 @@ from fedstrata.objectives.scaffold import Scaffold
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "kills.json"
 SITES = ("a", "b", "c")
-JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server")}
+JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server", "stop server")}
 """What happens in a job that waits for so many sites."""
-ROUNDS = {"site": 90, "stop": 120, "stop two": 40, "worker": 12, "server job": 12, "server": 12}
+ROUNDS = {"site": 90, "stop": 120, "stop two": 40, "worker": 12, "server job": 12, "server": 12, "stop server": 12}
 """That pass meanwhile, at most."""
-FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2}
+FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2, "stop server": 4}
 """One such time for so many others: pauses take a minute and more, and the server is killed in two ways."""
 HURRY = "KILLS_HURRY"
 """Names a file; once it is there, nobody takes time any more."""
@@ -196,17 +197,17 @@ def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, 
         time.sleep(draw.uniform(0.0, 5.0))
         processes.start(SERVER)
     else:
-        stopped = victims if kind == "stop two" else victims[:1]
-        for site in stopped:
-            send_signal(processes.running[site].pid, signal.SIGSTOP)
+        stopped = {"stop": victims[:1], "stop two": victims, "stop server": [SERVER]}[kind]
+        for party in stopped:
+            send_signal(processes.running[party].pid, signal.SIGSTOP)
         notice()
         if kind == "stop two":
             time.sleep(5.0)  # the round that was under way ends with whom it has
         went, least = int(deployment.last()["round"]), PAUSE - (time.monotonic() - since)
         time.sleep(max(0.0, least))
         row["rounds_meanwhile"] = int(deployment.last()["round"]) - went
-        for site in stopped:
-            send_signal(processes.running[site].pid, signal.SIGCONT)
+        for party in stopped:
+            send_signal(processes.running[party].pid, signal.SIGCONT)
     again, ended = time.monotonic(), int(deployment.last()["round"])
     deployment.wait("all sites to be back", lambda: deployment.complete_after(max(round, ended)))
     row["back"] = time.monotonic() - again
@@ -309,6 +310,7 @@ def main() -> None:
     sys.path.insert(0, str(HERE))
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": [], "jobs": {}}
     rows = [row for row in found["rows"] if row["kind"] not in chosen]
+    found["jobs"] = {job: said for job, said in found["jobs"].items() if set(chosen).isdisjoint(job.split(", "))}
 
     def write(row: dict[str, Any]) -> None:
         rows.append({key: round(value, 2) if isinstance(value, float) else value for key, value in row.items()})
@@ -320,9 +322,10 @@ def main() -> None:
             counts = {kind: max(1, options.times // FEWER.get(kind, 1)) for kind in kinds if kind in chosen}
             if counts:
                 place = (options.place or Path(temporary)) / f"least-{least}"
-                found["jobs"][str(least)] = run_job(least, counts, options.seed, place, options.minutes, write)
+                job = ", ".join(counts)
+                found["jobs"][job] = run_job(least, counts, options.seed, place, options.minutes, write)
                 RESULTS.write_text(json.dumps({"rows": rows, "jobs": found["jobs"]}, indent=1) + "\n")
-    print("\n".join([*table_of(rows), "", *(f"least = {key}: {said}" for key, said in found["jobs"].items())]))
+    print("\n".join([*table_of(rows), "", *(f"- {job}: {said}" for job, said in found["jobs"].items())]))
 
 
 if __name__ == "__main__":
