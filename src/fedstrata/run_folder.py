@@ -90,6 +90,14 @@ def rounds_done(folder: Path) -> int:
         return 0
 
 
+def is_over(path: Path, rounds: int) -> bool:
+    """Whether a folder holds a whole run of so many rounds, or one that stopped early, with its model."""
+    if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
+        return False
+    history = History.load(path)
+    return bool(history.stopped) or len(history) == rounds
+
+
 class RunFolder:
     """A run folder, or a place in memory that keeps the history alone.
 

@@ -244,6 +244,10 @@ def test_nothing_is_imported_from_where_jobs_are_unpacked(tmp_path: Path, monkey
     assert sys.path == before[2:]
 
 
+SILENT = 99
+"""The round in which a job's server says nothing of itself."""
+
+
 class _Session:
     """A server as an administrator sees it, which says what a test tells it to."""
 
@@ -252,6 +256,8 @@ class _Session:
         self.submitted = 0
         self.course: list[tuple[str, int]] = []
         """Status and round of the job, look by look; complete afterwards."""
+        self.asked: list[str] = []
+        """Sites that were asked what they work on; all as a star."""
         self.gone: dict[str, str] = {}
         """Sites of which nothing is heard, and why."""
 
@@ -264,7 +270,7 @@ class _Session:
         pass
 
     def get_connected_client_list(self) -> Any:
-        return [SimpleNamespace(name=name) for name in "abc"]
+        return [SimpleNamespace(name=name) for name in "abc" if self.gone.get(name) != "dead"]
 
     def list_jobs(self) -> Any:
         return self.jobs
@@ -280,14 +286,17 @@ class _Session:
     def show_stats(self, job: str, target: str) -> Any:
         sites = {name: ["gone" if name in self.gone else "in", ""] for name in "abc"}
         table = {"round": self.round, "rounds": 9, "bytes_up": 0, "bytes_down": 0, "sites": sites}
-        return {target: {"fedstrata": table}}
+        if self.round == 9:
+            table |= {"over": "complete"}
+        return {target: {"fedstrata": table}} if self.round != SILENT else {}
 
     def get_client_job_status(self, names: list[str] | None = None) -> Any:
         from nvflare.fuel.flare_api.api_spec import NoConnection
 
         if any(self.gone.get(name) == "stopped" for name in names or "abc"):
             raise NoConnection("no answer in time")
-        return [{"client_name": name, "status": "no_jobs"} for name in names or () if name in self.gone]
+        self.asked += list(names or "*")
+        return [{"client_name": name, "status": "no_jobs"} for name in names or "abc" if name in self.gone]
 
     def abort_job(self, job: str) -> None:
         self.gone = {}
@@ -340,12 +349,21 @@ Submitted = Callable[..., tuple[str, _Session, list[str]]]
 def test_a_server_that_is_away_is_waited_for(submitted: Submitted, at: str) -> None:
     from nvflare.fuel.flare_api.api_spec import NoConnection, SessionClosed
 
-    job, _, told = submitted(NoConnection("gone"), SessionClosed("gone"), at=at)
+    job, _, told = submitted(NoConnection("slow"), NoConnection("gone"), SessionClosed("gone"), at=at)
     assert job == "new"
     assert told[-1] == "site b takes no part: column 'age' = '130'"
     assert [line for line in told if "waiting" in line] == [
         "waiting for the server (NoConnection: gone)", "waiting for the server (SessionClosed: gone)",
     ]  # fmt: skip
+
+
+@needs_nvflare
+def test_one_answer_that_does_not_come_is_not_worth_a_word(submitted: Submitted) -> None:
+    """``submit`` said that it waited for a healthy server, on a busy machine."""
+    from nvflare.fuel.flare_api.api_spec import NoConnection
+
+    _, _, told = submitted(NoConnection("slow"), at="status")
+    assert not any("waiting for the server" in line for line in told)
 
 
 @needs_nvflare
@@ -356,7 +374,7 @@ def test_a_server_that_has_just_come_back_is_waited_for(submitted: Submitted, at
     trouble = NoClientsAvailable("no clients"), JobNotRunning("not yet"), AuthenticationError("no such session")
     job, _, told = submitted(*trouble, at=at)
     assert job == "new"
-    assert sum("waiting for the server" in line for line in told) == 3
+    assert sum("waiting for the server" in line for line in told) == 2
 
 
 @needs_nvflare
@@ -422,6 +440,25 @@ def test_the_job_comes_again_for_a_site_that_was_started_again_while_another_is_
     _, server, told = submitted(course=course, gone={"a": "stopped", "b": "started again"})
     assert server.submitted == 2
     assert any(line.startswith("site b is there and takes no part") for line in told)
+
+
+@needs_nvflare
+@pytest.mark.parametrize("last", [9, SILENT])
+def test_a_run_that_is_over_does_not_come_again_for_a_site_that_died_at_its_end(
+    submitted: Submitted, last: int
+) -> None:
+    """NVFlare waits for the dead site; meanwhile all others are at work on nothing, and were taken for idle ones."""
+    course = [("RUNNING", 8), *[("RUNNING", last)] * 9]
+    _, server, _ = submitted(course=course, gone={"a": "started again", "b": "started again"})
+    assert server.submitted == 1
+
+
+@needs_nvflare
+def test_a_server_is_not_asked_about_a_site_that_it_cannot_reach(submitted: Submitted) -> None:
+    """It complained of that in its log, every two seconds."""
+    course = [("RUNNING", round) for round in range(1, 9)]
+    _, server, _ = submitted(course=course, gone={"a": "dead", "b": "stopped"})
+    assert server.asked == []
 
 
 @needs_nvflare

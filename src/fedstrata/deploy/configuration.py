@@ -61,7 +61,8 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     # Only those that a plan names get the job: whoever else has a certificate is told nothing.
     named = sorted({site for plan in plans for site in plan.sites})
     places = ["server", *named] if named else ["@ALL"]
-    least = min(plan.least for plan in plans)
+    # NVFlare begins a job when so many are connected. Where fewer may do the run itself decides.
+    least = min(plan.least if plan.fewer == "wait" else 1 for plan in plans)
     meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": places}}
     _write(folder / "meta.json", meta)
 

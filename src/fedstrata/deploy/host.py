@@ -27,7 +27,7 @@ from fedstrata.deploy.manifest import fingerprint
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.engines.nvflare.sums import SiteGroup
-from fedstrata.engines.nvflare.turns import Turns
+from fedstrata.engines.nvflare.turns import LateError, Turns
 from fedstrata.engines.nvflare.wire import (
     Answers,
     Ask,
@@ -144,10 +144,11 @@ class Host:
             return self.turns.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
             # Whatever it is must not end the site, and the server must learn of it.
-            self.problem = str(error)
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
                 self._write()
+            elif not isinstance(error, LateError):
+                self.problem = str(error)
             return records.encode(Refused(self.message_of(error)))
 
     def _answered(self, envelope: Envelope) -> bytes:
@@ -205,6 +206,7 @@ class Host:
             client: Of which client; None where of none.
         """
         LOG.warning("site %s: %s of %s: %s", self.name, what, caller, error)
+        self.problem = str(error)
         round = None if self._run is None else self._run.guard.round
         self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 

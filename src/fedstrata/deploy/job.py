@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from nvflare.collab import collab
 from nvflare.collab.api.exceptions import RunAborted
 from nvflare.widgets.info_collector import InfoCollector
 
+from fedstrata import records
 from fedstrata.config import only_from
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
@@ -27,22 +29,25 @@ from fedstrata.deploy.settings import JobSpec, SiteSettings, run_of
 from fedstrata.deploy.streams import bound_growth
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
-from fedstrata.engines.nvflare.turns import beat
-from fedstrata.engines.nvflare.wire import SiteLostError
+from fedstrata.engines.nvflare.turns import Turns, beat
+from fedstrata.engines.nvflare.wire import Refused, SiteLostError
 from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.jsonl import read_jsonl, write_json
 from fedstrata.preparation import prepare
-from fedstrata.run_folder import METRICS, SPEC
+from fedstrata.run_folder import METRICS, SPEC, is_over
 from fedstrata.simulation import run_prepared
 from fedstrata.spec import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
 from fedstrata.tracking import Tracking
 
+LOG = logging.getLogger(__name__)
+
 RESULT = "fedstrata"
 """The run folder inside the result of a deployed job."""
 
 FETCH = 10.0
-"""Seconds in which a site begins to give another one the model of a relay, for which it computes nothing."""
+"""Seconds in which a site begins to give another one the model of a relay, for which it computes nothing. It may take
+twice as long, because it is asked again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
@@ -120,6 +125,8 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         if not settings.simulated:  # a job does not say where this server writes, nor whom it tells
             spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()
+        if resume and is_over(folder, spec.training.rounds):
+            return  # its job was ended before it was fetched, and no site need be there for that
         homes = plan.homes(sorted(line.sites))
         prepared = prepare_server(spec, settings.data, len(homes)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
@@ -199,11 +206,27 @@ class Site:
     def __init__(self) -> None:
         bound_growth()
         self._host: Host | None = None
+        self._problem = "it is not ready"
 
     @collab.init  # type: ignore[untyped-decorator]
     def init(self) -> None:
-        """Read the site's own settings."""
-        root = Path(collab.workspace.get_root_dir())
+        """Read the site's own settings. Where they are wrong the others go on without it, and all are told why."""
+        root, turns = Path(collab.workspace.get_root_dir()), Turns()
+        self._progress = SiteProgress(root / STATUS)
+        try:
+            self._host = self._made(root)
+            turns = self._host.turns
+        except Exception as error:
+            # NVFlare would end the job of all.
+            LOG.exception("this site takes no part")
+            self._progress.answer(0, f"{error}")
+            self._problem = f"its settings cannot be used ({type(error).__name__}); the log of the site says more"
+        server = collab.server
+        beat(turns, lambda number, size: server(expect_result=False).beat(number, size), RunAborted)
+        # Another thread: a disk that stands still must not make a site look dead.
+        beat(turns, lambda number, size: self._progress.write(), RunAborted)
+
+    def _made(self, root: Path) -> Host:
         settings = _settings(root)
         if not settings.simulated:
             # NVFlare ends the whole job, with all other sites, when the process of one is killed. With a code that it
@@ -217,9 +240,10 @@ class Site:
         def send(target: str, data: bytes) -> object:
             if target == "server":
                 return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience)
-            return others[target](timeout=min(FETCH, settings.patience), secure=settings.secure).call(data)
+            other, patience = others[target], min(2 * FETCH, settings.patience)
+            return insist(lambda data, left: other(timeout=left, secure=settings.secure).call(data), data, patience)
 
-        self._host = Host(
+        return Host(
             collab.site_name,
             (settings.states or root / "fedstrata") / collab.site_name,
             send,
@@ -234,19 +258,12 @@ class Site:
             undeclared=settings.simulated,
             ledger=None if settings.simulated else Ledger(root / PLACE),
         )
-        self._progress = SiteProgress(root / STATUS)
-
-        def tell(number: int, size: int) -> None:
-            self._progress.write()
-            server(expect_result=False).beat(number, size)
-
-        beat(self._host.turns, tell, RunAborted)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def call(self, data: bytes) -> bytes:
         """Everything that a site is asked; see ``fedstrata.engines.nvflare.wire``."""
         if self._host is None:
-            raise FedstrataError("the site is not ready")
+            return records.encode(Refused(self._problem))
         self._progress.question(len(data))
         answer = self._host.call(collab.caller, data)
         self._progress.answer(len(answer), self._host.problem)

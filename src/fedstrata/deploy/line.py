@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +27,10 @@ RATE = 1e6
 """Bytes a second that the slowest line carries: what is long on its way is not lost."""
 
 LOOK = 0.25
-"""Seconds between two looks at a call."""
+"""Seconds between two looks at a call, and between one that failed and the next."""
+
+FAILURES = 3
+"""Calls that may fail before what the last one raised is believed."""
 
 STRUCK = "it was struck off the server's list of who may connect"
 
@@ -61,16 +65,25 @@ def insist(call: Call, data: bytes, patience: float) -> object:
 
     Raises:
         SiteLostError: Nothing was answered in time.
-        Exception: What the last call raised, when none is waited for any more.
+        Exception: What the last of ``FAILURES`` calls raised, when none is waited for any more.
     """
     end, pause = time.monotonic() + patience, STALL + len(data) / RATE
     calls: set[Future[object]] = set()
-    while (left := end - time.monotonic()) > 0:
-        calls.add(begun(call, data, left))
-        done, calls = wait(calls, timeout=min(pause, left), return_when=FIRST_COMPLETED)
+    again, failures = -math.inf, 0
+    while (now := time.monotonic()) < end:
+        if now >= again:
+            calls.add(begun(call, data, end - now))
+            again, pause = now + pause, 2 * pause
+        done, calls = wait(calls, timeout=max(0.0, min(again, end) - now), return_when=FIRST_COMPLETED)
         for each in done:
-            return each.result()
-        pause *= 2
+            if each.exception() is None:
+                return each.result()
+        failures += len(done)
+        if done and not calls:
+            if failures >= FAILURES:
+                return done.pop().result()  # which raises
+            time.sleep(LOOK)
+            again = -math.inf
     raise SiteLostError(f"no answer within {patience:g} s")
 
 
@@ -165,7 +178,7 @@ class CollabLine:
         self._refuse_silent(site, 0)
         begun = sent = self._clock()
         calls = {self._call(site, data, patience)}
-        pause = STALL
+        times = 1
         while True:
             done, calls = wait(calls, timeout=LOOK, return_when=FIRST_COMPLETED)
             self._refuse_struck(site)
@@ -182,14 +195,14 @@ class CollabLine:
             with self._lock:
                 size = heart.on_its_way(number, len(data))
                 since = max(sent, heart.changed) if heart.number == number else sent
-                stalled = heart.size != AT_WORK and heart.heard - since > pause + size / RATE
+                stalled = heart.size != AT_WORK and heart.heard - since > times * (STALL + size / RATE)
             self._refuse_silent(site, size)
             if not calls:
                 time.sleep(LOOK)
             if not calls or stalled:
                 if stalled:
                     LOG.warning("site %s: the call %d stalls, and is made again", site, number)
-                    pause *= 2
+                    times *= 2
                 sent = now
                 calls.add(self._call(site, data, patience))
 

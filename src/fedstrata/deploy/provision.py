@@ -166,7 +166,8 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
-            component["args"]["max_jobs"] = 1  # two would write into one run folder
+            # Two jobs would write into one run folder. One that waits for sites is looked at again soon, and for weeks.
+            component["args"] |= {"max_jobs": 1, "max_schedule_interval": 30, "max_schedule_count": 100_000}
     (local / "resources.json").write_text(json.dumps(resources, indent=2) + "\n", encoding="utf-8")
     (local / "authorization.json").write_text(json.dumps(_RIGHTS, indent=2) + "\n", encoding="utf-8")
 

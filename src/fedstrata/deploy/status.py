@@ -15,7 +15,7 @@ from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.progress import STATUS, Progress, shown
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.simulator import require_nvflare
-from fedstrata.deploy.submit import COMPLETED, POLL, Tell, Watch
+from fedstrata.deploy.submit import COMPLETED, POLL, Tell, Watch, refuse_expired
 from fedstrata.errors import DataError, FedstrataError, SpecError
 from fedstrata.jsonl import jsonable, read_jsonl
 from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, spec_of
@@ -187,6 +187,7 @@ class _Asked:
     """The administrator's folder: the server is asked, and when the run is over its folder is fetched."""
 
     def __init__(self, kit: Path, tell: Tell) -> None:
+        refuse_expired(kit, tell)
         self._watch = Watch(kit, math.inf, tell)
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}

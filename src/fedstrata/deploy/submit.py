@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedstrata.deploy.certificates import faults
 from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.manifest import sign
 from fedstrata.deploy.progress import FEDSTRATA, headline
@@ -29,8 +31,12 @@ RESULT = "fedstrata"
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
 """What NVFlare calls a job that does not come again; any other that is finished does."""
 POLL = 2.0
+SLIP = 30.0
+"""One answer in so many seconds that does not come is not worth a word: the server is busy."""
 TELL = 10.0
 """Seconds between two lines about rounds."""
+QUIET = 10.0
+"""Seconds for which a site that did not answer an administrator is not asked again."""
 MISSED = 5
 """Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
 AGAIN = 3
@@ -68,6 +74,7 @@ def submit(
         raise SpecError("ADMIN", "no administrator's folder: it has no job", str(admin))
     if out.exists():
         raise SpecError("--out", "exists already", str(out))
+    refuse_expired(admin, tell)
     watch = Watch(admin, lost, tell)
     try:
         watch.wait_for_sites(sites, wait)
@@ -76,6 +83,19 @@ def submit(
         return out
     finally:
         watch.close()
+
+
+def refuse_expired(admin: Path, tell: Tell) -> None:
+    """Say it where an administrator's certificate ends soon; with one that ended no server could be asked.
+
+    Raises:
+        FedstrataError: It ended, or is not of this federation.
+    """
+    has_one = (admin / "startup" / "client.crt").exists()
+    for ends, text in faults(admin) if has_one else ():
+        if ends:
+            raise FedstrataError(f"{admin}: {text}")
+        tell(text)
 
 
 class Watch:
@@ -90,6 +110,9 @@ class Watch:
         self._again: Counter[str] = Counter()
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
+        self._failed = -math.inf
+        self._spoke = False
+        self._quiet: dict[str, float] = {}
         self._said = self._broke_off = ""
         self.away = ""
         """Why the server did not answer when it was asked last; empty where it did."""
@@ -137,7 +160,9 @@ class Watch:
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
             self._bring_again("server", f"the job ended as {status}")
         elif status == "RUNNING":
-            self._look_for_idle_sites(self._tell_progress())
+            states = self._tell_progress()
+            if states is not None:
+                self._look_for_idle_sites(states)
         return False
 
     def progress(self) -> dict[str, Any] | None:
@@ -173,11 +198,17 @@ class Watch:
     def _name(self) -> str:
         return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
 
-    def _tell_progress(self) -> dict[str, str]:
-        """Rounds as they come, and sites whose part has changed; the state of each, where that is known."""
+    def _tell_progress(self) -> dict[str, str] | None:
+        """Rounds as they come, and sites whose part has changed; the state of each, where that is known.
+
+        None where the run is over: its job ends as soon as NVFlare has given up waiting for a site that is away.
+        """
         table = self.progress()
         if table is None:
-            return {}
+            return None if self._spoke else {}
+        self._spoke = True
+        if table.get("over"):
+            return None
         for site, (state, why) in table["sites"].items():
             if self._sites.get(site, "in") != state:
                 self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
@@ -212,9 +243,17 @@ class Watch:
         """
         # Who takes part need not be asked. One that is stopped does not answer: asked together with the others it
         # would keep theirs from us.
-        away: list[list[str] | None] = [[site] for site, state in states.items() if state != "in"]
-        asked = away if states else [None]
-        found = [entry for sites in asked for entry in self._do(partial(_jobs_of, sites=sites)) or []]
+        away = [site for site, state in states.items() if state != "in"]
+        if away:  # whom the server cannot reach it complains of, in a line each time
+            there = {site.name for site in self._do(lambda session: session.get_connected_client_list()) or []}
+            away = [site for site in away if site in there and self._quiet.get(site, -math.inf) < time.monotonic()]
+        asked: list[list[str] | None] = [[site] for site in away] if states else [None]
+        found: list[Any] = []
+        for sites in asked:
+            entries = self._do(partial(_jobs_of, sites=sites)) or []
+            found += entries
+            if sites and not entries:
+                self._quiet[sites[0]] = time.monotonic() + QUIET
         working = {entry.get("client_name") for entry in found if entry.get("job_id") == self._job}
         working |= {site for site, state in states.items() if state == "in"}
         idle = {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"}
@@ -236,28 +275,26 @@ class Watch:
         self._given_up.add(self._job)
         self._missed.clear()
         self._worked.clear()
-        self._job, self._status = None, ""
+        self._job, self._status, self._spoke = None, "", False
 
     def fetch(self, out: Path, job: str = "") -> bool:
         """Fetch the run folder of a job, by default of the one at hand; False while the server is away."""
-        place = out.with_name(f"{out.name}.download")
-        shutil.rmtree(place, ignore_errors=True)  # an attempt that broke off
-        found = self._do(lambda session: [session.download_job_result(job or self._job, str(place))])
-        if found is None:
-            return False
-        runs = [path for path in Path(found[0] or place).rglob(RESULT) if path.is_dir()]
-        if not runs:
-            raise FedstrataError(f"the job's result in {found[0]} holds no run")
-        if (runs[0] / ERROR).exists():
-            raise raised(runs[0] / ERROR)
         out.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(runs[0], out)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
+            found = self._do(lambda session: [session.download_job_result(job or self._job, place)])
+            if found is None:
+                return False
+            runs = [path for path in Path(found[0] or place).rglob(RESULT) if path.is_dir()]
+            if not runs:
+                raise FedstrataError("the job's result holds no run")
+            if (runs[0] / ERROR).exists():
+                raise raised(runs[0] / ERROR)
+            shutil.move(runs[0], out)
         if (out / WEIGHTS).exists():
             sign(out, self.admin)
         events = read_jsonl(out / EVENTS) if (out / EVENTS).exists() else []
         for reason in dict.fromkeys(str(event["reason"]) for event in events if event["kind"] == "absent"):
             self.tell(reason)
-        shutil.rmtree(place, ignore_errors=True)
         return True
 
     def close(self) -> None:
@@ -284,11 +321,12 @@ class Watch:
                 raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
             self.away = " ".join(f"{type(error).__name__}: {error}".split())
             self._since = self._since or time.monotonic()
+            slip, self._failed = time.monotonic() - self._failed > SLIP, time.monotonic()
             if time.monotonic() - self._since > self.lost:
                 raise FedstrataError(f"the server cannot be reached: {self.away}") from error
-            if (why := f"waiting for the server ({self.away})") != self._said:
+            if not slip and (why := f"waiting for the server ({self.away})") != self._said:
                 self.tell(why)
-            self._said = why
+                self._said = why
             time.sleep(POLL)
             return None
         return outcome

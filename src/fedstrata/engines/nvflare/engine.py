@@ -142,6 +142,7 @@ class NVFlareEngine(Engine):
         self._absent: dict[str, str] = {}
         self._said_of: dict[str, str] = {}
         self._lost: set[str] = set()
+        self._refusing: dict[str, str] = {}
         self._unsaved: set[str] = set()
         self._exchange = 0
         self._numbers = itertools.count(time.time_ns())  # of messages; those of the next run at the same sites go on
@@ -316,6 +317,7 @@ class NVFlareEngine(Engine):
             return Failure(str(outcome))
         reply = reply_of(outcome.reply, task)
         if isinstance(reply, Failure):
+            self.refuse_solitude([reply])
             return reply
         if outcome.weights is None:
             return Failure("it sent no model back")
@@ -361,7 +363,10 @@ class NVFlareEngine(Engine):
     def send(self, site: str, body: Message, *kinds: type[Message]) -> Any:
         """What a site answers, of one of these kinds; a ``FedstrataError`` where it cannot be used."""
         self._gather()
-        return self._send(site, body, kinds, next(self._numbers))
+        outcome = self._send(site, body, kinds, next(self._numbers))
+        if Hopped in kinds:
+            self._note_refusal(site, outcome)
+        return outcome
 
     def _send(self, site: str, body: Message, kinds: tuple[type[Message], ...], number: int) -> Any:
         if site in self._absent:
@@ -394,8 +399,24 @@ class NVFlareEngine(Engine):
         """
         self._gather()
         outcomes = self._everybody(bodies, kind, ended)
+        if kind is Answers:
+            for site, outcome in outcomes.items():
+                self._note_refusal(site, outcome)
         self.refuse_solitude(outcomes.values())
         return outcomes
+
+    def _note_refusal(self, site: str, outcome: object) -> None:
+        """Remember a site that answers nothing but that it does not answer: it is there, and takes no part."""
+        parts = outcome.outcomes if isinstance(outcome, Answers) else []
+        parts = [outcome.reply] if isinstance(outcome, Hopped) else parts
+        reasons = [part.reason for part in parts if isinstance(part, Failed) and part.refused]
+        bystanders = [part for part in parts if isinstance(part, Failed) and part.bystander]
+        if isinstance(outcome, SiteRefusedError):
+            self._refusing[site] = str(outcome)
+        elif reasons and len(reasons) + len(bystanders) == len(parts):
+            self._refusing[site] = reasons[0]
+        elif parts:
+            self._refusing.pop(site, None)
 
     def _everybody(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, str], None] | None = None
@@ -407,7 +428,8 @@ class NVFlareEngine(Engine):
             while isinstance(outcome, Answers) and outcome.left:
                 rest = self._send(site, More(self._exchange), (Answers,), next(self._numbers))
                 if isinstance(rest, FedstrataError):
-                    outcome = rest
+                    # No SiteLostError: what it was asked first it would not answer again.
+                    outcome = WireError(f"site {site} went away between two parts of its answer: {rest}")
                 elif not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
                     outcome = WireError(f"site {site} promised {outcome.left} more answers, and goes on otherwise")
                 else:
@@ -442,6 +464,8 @@ class NVFlareEngine(Engine):
             return "refused", self._absent[site]
         if not self.line.there(site):
             return "gone", "nothing is heard of it, or it has not joined"
+        if site in self._refusing:
+            return "refused", self._refusing[site]
         return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
 
     def _present(self) -> set[str]:
@@ -479,8 +503,13 @@ class NVFlareEngine(Engine):
 
         Raises:
             SiteLostError: No site can be reached.
-            FedstrataError: Fewer can be than must be, and they are not waited for.
+            FedstrataError: Fewer can be than must be, and they are not waited for; or too many refuse to answer, which
+                waiting does not change.
         """
+        willing = len(self._sites) - len(self._refusing.keys() | self._absent.keys())
+        if self._refusing and willing < self.least and self.fewer != "go-on":
+            why = "; ".join(self._refusing.values())
+            raise FedstrataError(f"{willing} sites answer, and least = {self.least}; {why}")
         out = self._lost | self._absent.keys()
         if self.fewer == "wait" and len(self._present()) < self.least:
             return  # the next exchange waits
@@ -573,7 +602,9 @@ class SiteRelay:
                 self._engine.refuse_solitude([outcome])
                 return Failure(outcome.reason if isinstance(outcome, Unmoved) else str(outcome))
             reply = reply_of(outcome.reply, task)
-            if not isinstance(reply, Failure):
+            if isinstance(reply, Failure):
+                self._engine.refuse_solitude([reply])
+            else:
                 self._last = client, reply, ticket
             return reply
 

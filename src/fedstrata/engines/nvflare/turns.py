@@ -18,6 +18,10 @@ AT_WORK = -1
 """The size of an answer that is not there yet."""
 
 
+class LateError(WireError):
+    """A question came when nobody waits for its answer any more."""
+
+
 class Turns:
     """Every question is answered once; who asks it again, because the answer was lost, is given the same bytes."""
 
@@ -35,12 +39,12 @@ class Turns:
             work: Makes the answer.
 
         Raises:
-            WireError: A later question came already.
+            LateError: A later question came already.
         """
         with self._lock:
             first = number == 0 or number > self._newest
             if not first and number < self._newest:
-                raise WireError(f"question {number} comes after {self._newest}: nobody waits for it any more")
+                raise LateError(f"question {number} comes after {self._newest}: nobody waits for it any more")
             if first:
                 self._newest, self._answer = max(number, self._newest), Future()
             answer = self._answer
