@@ -6,6 +6,7 @@ import importlib.util
 import json
 import stat
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -231,6 +232,77 @@ def test_a_server_writes_down_which_sites_are_gone_though_nothing_is_heard_of_an
     assert found
     assert all(row == ["gone", "nothing is heard of it, or it has not joined"] for row in found)
     assert json.loads((tmp_path / progress.STATUS).read_text())["over"] == "complete"
+
+
+@needs_nvflare
+def test_a_run_that_is_over_is_there_for_whoever_fetches_it_though_its_sites_are_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its job came again, waited for a site that had died after the last round, and undid what was written."""
+    from fedstrata.deploy.job import Server
+
+    class Empty(_Line):
+        def there(self, site: str) -> bool:
+            raise AssertionError("nobody need be there")
+
+    spec, folder = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml(), tmp_path / "run"
+    plan, settings = JobSpec("run.toml", "run", 3, least=3, fewer="wait"), SiteSettings(simulated=True)
+    Server([])._run(plan, spec, folder, _Line(tmp_path / "sites"), settings)  # type: ignore[arg-type]
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    Server([])._run(plan, spec, folder, Empty(tmp_path / "other"), settings)  # type: ignore[arg-type]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+
+
+@needs_nvflare
+def test_a_slip_in_a_sites_own_settings_leaves_that_site_out_and_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVFlare ended the job of all sites, and nobody was told whose settings it was."""
+    from fedstrata.deploy import job, progress
+    from fedstrata.deploy.policy import FILE
+    from fedstrata.engines.nvflare import turns
+    from fedstrata.engines.nvflare.wire import Refused, SiteRefusedError, read
+
+    heard = threading.Event()
+
+    class Peer:
+        def __call__(self, **options: Any) -> Peer:
+            return self
+
+        def beat(self, number: int, size: int) -> None:
+            heard.set()
+
+    (tmp_path / "local").mkdir()
+    (tmp_path / FILE).write_text('min_samples = "many"')
+    workspace = SimpleNamespace(get_root_dir=lambda: str(tmp_path), get_run_dir=lambda job: str(tmp_path))
+    context = SimpleNamespace(get_job_id=lambda: "job")
+    here = SimpleNamespace(
+        workspace=workspace, site_name="b", clients=[], server=Peer(), fl_ctx=context, caller="server"
+    )
+    monkeypatch.setattr(job, "collab", here)
+    monkeypatch.setattr(turns, "BEAT", 0.01)
+    site = job.Site()
+    site.init()
+    assert heard.wait(30)  # it is there, and says why it takes no part
+    with pytest.raises(
+        SiteRefusedError, match=r"its settings cannot be used \(SpecError\); the log of the site says more"
+    ):
+        read(site.call(b"anything"), Refused)
+    end = time.monotonic() + 30
+    while not (tmp_path / progress.STATUS).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert "min_samples" in json.loads((tmp_path / progress.STATUS).read_text())["refused"]
+
+
+@needs_nvflare
+@pytest.mark.parametrize(("fewer", "connected"), [("wait", 2), ("abort", 1), ("go-on", 1)])
+def test_what_is_done_with_fewer_sites_the_run_decides_and_not_nvflare(
+    tmp_path: Path, fewer: Any, connected: int
+) -> None:
+    """NVFlare did not begin a job with fewer, and gave it up after forty minutes."""
+    plan = JobSpec("run.toml", "run", 3, ("a", "b", "c"), least=2, fewer=fewer)
+    write_job(tmp_path / "job", [plan], [SPEC])
+    assert json.loads((tmp_path / "job" / "meta.json").read_text())["min_clients"] == connected
 
 
 @needs_nvflare

@@ -158,6 +158,47 @@ def test_a_sum_that_stalls_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -
     stop.set()
 
 
+def test_a_sum_whose_call_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One error of a connection broke the group, also while another call was about to bring the sum."""
+    monkeypatch.setattr(lines, "LOOK", 0.01)
+    asked: list[float] = []
+
+    def call(data: bytes, left: float) -> object:
+        asked.append(left)
+        if len(asked) == 1:
+            raise ConnectionError("reset")
+        return data
+
+    assert insist(call, b"part", 60.0) == b"part"
+    assert len(asked) == 2
+
+    failed = threading.Event()
+
+    def first_is_slow(data: bytes, left: float) -> object:
+        if not failed.is_set():
+            failed.wait(30)
+            time.sleep(0.2)
+            return data
+        raise ConnectionError("reset")
+
+    monkeypatch.setattr(lines, "STALL", 0.05)
+    threading.Timer(0.02, failed.set).start()
+    assert insist(first_is_slow, b"part", 60.0) == b"part"
+
+
+def test_what_fails_again_and_again_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "LOOK", 0.01)
+    asked: list[bytes] = []
+
+    def call(data: bytes, left: float) -> object:
+        asked.append(data)
+        raise WireError("no run has begun")
+
+    with pytest.raises(WireError, match="no run has begun"):
+        insist(call, b"part", 60.0)
+    assert len(asked) == lines.FAILURES
+
+
 def test_a_process_does_not_wait_for_a_call_to_the_dead() -> None:
     """A run with a dead site was over, and its job went on for the whole patience."""
     program = (

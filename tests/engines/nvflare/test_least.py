@@ -12,6 +12,7 @@ import pytest
 import fedstrata as fs
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import SERVER, Host
+from fedstrata.deploy.policy import Policy
 from fedstrata.engines.nvflare import engine as engines
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
@@ -60,7 +61,9 @@ def spec(method: str = "scaffold", **table: Any) -> fs.Experiment:
     )
 
 
-def run(line: Line, place: Path, spec: fs.Experiment, least: int, fewer: Any) -> fs.History:
+def run(
+    line: Line, place: Path, spec: fs.Experiment, least: int, fewer: Any, made: list[NVFlareEngine] | None = None
+) -> fs.History:
     prepared, sums = prepare(spec), Sums(60.0)
     for name in "abc":
 
@@ -69,7 +72,10 @@ def run(line: Line, place: Path, spec: fs.Experiment, least: int, fewer: Any) ->
 
         line.hosts[name] = Host(name, place / name, carry, patience=60.0, allow=None, frank=True)
     common = {"spec": spec.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
-    return run_prepared(prepared, None, NVFlareEngine(prepared.config, line, list("abc"), sums, **common))
+    engine = NVFlareEngine(prepared.config, line, list("abc"), sums, **common)
+    if made is not None:
+        made.append(engine)
+    return run_prepared(prepared, None, engine)
 
 
 def dies_in_round(line: Line, round: int, *, back: float | None, kind: type = Ask) -> None:
@@ -109,6 +115,29 @@ def test_a_run_that_may_go_on_with_fewer_does(line: Line, tmp_path: Path) -> Non
     dies_in_round(line, 2, back=None)
     history = run(line, tmp_path, spec(), 3, "go-on")
     assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
+@pytest.mark.parametrize("method", ["scaffold", "sfl"])
+def test_who_refuses_to_answer_is_not_in(line: Line, tmp_path: Path, fewer: Any, method: str) -> None:
+    """A site whose policy was used up counted as one that answers, and stood as one that is in."""
+    policy = Policy(exchanges=1, min_samples=1)
+    engine: list[NVFlareEngine] = []
+
+    def seen(site: str, body: Any) -> None:
+        line.hosts["b"].policy = policy
+
+    line.hook = seen
+    if fewer == "go-on":
+        history = run(line, tmp_path, spec(method), 3, fewer, engine)
+        assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
+        state, why = engine[0].standing("b")
+        assert state == "refused"
+        assert "policy.exchanges" in why
+        assert engine[0].standing("a") == ("in", "")
+    else:
+        with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.exchanges"):
+            run(line, tmp_path, spec(method), 3, fewer, engine)
 
 
 def test_enough_are_enough(line: Line, tmp_path: Path) -> None:
