@@ -161,16 +161,18 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> list[s
             series.setdefault(f"{sample['role']}, {unit}", []).append((sample["at"], sample[key]))
     series["an exchange, ms"] = [(one["at"], one["ask_ms"]) for one in rounds]
     # Of twenty slopes that are flat, one is not by its own interval: all are held together.
-    lines = ["| what | mean | change an hour | 95 %, all together | flat |", "|---|---|---|---|---|"]
+    lines = ["| what | mean | change an hour | 95 %, this one | 95 %, all together | flat |", f"|{'---|' * 6}"]
     for what, pairs in sorted(series.items()):
         later = [pair for pair in pairs if begun + WARM < pair[0] <= over]
         if len(later) < FEWEST:
-            lines.append(f"| {what} | | only {len(later)} looks after the first {WARM:.0f} s | | |")
+            lines.append(f"| {what} | | only {len(later)} looks after the first {WARM:.0f} s | | | |")
             continue
         at, values = zip(*later, strict=True)
-        middle, low, high = slope(list(at), list(values), len(series))
-        flat = "yes" if low <= 0 <= high else "no"
-        lines.append(f"| {what} | {np.mean(values):.1f} | {middle:+.2f} | {low:+.2f} … {high:+.2f} | {flat} |")
+        middle, *alone = slope(list(at), list(values))
+        _, *together = slope(list(at), list(values), len(series))
+        flat = "yes" if together[0] <= 0 <= together[1] else "no"
+        intervals = " | ".join(f"{low:+.2f} … {high:+.2f}" for low, high in (alone, together))
+        lines.append(f"| {what} | {np.mean(values):.1f} | {middle:+.2f} | {intervals} | {flat} |")
     count, slowest = sum(one["exchanges"] for one in rounds), max(one["slowest_ms"] for one in rounds)
     lines.append(f"\n{count} exchanges in {(over - begun) / 60:.1f} minutes; the slowest took {slowest:.0f} ms")
     lines.append(f"{sum(one['missing'] for one in rounds)} answers are missing")

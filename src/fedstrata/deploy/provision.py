@@ -195,8 +195,9 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
         f"2. `bash startup/start.sh`\n\nRuns are in `fedstrata/{run}`. "
         f"After a crash start it again the same way: the run goes on from its last checkpoint.\n{common}",
         ADMIN: f"# Administrator of {sites.federation}\n\n1. `{install}`\n2. When the server and the sites ({names}) "
-        f"have started: `fedstrata submit . --out result`\n\nIt waits, takes in sites that join late, and fetches the "
-        f"result. Needs to reach {where}.\n{secret}\n",
+        f"have started: `fedstrata submit . --out result`\n\nIt waits, takes in sites that join late or come back, and "
+        f"fetches the result: leave it running. Started again it goes on with the same job. How far it is: `fedstrata "
+        f"status . --watch`. Needs to reach {where}.\n{secret}\n",
     }
     own = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.csv"`. '
     own += f"It is {_described(spec)}. The file is read here and never leaves.\n"
@@ -206,8 +207,10 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
             f"# Site {name} of {sites.federation}\n\n1. `{install}`: this, and no code that comes with a job, "
             f"is what runs here. {code}\n"
             f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
-            f"{data}{4 if data else 3}. `bash startup/start.sh`\n\nWhat this site accepts, whatever a job says, is in "
-            f"`local/policy.toml`: read it first. What the job asks, in plain English: `fedstrata asks SPEC`. A "
+            f"{data}{4 if data else 3}. `fedstrata check .` says what is wrong before it starts.\n"
+            f"{5 if data else 4}. `bash startup/start.sh`; how it goes: `fedstrata status .`\n\n"
+            f"What this site accepts, whatever a job says, is in `local/policy.toml`: read it first. What the job asks, in "
+            f"plain English: `fedstrata asks SPEC`. A "
             f"changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\nWhat a job may name is listed in "
             f"`local/resources.json`, what an administrator may do in `local/authorization.json`.\n{common}"
         )
