@@ -209,9 +209,9 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
             f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
             f"{data}{4 if data else 3}. `fedstrata check .` says what is wrong before it starts.\n"
             f"{5 if data else 4}. `bash startup/start.sh`; how it goes: `fedstrata status .`\n\n"
-            f"What this site accepts, whatever a job says, is in `local/policy.toml`: read it first. What the job asks, in "
-            f"plain English: `fedstrata asks SPEC`. A "
-            f"changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\nWhat a job may name is listed in "
+            f"What this site accepts, whatever a job says, is in `local/policy.toml`: read it first. "
+            f"What the job asks, in plain English: `fedstrata asks SPEC`. "
+            f"A changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\nWhat a job may name is listed in "
             f"`local/resources.json`, what an administrator may do in `local/authorization.json`.\n{common}"
         )
     for name, text in texts.items():
