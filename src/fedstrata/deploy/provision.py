@@ -212,7 +212,8 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
             f"What this site accepts, whatever a job says, is in `local/policy.toml`: read it first. "
             f"What the job asks, in plain English: `fedstrata asks SPEC`. "
             f"A changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\n"
-            f"What a job may name is listed in `local/resources.json`, what an administrator may do in `local/authorization.json`.\n{common}"
+            f"What a job may name is listed in `local/resources.json`, what an administrator may do in "
+            f"`local/authorization.json`.\n{common}"
         )
     for name, text in texts.items():
         (out / name / "README.md").write_text(text, encoding="utf-8")
