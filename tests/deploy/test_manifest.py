@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fedstrata as fs
+from fedstrata.cli import main
 from fedstrata.deploy.manifest import CERTIFICATE, FINGERPRINTS, MANIFEST, SECRET, fingerprint, sign, verify
 from fedstrata.errors import DataError
 
@@ -31,7 +32,10 @@ def test_a_fingerprint_tells_files_apart_and_nothing_of_them(tmp_path: Path) -> 
 
 
 @pytest.mark.xdist_group("kits")
-def test_a_manifest_names_what_a_result_was_made_from(tmp_path: Path, federations: Path) -> None:
+def test_a_manifest_names_what_a_result_was_made_from(
+    tmp_path: Path, federations: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any site could sign one: a certificate of the federation was enough."""
     spec = fs.Experiment.from_table(
         {"data": {"limit": 60}, "partition": {"name": "iid", "clients": 2}, "training": {"rounds": 1}}
     )
@@ -44,6 +48,16 @@ def test_a_manifest_names_what_a_result_was_made_from(tmp_path: Path, federation
     assert found["versions"]["fedstrata"]
     with pytest.raises(DataError, match="not signed by this federation"):
         verify(tmp_path / "run", federations / "other" / "a")
+    assert main(["verify", str(tmp_path / "run"), "--kit", str(federations / "fed" / "a")]) == 0
+    said = capsys.readouterr().out
+    assert "signed by the administrator; model.safetensors, metrics.jsonl as signed" in said
+    assert "data of b 4567" in said
+    assert main(["verify", str(tmp_path / "run"), "--kit", str(federations / "fed" / "a"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    sign(tmp_path / "run", federations / "fed" / "b")
+    assert main(["verify", str(tmp_path / "run"), "--kit", str(federations / "fed" / "a")]) == 2
+    assert "is signed by b; accepted: the administrator, admin@fedstrata.local" in capsys.readouterr().err
+    sign(tmp_path / "run", federations / "fed" / "admin")
     text = (tmp_path / "run" / MANIFEST).read_text()
     (tmp_path / "run" / MANIFEST).write_text(text.replace("0123", "0124"))
     with pytest.raises(DataError, match="not signed by this federation: InvalidSignature"):

@@ -235,6 +235,36 @@ def _revoke(options: argparse.Namespace) -> int:
     return 0
 
 
+def add_verify(commands: Commands) -> None:
+    """``fedstrata verify``."""
+    examples = """
+        fedstrata verify result --kit kits/hospital-a
+    """
+    parser = add_command(
+        commands, "verify", "whether a result is as the administrator signed it, and what it was made from", examples
+    )
+    parser.add_argument("run", type=Path, metavar="RESULT", help="the folder that 'fedstrata submit' wrote")
+    parser.add_argument(
+        "--kit", type=Path, required=True, metavar="DIR", help="any party's folder, for the federation's root"
+    )
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from fedstrata.deploy.manifest import verify
+
+    table = verify(options.run, options.kit)
+    if options.json:
+        print_json(table)
+        return 0
+    print(f"{options.run}: signed by the administrator; {', '.join(table['result']) or 'no file'} as signed")
+    print(f"spec {table['spec']}")
+    for site, fingerprint in table["sites"].items():
+        print(f"data of {site} {fingerprint}")
+    return 0
+
+
 def add_keys(commands: Commands) -> None:
     """``fedstrata keys``."""
     examples = """
@@ -325,6 +355,7 @@ COMMANDS = (
     add_check,
     add_renew,
     add_revoke,
+    add_verify,
     add_keys,
     add_asks,
     add_approve,

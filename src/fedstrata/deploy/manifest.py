@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.deploy.certificates import ROOT, own, read
+from fedstrata.deploy.settings import USER
 from fedstrata.errors import DataError
 from fedstrata.jsonl import replace_file, write_json
 from fedstrata.run_folder import METRICS, RUN, SPEC, WEIGHTS
@@ -67,7 +68,9 @@ def sign(run: Path, kit: Path) -> Path:
 
 
 def verify(run: Path, kit: Path) -> dict[str, Any]:
-    """The manifest of a run folder, if it is signed by somebody of this federation and the files are those.
+    """The manifest of a run folder, if this federation's administrator signed it and the files are those.
+
+    A site's certificate is of the federation too: with that alone any site could sign what it likes.
 
     Args:
         run: The run folder.
@@ -78,6 +81,7 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
     """
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import padding
+    from cryptography.x509.oid import NameOID
 
     certificate, root = read(run / CERTIFICATE), read(kit / "startup" / ROOT)
     try:
@@ -87,6 +91,10 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         key.verify((run / SIGNATURE).read_bytes(), data, padding.PKCS1v15(), hashes.SHA256())
     except Exception as error:
         raise DataError(f"{run / MANIFEST} is not signed by this federation: {type(error).__name__}") from None
+    names = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    if names != [USER]:
+        signer = ", ".join(names) or "nobody"
+        raise DataError(f"{run / MANIFEST} is signed by {signer}; accepted: the administrator, {USER}")
     table: dict[str, Any] = json.loads(data)
     for name, wanted in {SPEC: table["spec"], **table["result"]}.items():
         if _sha256(run / name) != wanted:
