@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedstrata.cli import main
-from fedstrata.deploy.members import MEMBERS, Members, write_members
+from fedstrata.deploy.members import MEMBERS, Members, revoke, write_members
+from fedstrata.errors import SpecError
 
 
 @pytest.fixture
@@ -16,7 +17,9 @@ def kit(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("slip", ['{"sites": ["a",]}', "", "[]", '{"sites": "ab"}', '{"site": []}', "\0"])
+@pytest.mark.parametrize(
+    "slip", ['{"sites": ["a",]}', "", "[]", '{"sites": "ab"}', '{"site": []}', '{"sites": [], "federation": 1}', "\0"]
+)
 def test_a_list_with_a_slip_leaves_the_last_that_could_be_read(
     kit: Path, slip: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -33,6 +36,16 @@ def test_a_list_with_a_slip_leaves_the_last_that_could_be_read(
     assert "no list of who may connect" in capsys.readouterr().err
     write_members(kit, ["a"])
     assert [list_.struck(name) for name in "abc"] == [False, True, True]
+
+
+def test_only_who_was_on_the_list_is_put_on_it_again(kit: Path) -> None:
+    """A name with a slip was added, and the site that was meant stayed away."""
+    (kit / MEMBERS).write_text('{"sites": ["a", "b"]}')  # as kits were made before
+    assert revoke(kit, "b") == ["a"]
+    with pytest.raises(SpecError, match=r"SITE = 'bb'.*accepted: a, b"):
+        revoke(kit, "bb", undo=True)
+    assert revoke(kit, "b", undo=True) == ["a", "b"]
+    assert revoke(kit, "b", undo=True) == ["a", "b"]
 
 
 def test_before_there_was_a_list_that_can_be_read_nobody_is_on_it(kit: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from fedstrata.errors import DataError, FedstrataError, SpecError
 from fedstrata.jsonl import write_json
@@ -22,6 +23,11 @@ def members(kit: Path) -> list[str]:
         SpecError: It has no list.
         DataError: The list cannot be read.
     """
+    return _read(kit)["sites"]
+
+
+def _read(kit: Path) -> dict[str, list[str]]:
+    """The lists of a server's folder: who may connect (``sites``), and whom the federation has (``federation``)."""
     path = kit / MEMBERS
     if not path.exists():
         raise SpecError("SERVER", f"no server's folder: it has no {MEMBERS}", str(kit))
@@ -29,10 +35,12 @@ def members(kit: Path) -> list[str]:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: no list of who may connect: {error}") from None
-    names = found.get("sites") if isinstance(found, dict) else None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f'{path}: no list of who may connect: expected {{"sites": [NAME, …]}}')
-    return names
+    lists: dict[str, Any] = {"sites": None, "federation": []}  # earlier kits have no second list
+    lists |= {key: found[key] for key in lists if key in found} if isinstance(found, dict) else {}
+    for names in lists.values():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise DataError(f'{path}: no list of who may connect: expected {{"sites": [NAME, …]}}')
+    return lists
 
 
 class Members:
@@ -66,9 +74,16 @@ class Members:
         return names is not None and name not in names
 
 
-def write_members(kit: Path, names: Iterable[str]) -> None:
-    """Write the list."""
-    write_json(kit / MEMBERS, {"sites": sorted(set(names))})
+def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Write the list.
+
+    Args:
+        kit: The server's folder.
+        names: Who may connect.
+        others: Whom the federation has besides: they may be put on the list again.
+    """
+    sites = set(names)
+    write_json(kit / MEMBERS, {"sites": sorted(sites), "federation": sorted(sites.union(others))})
     (kit / MEMBERS).chmod(0o600)
 
 
@@ -85,15 +100,19 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         undo: Put it on the list.
 
     Raises:
-        SpecError: It is no server's folder, or the site is not on its list.
+        SpecError: It is no server's folder, or the site is not on its list; with ``undo``, it never was.
         DataError: The list cannot be read.
     """
     names = members(kit)
+    federation = sorted({*names, *_read(kit)["federation"]})
     if undo:
+        if name not in federation:
+            accepted = ", ".join(federation) or "none"
+            raise SpecError("SITE", f"no site that was ever on the list; accepted: {accepted}", name)
         names.append(name)
     elif name not in names:
         raise SpecError("SITE", f"not on the list; on it are {', '.join(names) or 'none'}", name)
     else:
         names.remove(name)
-    write_members(kit, names)
+    write_members(kit, names, federation)
     return members(kit)
