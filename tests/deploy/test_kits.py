@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from waiting import until
 
 from fedstrata.deploy.kits import LOGGING, RESOURCES
 from fedstrata.deploy.start import start
+from fedstrata.deploy.stop import stop
 
 pytestmark = pytest.mark.xdist_group("kits")
 
@@ -57,7 +60,7 @@ def test_nvflare_is_quiet_unless_it_is_asked(kits: Path, verbose: bool) -> None:
     assert set(config["handlers"]) == {"consoleHandler", "logFileHandler"}
 
 
-@pytest.mark.parametrize("how", ["named", "command"])
+@pytest.mark.parametrize("how", ["named", "command", "beside"])
 def test_a_kit_starts_with_the_python_that_has_fedstrata(kits: Path, tmp_path: Path, how: str) -> None:
     """It took whatever python3 there was."""
     for name in ("python3", "own"):
@@ -67,6 +70,12 @@ def test_a_kit_starts_with_the_python_that_has_fedstrata(kits: Path, tmp_path: P
     command = tmp_path / "fedstrata"
     command.write_text(f"#!{tmp_path / 'own'}\n")
     command.chmod(0o755)
+    if how == "beside":  # the path of an environment may be too long for a first line; the command may be a link
+        (tmp_path / "environment").mkdir()
+        (tmp_path / "environment" / "python").symlink_to(tmp_path / "own")
+        command = command.rename(tmp_path / "environment" / "fedstrata")
+        command.write_text("#!/bin/sh\n'''exec' …\n' '''\n")
+        (tmp_path / "fedstrata").symlink_to(command)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
     if how == "named":
         command.unlink()
@@ -79,8 +88,9 @@ def test_a_kit_starts_with_the_python_that_has_fedstrata(kits: Path, tmp_path: P
         check=False,
     )
     assert done.returncode == 7, done.stderr
-    assert f"own -m fedstrata.deploy.start {kits / 'a'} --once --verbose" in done.stdout
-    assert "own -u -m nvflare.private.fed.app.client.client_train" in done.stdout
+    name = "python" if how == "beside" else "own"
+    assert f"{name} -m fedstrata.deploy.start {kits / 'a'} --once --verbose" in done.stdout
+    assert f"{name} -u -m nvflare.private.fed.app.client.client_train" in done.stdout
     assert "python3" not in done.stdout
 
 
@@ -92,6 +102,68 @@ def test_a_kit_that_may_not_start_does_not(kits: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, "no data" in done.stdout) == (3, True)
     assert sys.executable not in done.stdout
+
+
+def script(kit: Path, name: str) -> subprocess.CompletedProcess[str]:
+    """Run one of a kit's scripts, without a terminal."""
+    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": sys.executable, "PYTHONPATH": ":".join(sys.path)}
+    return subprocess.run(
+        ["bash", str(kit / "startup" / name)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_a_start_in_the_background_says_first_what_is_wrong(kits: Path) -> None:
+    """Its exit code was 0, and what was wrong came after the prompt."""
+    (kits / "a" / "local" / "policy.toml").write_text('min_samples = "many"\n')
+    try:
+        done = script(kits / "a", "start.sh")
+    finally:
+        running = stop(kits / "a") == 0
+    assert done.returncode == 1
+    assert "problem  min_samples = 'many'" in done.stdout
+    assert not running
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_party_is_stopped_without_a_question(kits: Path, tmp_path: Path, once: bool) -> None:
+    """It asked, and without a terminal did nothing; a party that was started once it could not stop at all."""
+    own, kit = tmp_path / "own", kits / "a"  # the former stands for NVFlare, with the process of a job
+    own.write_text('#!/bin/bash\n[[ "$*" == *deploy* ]] && exit 0\nsleep 300 &\necho $! > job\nwait\n')
+    own.chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(own)}
+    command = ["bash", str(kit / "startup" / ("sub_start.sh" if once else "start.sh")), *(["--once"] if once else [])]
+    with (tmp_path / "console.txt").open("wb") as console:
+        started = subprocess.Popen(command, env=environment, stdout=console, cwd=tmp_path)
+    job = tmp_path / "job"
+    until("the process of a job", lambda: job.exists() and job.read_text().strip() != "", 60)
+    try:
+        done = script(kit, "stop_fl.sh")
+    finally:
+        stop(kit)
+        started.kill()
+        started.wait()
+    assert (done.returncode, "stopped what was started" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert not psutil.pid_exists(int(job.read_text()))
+    assert list(kit.glob("*.fl")) == []
+    done = script(kit, "stop_fl.sh")
+    assert (done.returncode, "nothing that was started" in done.stdout) == (1, True)
+
+
+def test_a_process_that_has_the_number_of_one_that_ended_is_left_alone(kits: Path) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    (kits / "a" / "pid.fl").write_text(f"{other.pid}\n")
+    try:
+        assert stop(kits / "a") == 1
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
 
 
 @pytest.mark.parametrize(("given", "used"), [({}, "2"), ({"MALLOC_ARENA_MAX": "8"}, "8")])

@@ -1,4 +1,4 @@
-"""What a party can find out before it starts: its settings, data, certificates, and whether the server is there."""
+"""What a party can find out before it starts: about its settings, policy, data, certificates, and its server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedstrata.deploy.certificates import ROOT, faults, own
+from fedstrata.deploy.policy import FILE as POLICY
+from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.deploy.settings import SiteSettings
-from fedstrata.errors import DataError, FedstrataError
+from fedstrata.errors import DataError, FedstrataError, SpecError
 
 PART = Path("local") / "part.json"
 """In a site's folder: the number of its client, how many there are, and whether it must have test samples."""
@@ -50,25 +52,32 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     Args:
         kit: Its folder.
         server: Whether to call the server.
-        data: Whether to read its data.
+        data: Whether to read its data, too. Then a job that its policy refuses is a problem. Otherwise it is a warning:
+            the party may start, for another job.
 
     Raises:
         FedstrataError: It is no party's folder.
     """
     own(kit)
-    found = [*_asked(lambda: _settings(kit)), *_certificates(kit)]
+    site = (kit / "startup" / "fed_client.json").exists()
+    found = _asked(lambda: _settings(kit))
+    if site:
+        found += _asked(lambda: _policy(kit))
+    if (kit / SPEC).exists() and all(each.state == "ok" for each in found):
+        found += _asked(lambda: _job(kit), "problem" if data else "warning")
+    found += _certificates(kit)
     if data and (kit / PART).exists():
         found += _asked(lambda: _data(kit))
-    if server and (kit / "startup" / "fed_client.json").exists():
+    if server and site:
         found += _server(kit)
     return found
 
 
-def _asked(work: Callable[[], str]) -> list[Finding]:
+def _asked(work: Callable[[], str], otherwise: str = "problem") -> list[Finding]:
     try:
         return [Finding("ok", work())]
     except (FedstrataError, ValueError, OSError) as error:
-        return [Finding("problem", str(error))]
+        return [Finding(otherwise, str(error))]
 
 
 def _settings(kit: Path) -> str:
@@ -76,6 +85,29 @@ def _settings(kit: Path) -> str:
     if settings.keys is not None and not settings.keys.is_dir():
         raise FedstrataError(f"keys = {str(settings.keys)!r}: no such folder")
     return "settings: local/fedstrata.toml can be read"
+
+
+def _policy(kit: Path) -> str:
+    """A slip in it would be found only when a job begins."""
+    if not (kit / POLICY).exists():
+        return f"policy: there is no {POLICY}, and the defaults hold"
+    Policy.read(kit)
+    return f"policy: {POLICY} can be read"
+
+
+def _job(kit: Path) -> str:
+    """What the site would say to the job that its folder was made for."""
+    from fedstrata.deploy.guard import admitted
+
+    settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")
+    clients = json.loads((kit / PART).read_text(encoding="utf-8"))["clients"]
+    try:
+        asked = admitted(text, Policy.read(kit), clients=clients, own_data=True, catalog=settings.catalog)
+    except RuleError as error:
+        raise FedstrataError(f"job of {SPEC}: {error}; this site's policy is {POLICY}") from None
+    except (SpecError, ValueError) as error:
+        raise FedstrataError(f"{SPEC}: {error}") from None
+    return f"job: {asked.job} of {SPEC} is accepted"
 
 
 def _certificates(kit: Path) -> Iterator[Finding]:
@@ -129,7 +161,7 @@ def _server(kit: Path) -> Iterator[Finding]:
     if not answer:
         yield Finding("problem", f"{where} turned this party away")
         return
-    yield Finding("ok", f"{where} is there, and of this federation")
+    yield Finding("ok", f"{where} is there, and of this federation; it takes this party's certificate")
     dates = [row.partition(":")[2].strip() for row in answer.splitlines() if row.lower().startswith("date:")]
     if dates:
         apart = (datetime.now(UTC) - parsedate_to_datetime(dates[0])).total_seconds()

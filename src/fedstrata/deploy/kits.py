@@ -11,17 +11,33 @@ LOGGING = Path("local") / "log_config.json"
 RECORDS = "records"
 """Where a server keeps NVFlare's own records of jobs, inside its kit."""
 
+TURNED_AWAY = "fedstrata.deploy.turned_away.TurnedAway"
+_OF_THE_SERVER = (
+    "nvflare.private.fed.client.communicator.Communicator",
+    "nvflare.private.fed.authenticator.Authenticator",
+)
+"""What of NVFlare at a site is told that it is turned away; the one at a heartbeat, the other when it registers."""
+
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
 """What NVFlare adds. Its filters of privacy see NVFlare's own messages: of ours they would see nothing."""
 
 _PYTHON = """
 umask 077
 arguments="${*}"
-# The Python that has fedstrata: the one that is named, that of the command, or whatever there is.
+# The Python that has fedstrata: the one that is named, that of the command, or whatever there is. The command's first
+# line names it, or a shell where its path is too long for that; then it lies beside the command.
 if [[ -z "${FEDSTRATA_PYTHON:-}" ]]; then
-  FEDSTRATA_PYTHON="$(command -v fedstrata || true)"
-  [[ -n "$FEDSTRATA_PYTHON" ]] && FEDSTRATA_PYTHON="$(head -n 1 "$FEDSTRATA_PYTHON" | cut -c 3-)"
-  [[ -x "$FEDSTRATA_PYTHON" ]] || FEDSTRATA_PYTHON=python3
+  FEDSTRATA_PYTHON=python3
+  command="$(command -v fedstrata || true)"
+  if [[ -n "$command" ]]; then
+    named="$(head -n 1 "$command" | cut -c 3-)"
+    beside="$(dirname "$(readlink -f "$command")")/python"
+    if [[ -x "$named" && "$named" != */sh ]]; then
+      FEDSTRATA_PYTHON="$named"
+    elif [[ -x "$beside" ]]; then
+      FEDSTRATA_PYTHON="$beside"
+    fi
+  fi
 fi
 export FEDSTRATA_PYTHON
 # Messages come in many threads. Given an arena each, the C library keeps more and more of what they freed.
@@ -31,6 +47,13 @@ _START = """
 "$FEDSTRATA_PYTHON" -m fedstrata.deploy.start "$WORKSPACE" $arguments || exit $?
 
 SECONDS=0
+"""
+_CHECK = """
+  kit="$(cd "$DIR/.." && pwd)"
+  "$FEDSTRATA_PYTHON" -m fedstrata.deploy.start "$kit" --check || exit $?
+  "$DIR/sub_start.sh" $arguments --checked &"""
+_STOP = """
+"$FEDSTRATA_PYTHON" -m fedstrata.deploy.stop "$WORKSPACE"
 """
 
 
@@ -45,7 +68,12 @@ def finish(kit: Path) -> None:
     for script in (kit / "startup").glob("*.sh"):
         first, _, rest = script.read_text(encoding="utf-8").partition("\n")
         rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ').replace("\nSECONDS=0\n", _START)
-        rest = rest.replace("$DIR/sub_start.sh &", '"$DIR/sub_start.sh" $arguments &')
+        rest = rest.replace("\n  $DIR/sub_start.sh &", _CHECK)
+        # Started once it is no daemon's child, and nobody wrote down which process it is.
+        # Started once it has no daemon that writes down which process it is.
+        rest = rest.replace("\n  start_python\n", '\n  echo $$ > "$WORKSPACE/pid.fl"\n  start_python\n')
+        if script.name == "stop_fl.sh":  # NVFlare's asks a question, and does nothing without a terminal
+            rest = rest.partition('echo "Please use FL admin console')[0] + _STOP
         script.write_text(f"{first}\n{_PYTHON}{rest}", encoding="utf-8")
     close(kit)
 
@@ -87,6 +115,9 @@ def logged(kit: Path, *, verbose: bool) -> None:
     config = json.loads((kit / LOGGING).with_suffix(".json.default").read_text(encoding="utf-8"))
     kept = ["consoleHandler", "logFileHandler"]
     config["handlers"] = {name: config["handlers"][name] for name in kept}
-    quiet = {} if verbose else {"nvflare": {"level": "ERROR"}, "websockets": {"level": "ERROR"}}
+    quiet: dict[str, Any] = {} if verbose else {"nvflare": {"level": "ERROR"}, "websockets": {"level": "ERROR"}}
+    if not verbose:
+        config.setdefault("filters", {})["turned_away"] = {"()": TURNED_AWAY}
+        quiet |= {name: {"level": "INFO", "filters": ["turned_away"]} for name in _OF_THE_SERVER}
     config["loggers"] = {"root": {"level": "INFO", "handlers": kept}, **quiet}
     (kit / LOGGING).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,8 @@
-"""What a kit's start script does before NVFlare begins: ``python -m fedstrata.deploy.start KIT [--verbose]``."""
+"""What a kit's start script does before NVFlare begins: ``python -m fedstrata.deploy.start KIT [--verbose]``.
+
+``start.sh`` first asks with ``--check``, while somebody waits for it. What then goes on in the background begins with
+``--checked``.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,26 @@ from fedstrata.deploy.check import check
 from fedstrata.deploy.kits import close, logged, placed
 
 
-def start(kit: Path, *, verbose: bool) -> int:
-    """Make a kit ready, and say what is wrong with it; the exit code, 0 where it may start."""
+def looked_at(kit: Path) -> int:
+    """Say what is wrong with a kit; the exit code, 0 where it may start."""
     found = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in found:
         print(f"fedstrata: {each}", flush=True)
-    if any(each.state == "problem" for each in found):
+    return int(any(each.state == "problem" for each in found))
+
+
+def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
+    """Say what is wrong with a kit, and make it ready where it may start.
+
+    Args:
+        kit: A party's folder.
+        verbose: Whether NVFlare says all.
+        checked: Whether it was looked at just now.
+
+    Returns:
+        The exit code, 0 where it may start.
+    """
+    if not checked and looked_at(kit):
         return 1
     placed(kit)
     logged(kit, verbose=verbose)
@@ -24,4 +42,7 @@ def start(kit: Path, *, verbose: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(start(Path(sys.argv[1]), verbose="--verbose" in sys.argv))
+    folder, given = Path(sys.argv[1]), sys.argv[2:]
+    if "--check" in given:
+        sys.exit(looked_at(folder))
+    sys.exit(start(folder, verbose="--verbose" in given, checked="--checked" in given))
