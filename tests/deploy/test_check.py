@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -68,6 +69,38 @@ def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
     found = problems(fed / "a", server=False)
     assert "no such folder" in found
     assert "gone.csv" in found
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('min_samples = "many"', "min_samples = 'many': .*valid integer.*policy.toml, line 1"),
+        ("samples = 5", "samples = 5: unknown key.*min_samples.*"),
+        ("min_samples =", "policy = .*policy.toml.*cannot be read as TOML"),
+    ],
+)
+def test_a_slip_in_the_policy_is_found_before_a_job_begins(
+    fed: Path, line: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was found when one began, and ended it for everybody."""
+    (fed / "a" / "local" / "policy.toml").write_text(f"{line}\n")
+    assert re.search(problem, problems(fed / "a", server=False))
+    assert start(fed / "a", verbose=False) == 1
+    assert re.search(f"problem  {problem}", capsys.readouterr().out)
+    (fed / "a" / "local" / "policy.toml").unlink()
+    assert problems(fed / "a", server=False) == ""
+
+
+def test_a_policy_that_refuses_the_kits_job_is_a_problem_and_the_site_may_start(
+    fed: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fed / "a" / "local" / "policy.toml").write_text('methods = ["scaffold"]\n')
+    said = "job of local/spec.toml: refused by the rule 'policy.methods': method 'fedavg'; accepted: scaffold"
+    assert said in problems(fed / "a", server=False)
+    assert start(fed / "a", verbose=False) == 0
+    assert f"warning  {said}" in capsys.readouterr().out
+    (fed / "a" / "local" / "spec.toml").write_text("[training]\nrounds = 0\n")
+    assert "local/spec.toml: training.rounds = 0" in problems(fed / "a", server=False)
 
 
 def at(days: float) -> datetime:
@@ -188,10 +221,10 @@ def test_the_server_is_there_and_its_clock_is_ours(
     try:
         assert main(["check", str(fed / "a")]) == 0
         said = capsys.readouterr().out.splitlines()
-        assert [line.split()[0] for line in said] == ["ok", "ok", "ok", "ok", state]
-        assert "is there, and of this federation" in said[3]
+        assert [line.split()[0] for line in said] == ["ok"] * 6 + [state]
+        assert "is there, and of this federation; it takes this party's certificate" in said[5]
         if ahead:
-            assert "behind the server's" in said[4]
+            assert "behind the server's" in said[6]
         shutil.copy(fed.parent / "fed" / "b" / "startup" / "client.crt", fed / "a" / "startup")
         assert "these certificates cannot be used" in problems(fed / "a", data=False)
     finally:
@@ -222,16 +255,56 @@ def test_a_server_that_is_not_there(fed: Path, capsys: pytest.CaptureFixture[str
     assert any(each["state"] == "problem" and "cannot be reached" in each["text"] for each in found)
 
 
+class Nvflare:
+    """What of NVFlare's server a gate sees.
+
+    Args:
+        fed: The federation's folder.
+        clients: Who is registered.
+    """
+
+    def __init__(self, fed: Path, *clients: str) -> None:
+        from fedstrata.deploy.gate import Gate
+
+        self.gate = Gate(str(fed / "server" / "records"))
+        self.clients = {f"token of {name}": SimpleNamespace(name=name) for name in clients}
+        self.client_manager = SimpleNamespace(is_client_disabled=lambda name: False, get_clients=lambda: self.clients)
+        self.logout_client = self.clients.pop
+
+    def fire(self, event: str) -> Nvflare:
+        self.gate.handle_event(event, SimpleNamespace(get_engine=lambda: SimpleNamespace(server=self)))
+        return self
+
+
+@pytest.fixture
+def handshakes() -> Iterator[None]:
+    """A gate changes those of the whole process."""
+    before = ssl.SSLContext.sslobject_class
+    yield
+    ssl.SSLContext.sslobject_class = before
+
+
+@pytest.mark.usefixtures("handshakes")
+@pytest.mark.parametrize("event", ["CLIENT_HEARTBEAT_RECEIVED", "CLIENT_REGISTER_RECEIVED", "SUBMIT_JOB"])
+def test_whatever_a_server_that_was_started_anew_hears_first_a_revoked_site_is_refused(fed: Path, event: str) -> None:
+    """Sites that went on only sent heartbeats, and were let in whoever was revoked; and jobs went to them."""
+    from nvflare.apis.event_type import EventType
+
+    revoke(fed / "server", "b")
+    server = Nvflare(fed, "a", "b").fire(getattr(EventType, event))
+    assert [server.client_manager.is_client_disabled(name) for name in "ab"] == [False, True]
+    assert list(server.clients) == ["token of a"]
+    revoke(fed / "server", "b", undo=True)
+    assert not server.client_manager.is_client_disabled("b")
+
+
+@pytest.mark.usefixtures("handshakes")
 def test_who_is_struck_off_the_list_may_not_connect(
     fed: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     from nvflare.apis.event_type import EventType
 
-    from fedstrata.deploy.gate import Gate
-
-    manager = SimpleNamespace(is_client_disabled=lambda name: False)
-    context = SimpleNamespace(get_engine=lambda: SimpleNamespace(server=SimpleNamespace(client_manager=manager)))
-    Gate(str(fed / "server" / "records")).handle_event(EventType.CLIENT_REGISTER_RECEIVED, context)
+    manager = Nvflare(fed).fire(EventType.CLIENT_REGISTER_RECEIVED).client_manager
 
     def refused() -> list[str]:
         return [name for name in ("a", "b", "c", "admin@fedstrata.local") if manager.is_client_disabled(name)]
@@ -250,5 +323,8 @@ def test_who_is_struck_off_the_list_may_not_connect(
         revoke(fed / "server", "a")
     assert revoke(fed / "server", "a", undo=True) == ["a", "b"]
     assert refused() == ["c"]
+    assert main(["revoke", str(fed / "server"), "aa", "--undo"]) == 2
+    assert "SITE = 'aa': no site that was ever on the list; accepted: a, b" in capsys.readouterr().err
+    assert members(fed / "server") == ["a", "b"]
     with pytest.raises(SpecError, match="no server's folder"):
         revoke(fed / "a", "b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ from nvflare.apis.fl_component import FLComponent
 from fedstrata.deploy.members import Members
 from fedstrata.deploy.settings import USER
 from fedstrata.deploy.streams import bound_growth
+from fedstrata.deploy.turned_away import tell_handshakes
 
 LOG = logging.getLogger(__name__)
 
+_LOOKED_AT = (EventType.CLIENT_REGISTER_RECEIVED, EventType.CLIENT_HEARTBEAT_RECEIVED, EventType.SUBMIT_JOB)
+"""When the list is looked at. After a restart sites that went on register no more: their heartbeats let them in."""
+
 
 class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """Lets NVFlare look at the server's list, at registration and at each heartbeat.
+    """Lets NVFlare look at the server's list, at registration, at each heartbeat and when a job comes.
 
     NVFlare asks whether a name is disabled, and then whether a certificate proves it. So the name is asked of our list
     where NVFlare asks: what a party says of itself elsewhere proves nothing.
@@ -29,13 +34,23 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     def __init__(self, records: str) -> None:
         super().__init__()
         bound_growth()  # this process runs longer than any job
+        tell_handshakes()
         self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
+        self._lock = threading.Lock()  # heartbeats come in many threads, and a client is logged out once
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Before the first registration is looked at, put our list where NVFlare asks."""
-        if event_type == EventType.CLIENT_REGISTER_RECEIVED:
-            fl_ctx.get_engine().server.client_manager.is_client_disabled = self.refuses
+        """Put our list where NVFlare asks, before it asks, and log out who is no longer on it."""
+        if event_type not in _LOOKED_AT:
+            return
+        server = fl_ctx.get_engine().server
+        manager = server.client_manager
+        with self._lock:
+            manager.is_client_disabled = self.refuses
+            # NVFlare itself waits two minutes for the heartbeats of a client, and sends it jobs meanwhile.
+            for token, client in list(manager.get_clients().items()):
+                if self.refuses(client.name):
+                    server.logout_client(token)
 
     def refuses(self, name: str) -> bool:
         """Whether somebody of this name may not connect."""
