@@ -10,7 +10,8 @@ real and speak mutual TLS. Two jobs run, one after the other:
   disturbed.
 
 What comes after which, whom it befalls and when is drawn from the seed. ``benchmarks/results/kills.json`` has a row
-for each time, written as it comes; only the kinds that are run are replaced there. Sites find this module by its name.
+for each time, written as it comes; only the kinds that are run are replaced there, and ``--kinds none`` prints it.
+Sites find this module by its name.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ RESULTS = HERE / "results" / "kills.json"
 SITES = ("a", "b", "c")
 JOBS = {2: ("site", "stop", "stop two"), 3: ("worker", "server job", "server", "stop server")}
 """What happens in a job that waits for so many sites."""
+WORDS = {
+    "site": "a site, all processes; started again",
+    "stop": "a site, stopped for a minute",
+    "stop two": "two of three sites, stopped for a minute",
+    "worker": "the process of the job at a site",
+    "server job": "the process of the job at the server",
+    "server": "the server, all processes; started again",
+    "stop server": "the server, stopped for a minute",
+}
 ROUNDS = {"site": 90, "stop": 120, "stop two": 40, "worker": 12, "server job": 12, "server": 12, "stop server": 12}
 """That pass meanwhile, at most."""
 FEWER = {"stop": 4, "stop two": 20, "server job": 2, "server": 2, "stop server": 4}
@@ -279,7 +289,7 @@ def run_job(
 
 def table_of(rows: list[dict[str, Any]]) -> list[str]:
     """A line a kind: how often, and the middle and the worst of what was measured."""
-    lines = ["| what | times | noticed, s | rounds meanwhile | back, s | rounds until back | kept |"]
+    lines = ["| what | times | missed after, s | rounds meanwhile | back after, s | rounds until then | kept |"]
     lines.append("|---|---|---|---|---|---|---|")
     for kind in ROUNDS:
         mine = [row for row in rows if row["kind"] == kind]
@@ -287,7 +297,7 @@ def table_of(rows: list[dict[str, Any]]) -> list[str]:
             cells = [_spread([row[key] for row in mine if key in row]) for key in
                      ("noticed", "rounds_meanwhile", "back", "rounds_to_back")]  # fmt: skip
             kept = sum(row["kept"] for row in mine)
-            lines.append(f"| {kind} | {len(mine)} | {' | '.join(cells)} | {kept} of {len(mine)} |")
+            lines.append(f"| {WORDS[kind]} | {len(mine)} | {' | '.join(cells)} | {kept} of {len(mine)} |")
     return lines
 
 

@@ -1,7 +1,7 @@
 """Whether a deployment stays as it is for as long as it runs: threads, memory and time of exchanges, with slopes.
 
-Run it as ``python benchmarks/soak.py [--minutes 40] [--rate R] [--out DIR]``: a server and three sites as processes
-with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table of slopes
+Run it as ``python benchmarks/soak.py [--minutes 40] [--rate R] [--warm 10] [--out DIR]``: a server and three sites as
+processes with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table of slopes
 with their 95 % intervals, and writes it to ``DIR/table.md`` and every sample to ``DIR/soak.json``. Sites find this
 module by its name.
 """
@@ -41,7 +41,7 @@ EVERY = 5.0
 FEWEST = 5
 """Looks without which there is no slope."""
 WARM = 600.0
-"""Seconds that do not count: NVFlare remembers messages for 65, and memory settles."""
+"""Seconds that do not count unless said otherwise: NVFlare remembers messages for 65, and memory settles."""
 
 
 @record
@@ -152,8 +152,11 @@ def slope(at: list[float], values: list[float], together: int = 1) -> tuple[floa
     return fit.slope, fit.slope - half, fit.slope + half
 
 
-def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> list[str]:
-    """Mean and slope of everything that was measured, and whether it may as well be flat."""
+def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], warm: float = WARM) -> list[str]:
+    """Mean and slope of everything that was measured, and whether it may as well be flat.
+
+    Where it is not, the last column says how much of the mean it changes in an hour at most.
+    """
     begun, over = rounds[0]["at"] - BLOCK, rounds[-1]["at"]
     series: dict[str, list[tuple[float, float]]] = {}
     for sample in samples:
@@ -163,14 +166,15 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]]) -> list[s
     # Of twenty slopes that are flat, one is not by its own interval: all are held together.
     lines = ["| what | mean | change an hour | 95 %, this one | 95 %, all together | flat |", f"|{'---|' * 6}"]
     for what, pairs in sorted(series.items()):
-        later = [pair for pair in pairs if begun + WARM < pair[0] <= over]
+        later = [pair for pair in pairs if begun + warm < pair[0] <= over]
         if len(later) < FEWEST:
-            lines.append(f"| {what} | | only {len(later)} looks after the first {WARM:.0f} s | | | |")
+            lines.append(f"| {what} | | only {len(later)} looks after the first {warm:.0f} s | | | |")
             continue
         at, values = zip(*later, strict=True)
         middle, *alone = slope(list(at), list(values))
         _, *together = slope(list(at), list(values), len(series))
-        flat = "yes" if together[0] <= 0 <= together[1] else "no"
+        share = max(map(abs, together)) / np.mean(values)
+        flat = "yes" if together[0] <= 0 <= together[1] else f"no, at most {share:.1%}"
         intervals = " | ".join(f"{low:+.2f} … {high:+.2f}" for low, high in (alone, together))
         lines.append(f"| {what} | {np.mean(values):.1f} | {middle:+.2f} | {intervals} | {flat} |")
     count, slowest = sum(one["exchanges"] for one in rounds), max(one["slowest_ms"] for one in rounds)
@@ -184,7 +188,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--rate", type=float, default=0.0, help="exchanges a second, at most")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--warm", type=float, default=WARM / 60, help="minutes that do not count")
+    parser.add_argument("--again", action="store_true", help="only make the table of DIR/soak.json anew")
     options = parser.parse_args()
+    if options.again:
+        kept = json.loads((options.out / "soak.json").read_text())
+        write(kept["samples"], kept["rounds"], options)
+        return
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(HERE))
     with socket.socket() as probe:
@@ -207,10 +217,16 @@ def main() -> None:
         with Looks(kits) as looks:
             folder = try_out(spec, sites, kits, base_dir=HERE)
         rounds = list(fs.History.load(folder))
-    text = "\n".join(table(looks.found, rounds))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "soak.json").write_text(json.dumps({"samples": looks.found, "rounds": rounds}))
+    write(looks.found, rounds, options)
+
+
+def write(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The table, on the screen and into its file."""
+    text = "\n".join(table(samples, rounds, 60 * options.warm))
+    if options.out:
         (options.out / "table.md").write_text(text + "\n")
     print(text, flush=True)
 
