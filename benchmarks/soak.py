@@ -1,8 +1,8 @@
 """Whether a deployment stays as it is for as long as it runs: threads, memory and time of exchanges, with slopes.
 
 Run it as ``python benchmarks/soak.py [--minutes 40] [--rate R] [--warm 10] [--out DIR]``: a server and three sites as
-processes with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table of
-slopes with their 95 % intervals, and writes it to ``DIR/table.md`` and every sample to ``DIR/soak.json``. Sites find
+processes with mutual TLS, which exchange next to nothing, as often as they can or R times a second. It prints a table
+of slopes with their 95 % intervals, and writes it to ``DIR/table.md`` and every sample to ``DIR/soak.json``. Sites find
 this module by its name.
 """
 
