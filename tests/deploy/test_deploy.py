@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import stat
 import sys
@@ -436,6 +437,21 @@ def test_one_answer_that_does_not_come_is_not_worth_a_word(submitted: Submitted)
 
     _, _, told = submitted(NoConnection("slow"), at="status")
     assert not any("waiting for the server" in line for line in told)
+
+
+@needs_nvflare
+def test_a_server_that_is_stopped_is_told_of_however_long_each_look_takes(
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at one that neither answers nor refuses takes half a minute, and each of them was taken for a slip."""
+    from nvflare.fuel.flare_api.api_spec import NoConnection
+
+    from fedstrata.deploy import submit
+
+    clock = itertools.count(0.0, 40.0)
+    monkeypatch.setattr(submit, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    _, _, told = submitted(NoConnection("gone"), at="status")
+    assert "waiting for the server (NoConnection: gone)" in told
 
 
 @needs_nvflare

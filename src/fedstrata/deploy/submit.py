@@ -33,6 +33,8 @@ COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
 POLL = 2.0
 SLIP = 30.0
 """One answer in so many seconds that does not come is not worth a word: the server is busy."""
+LONG = 10.0
+"""Seconds of waiting for an answer that are."""
 TELL = 10.0
 """Seconds between two lines about rounds."""
 QUIET = 10.0
@@ -308,6 +310,7 @@ class Watch:
         """What ``work`` gives; None while the server is away, or has not got that far."""
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
+        began = time.monotonic()
         try:
             with redirect_stdout(io.StringIO()):
                 if self._session is None:
@@ -321,7 +324,9 @@ class Watch:
                 raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
             self.away = " ".join(f"{type(error).__name__}: {error}".split())
             self._since = self._since or time.monotonic()
-            slip, self._failed = time.monotonic() - self._failed > SLIP, time.monotonic()
+            now = time.monotonic()
+            slip = began - self._failed > SLIP and now - began < LONG
+            self._failed = now
             if time.monotonic() - self._since > self.lost:
                 raise FedstrataError(f"the server cannot be reached: {self.away}") from error
             if not slip and (why := f"waiting for the server ({self.away})") != self._said:
