@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import slowly
@@ -112,6 +114,27 @@ def test_a_site_is_revoked_while_it_works_another_one_dies_and_the_run_ends(
     assert (out / "result" / MODEL).exists()
     assert json.loads(command("status", out / SERVER, "--json"))["over"] == "complete"
     assert command("status", out / "result").startswith(f"the run is over: complete; round {ROUNDS} of {ROUNDS}")
+
+
+def test_the_hospitals_by_hand_as_the_documentation_says(tmp_path: Path) -> None:
+    """Every line as it stands there, in an empty folder; no step may be missing."""
+    pytest.importorskip("nvflare")
+    page = (HOSPITALS.parents[1] / "docs" / "deploy.md").read_text(encoding="utf-8")
+    block = page.partition("### By hand, from an empty folder to a result")[2].partition("```bash\n")[2]
+    lines = block.partition("```")[0].strip().splitlines()
+    own = str(Path(sys.executable).parent)
+    environment = os.environ | {"HOSPITALS": str(HOSPITALS), "PATH": os.pathsep.join([own, os.environ["PATH"]])}
+    begun = time.monotonic()
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stderr": subprocess.STDOUT, "check": False}
+    try:
+        for line in lines:
+            with (tmp_path / "said.txt").open("wb") as said:
+                done = subprocess.run(["bash", "-c", line], stdout=said, **options)
+            assert done.returncode == 0, f"{line}\n{(tmp_path / 'said.txt').read_text(errors='replace')}"
+    finally:  # what a line that fails leaves behind
+        for script in tmp_path.glob("kits/*/startup/stop_fl.sh"):
+            subprocess.run(["bash", str(script)], stdout=subprocess.PIPE, **options)
+    print(f"{len(lines)} lines, {(time.monotonic() - begun) / 60:.1f} minutes")
 
 
 @pytest.mark.parametrize("masking", ["none", "prf"])
