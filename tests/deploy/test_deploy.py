@@ -536,9 +536,17 @@ def test_a_run_that_is_over_does_not_come_again_for_a_site_that_died_at_its_end(
     submitted: Submitted, last: int
 ) -> None:
     """NVFlare waits for the dead site; meanwhile all others are at work on nothing, and were taken for idle ones."""
-    course = [("RUNNING", 8), *[("RUNNING", last)] * 9]
+    course = [("RUNNING", 8), ("RUNNING", 9), *[("RUNNING", last)] * 9]
     _, server, _ = submitted(course=course, gone={"a": "started again", "b": "started again"})
     assert server.submitted == 1
+
+
+@needs_nvflare
+def test_a_job_that_a_server_forgot_when_it_was_started_again_is_brought_again(submitted: Submitted) -> None:
+    """It goes on calling the job running, and nobody works on it."""
+    course = [("RUNNING", 3), *[("RUNNING", SILENT)] * 9]
+    _, server, _ = submitted(course=course, gone=dict.fromkeys("abc", "started again"))
+    assert server.submitted == 2
 
 
 @needs_nvflare

@@ -113,7 +113,7 @@ class Watch:
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
         self._failed = -math.inf
-        self._spoke = False
+        self._over = False
         self._quiet: dict[str, float] = {}
         self._said = self._broke_off = ""
         self.away = ""
@@ -207,8 +207,8 @@ class Watch:
         """
         table = self.progress()
         if table is None:
-            return None if self._spoke else {}
-        self._spoke = True
+            return None if self._over else {}
+        self._over = bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):
             return None
         for site, (state, why) in table["sites"].items():
@@ -277,7 +277,7 @@ class Watch:
         self._given_up.add(self._job)
         self._missed.clear()
         self._worked.clear()
-        self._job, self._status, self._spoke = None, "", False
+        self._job, self._status, self._over = None, "", False
 
     def fetch(self, out: Path, job: str = "") -> bool:
         """Fetch the run folder of a job, by default of the one at hand; False while the server is away."""
