@@ -31,10 +31,6 @@ RESULT = "fedstrata"
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
 """What NVFlare calls a job that does not come again; any other that is finished does."""
 POLL = 2.0
-SLIP = 30.0
-"""One answer in so many seconds that does not come is not worth a word: the server is busy."""
-LONG = 10.0
-"""Seconds of waiting for an answer that are."""
 TELL = 10.0
 """Seconds between two lines about rounds."""
 QUIET = 10.0
@@ -112,7 +108,6 @@ class Watch:
         self._again: Counter[str] = Counter()
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
-        self._failed = -math.inf
         self._over = False
         self._quiet: dict[str, float] = {}
         self._said = self._broke_off = ""
@@ -310,7 +305,6 @@ class Watch:
         """What ``work`` gives; None while the server is away, or has not got that far."""
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-        began = time.monotonic()
         try:
             with redirect_stdout(io.StringIO()):
                 if self._session is None:
@@ -324,14 +318,11 @@ class Watch:
                 raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
             self.away = " ".join(f"{type(error).__name__}: {error}".split())
             self._since = self._since or time.monotonic()
-            now = time.monotonic()
-            slip = began - self._failed > SLIP and now - began < LONG
-            self._failed = now
             if time.monotonic() - self._since > self.lost:
                 raise FedstrataError(f"the server cannot be reached: {self.away}") from error
-            if not slip and (why := f"waiting for the server ({self.away})") != self._said:
+            if (why := f"waiting for the server ({self.away})") != self._said:
                 self.tell(why)
-                self._said = why
+            self._said = why
             time.sleep(POLL)
             return None
         return outcome
