@@ -611,6 +611,11 @@ def test_everybody_gets_a_folder_with_what_to_do(kits: Path) -> None:
 def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> None:
     for name in ("server", "cleveland"):
         resources = json.loads((kits / name / "local" / "resources.json").read_text())
+        if name == "server":
+            scheduler = next(each for each in resources["components"] if each["id"] == "job_scheduler")["args"]
+            assert scheduler["max_jobs"] == 1  # two would write into one run folder
+            # NVFlare looked ever less often at a job that waits for its sites, and gave it up after forty minutes.
+            assert scheduler["max_schedule_interval"] * scheduler["max_schedule_count"] > 30 * 24 * 3600
         assert resources["class_allow_list"] == list(CLASSES)
         assert resources["class_list_enforcement_mode"] == "enforce"
         rights = json.loads((kits / name / "local" / "authorization.json").read_text())["permissions"]
