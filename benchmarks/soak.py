@@ -109,7 +109,7 @@ class Looks:
                     words = process.cmdline()
                     with process.oneshot():
                         sample = process.num_threads(), anonymous(process.pid)
-                except (psutil.Error, OSError):
+                except (psutil.Error, OSError, KeyError):  # it has ended, perhaps nobody has looked at its end
                     continue
                 if role := self._role(words):
                     self.found.append({"role": role, "at": time.time(), "threads": sample[0], "mib": sample[1]})
