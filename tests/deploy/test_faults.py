@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from fedstrata.deploy.configuration import write_job
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.local_deployment import Processes
 from fedstrata.deploy.members import revoke
-from fedstrata.deploy.processes import send_signal, start
+from fedstrata.deploy.processes import send_signal
 from fedstrata.deploy.provision import ADMIN, JOB, SERVER, provision
 from fedstrata.deploy.settings import JobSpec
 from fedstrata.jsonl import read_jsonl
@@ -41,8 +44,8 @@ def four_clients(spec: fs.Experiment) -> fs.Experiment:
 class Deployment:
     """Two sites and a server, started; and the job, submitted by a process of its own."""
 
-    def __init__(self, out: Path, spec: fs.Experiment, processes: Processes) -> None:
-        self.out, self.spec, self.processes = out, spec, processes
+    def __init__(self, out: Path, spec: fs.Experiment, processes: Processes, port: int) -> None:
+        self.out, self.spec, self.processes, self.port = out, spec, processes, port
         command = [sys.executable, "-m", "fedstrata", "submit", str(out / ADMIN), "--out", str(out / "result")]
         with (out / "submit.txt").open("wb") as log:
             self.submitting = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -104,20 +107,11 @@ def deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Depl
     table["site"] = {"intruder": {}}
     provision(spec, Sites.model_validate(table), tmp_path / "other", base_dir=tmp_path)
     shutil.move(tmp_path / "other" / "intruder", tmp_path / "fed" / "intruder")
-    # It trusts the server all the same: so it is the server that must turn it away.
-    shutil.copy(tmp_path / "fed" / "a" / "startup" / "rootCA.pem", tmp_path / "fed" / "intruder" / "startup")
     with Processes(tmp_path / "fed") as processes:
         revoke(tmp_path / "fed" / SERVER, "unlisted")
         for name in (SERVER, *names):
             processes.start(name)
-        # Its own kit would not start: a look at the certificates is before that. So NVFlare is started as it is.
-        kit = (tmp_path / "fed" / "intruder").absolute()
-        module = "nvflare.private.fed.app.client.client_train"
-        settings = ["--set", "secure_train=true", "uid=intruder", "org=fedstrata", "config_folder=config"]
-        command = [sys.executable, "-u", "-m", module, "-m", str(kit), "-s", "fed_client.json", *settings]
-        with (kit / "console.txt").open("ab") as console:
-            processes.running["intruder"] = start(command, cwd=kit, stdout=console, stderr=subprocess.STDOUT)
-        made = Deployment(tmp_path / "fed", spec, processes)
+        made = Deployment(tmp_path / "fed", spec, processes, sites.server.port)
         yield made
         made.submitting.kill()
         made.submitting.wait()
@@ -142,6 +136,8 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     back = deployment.round()
     until("b to be back", lambda: deployment.returned() == 2, 60)
     assert deployment.round() - back < 15
+
+    assert _turned_away(deployment.out / "intruder" / "startup", deployment.out / "a" / "startup", deployment.port)
 
     # kill -9 of a site in the middle of a round; started again, it is taken in.
     since = time.monotonic()
@@ -197,6 +193,20 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     for name, known in (("a", True), ("stranger", False), ("unlisted", False), ("intruder", False)):
         found = list((deployment.out / name).rglob("run.toml"))
         assert bool(found) == known, found
+
+
+def _turned_away(intruder: Path, site: Path, port: int) -> bool:
+    """Whether the server answers nothing to a certificate of a foreign authority.
+
+    It trusts the server all the same: so it is the server that must turn it away. Its kit would not even start.
+    """
+    context = ssl.create_default_context(cafile=str(site / "rootCA.pem"))
+    context.load_cert_chain(intruder / "client.crt", intruder / "client.key")
+    with socket.create_connection(("localhost", port)) as line, suppress(ssl.SSLError, ConnectionError):
+        with context.wrap_socket(line, server_hostname="localhost") as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return not connection.recv(1)
+    return True
 
 
 def _worker(leader: int) -> Any:
