@@ -202,10 +202,14 @@ def _turned_away(intruder: Path, site: Path, port: int) -> bool:
     """
     context = ssl.create_default_context(cafile=str(site / "rootCA.pem"))
     context.load_cert_chain(intruder / "client.crt", intruder / "client.key")
-    with socket.create_connection(("localhost", port)) as line, suppress(ssl.SSLError, ConnectionError):
-        with context.wrap_socket(line, server_hostname="localhost") as connection:
-            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            return not connection.recv(1)
+    line = socket.create_connection(("localhost", port))  # the server is there
+    with (
+        line,
+        suppress(ssl.SSLError, ConnectionError),
+        context.wrap_socket(line, server_hostname="localhost") as connection,
+    ):
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return not connection.recv(1)
     return True
 
 

@@ -102,7 +102,7 @@ def test_a_job_that_comes_again_is_followed(admin: Path, server: _Session, look:
     server.has("RUNNING")
     assert (source.table() or {})["run"] == "0"
     server.has(end)
-    assert [source.table(), source.table()] == [None, None], "it comes again"
+    assert source.table() == source.table() == {"waiting": f"its job broke off as {end}"}, "it comes again"
     assert told == [f"the job broke off as {end}; 'fedstrata submit' brings it again"]
     server.has(end, "RUNNING")
     assert [(source.table() or {})["run"] for _ in range(2)] == ["1", "1"]
@@ -122,7 +122,7 @@ def test_what_a_run_ended_with_is_fetched_once_a_job(admin: Path, server: _Sessi
     server.trouble = [ConnectionError("refused")] * 2
     assert (source.table() or {})["over"] == "no site takes part", "its server may be shut down afterwards"
     server.has("FINISHED:COMPLETED", "FINISHED:COMPLETED", "SUBMITTED")
-    assert source.table() is None
+    assert source.table() == {"waiting": "its job is SUBMITTED"}
     server.trouble = [ConnectionError("refused")] * 2
     assert source.table() == {"away": "ConnectionError: refused"}, "of the next run nothing is known"
 
@@ -148,6 +148,16 @@ def test_a_server_that_is_away_is_no_server_without_a_run(
     assert capsys.readouterr().out.startswith("round 5 of 9")
 
 
+def test_a_run_that_has_not_begun_is_no_server_without_a_run(
+    admin: Path, server: _Session, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", str(admin)]) == 0
+    assert capsys.readouterr().out == "no run is at work\n"
+    server.has("DISPATCHED")
+    assert main(["status", str(admin)]) == 0
+    assert capsys.readouterr().out == "a run waits: its job is DISPATCHED\n"
+
+
 def test_the_page_says_that_the_server_is_away_and_goes_on(admin: Path, server: _Session, look: Look) -> None:
     with serving(look(admin, print)) as (address, once):
 
@@ -159,6 +169,8 @@ def test_the_page_says_that_the_server_is_away_and_goes_on(admin: Path, server: 
 
         server.trouble = [ConnectionError("refused")] * 2
         assert status()["away"] == "ConnectionError: refused"
+        server.has("SUBMITTED")
+        assert status()["waiting"] == "its job is SUBMITTED"
         server.has("RUNNING")
         assert status()["round"] == 5
 

@@ -29,7 +29,8 @@ class Source(Protocol):
     def table(self) -> dict[str, Any] | None:
         """How far the run is, or a site's own part of it; None where there is none.
 
-        Where the server that is asked does not answer, the table has only ``away``: why.
+        Where the server that is asked does not answer, the table has only ``away``: why. Where a job was brought and
+        its run says nothing yet, it has only ``waiting``: how the job stands.
         """
 
     def result(self) -> Path | None:
@@ -107,6 +108,8 @@ def lines(table: dict[str, Any] | None) -> list[str]:
     """What is shown of a table."""
     if table and "away" in table:
         return [f"the server cannot be reached: {table['away']}"]
+    if table and "waiting" in table:
+        return [f"a run waits: {table['waiting']}"]
     return shown(table) if table else [NOTHING]
 
 
@@ -202,15 +205,18 @@ class _Asked:
         if table is not None:
             self._last, self._job = table, ""
             return table
+        waiting = ""
         if not self._watch.away:
             job, how = self._watch.ended()
             if job and job != self._job:
                 self._end(job, how)
             elif not self._watch.away:
-                self._job = job
+                self._job, waiting = job, "" if job else how
         if self._job:  # what a run came to stays so when its server is shut down
             return self._over
-        return {"away": self._watch.away} if self._watch.away else None
+        if self._watch.away:
+            return {"away": self._watch.away}
+        return {"waiting": waiting} if waiting else None
 
     def _end(self, job: str, how: str) -> None:
         """What a job came to, which is fetched once; nothing while the server is away."""

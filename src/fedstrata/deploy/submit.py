@@ -178,7 +178,8 @@ class Watch:
     def ended(self) -> tuple[str, str]:
         """The number of the job that was brought last, and what became of it.
 
-        Both are empty where it is at work, was never brought, or broke off and comes again.
+        Without a number where it has not ended, or broke off and comes again: how it stands, in words. Both are empty
+        where it was never brought.
         """
         listed = self._do(lambda session: session.list_jobs()) or []
         name = self._name()
@@ -190,7 +191,8 @@ class Watch:
         if how.startswith("FINISHED") and job != self._broke_off:
             self._broke_off = job
             self.tell(f"the job broke off as {how}; 'fedstrata submit' brings it again")
-        return "", ""
+        broke_off = how.startswith("FINISHED")
+        return "", f"its job {'broke off as' if broke_off else 'is'} {how}" if how else ""
 
     def _name(self) -> str:
         return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])

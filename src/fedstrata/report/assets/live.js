@@ -20,15 +20,16 @@ const amount = count => {
 
 function show(status) {
   last = status;
-  const away = status?.away;
-  const nothing = status == null || away != null;
+  const away = status?.away, waiting = status?.waiting;
+  const nothing = status == null || away != null || waiting != null;
   const site = !nothing && status.sites == null; // a site knows its own part alone
   const age = status?.at == null ? 0 : status.now - status.at;
   find("title").textContent = status == null ? "No run is at work" : away != null ? "The server cannot be reached"
+    : waiting != null ? "A run waits"
     : site ? "This site's part"
     : `Round ${status.round} of ${status.rounds}`;
   document.title = `${find("title").textContent} – fedstrata`;
-  find("state").textContent = status == null ? "" : away != null ? away : status.over ? `over: ${status.over}`
+  find("state").textContent = nothing ? away ?? waiting ?? "" : status.over ? `over: ${status.over}`
     : age > STALE ? `last heard of ${duration(age)} ago`
     : site ? (status.working ? "works" : "waits for the next question") : "running";
   find("report").hidden = !status?.report;
