@@ -144,7 +144,7 @@ def test_a_browser_shows_a_run_and_the_site_that_dies(kit: Path, tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.skipif(PROGRAM is None, reason="no browser")
-def test_a_browser_shows_a_sites_own_part_and_a_server_that_is_away(
+def test_a_browser_shows_a_sites_own_part_a_server_that_is_away_and_a_run_that_waits(
     kit: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site = SiteProgress(kit / STATUS)
@@ -163,4 +163,9 @@ def test_a_browser_shows_a_sites_own_part_and_a_server_that_is_away(
         page.wait("document.getElementById('state').textContent === 'ConnectionError: refused'")
         assert page.value("document.getElementById('title').textContent") == "The server cannot be reached"
         assert page.value("document.getElementById('facts').textContent") == ""
+        assert page.value("document.getElementById('facts-head').hidden"), "below it there is nothing"
+        monkeypatch.setattr(source, "table", lambda: {"waiting": "its job is RUNNING"})
+        look()
+        page.wait("document.getElementById('state').textContent === 'its job is RUNNING'")
+        assert page.value("document.getElementById('title').textContent") == "A run waits"
         assert page.problems == []

@@ -34,6 +34,7 @@ function show(status) {
     : site ? (status.working ? "works" : "waits for the next question") : "running";
   find("report").hidden = !status?.report;
   find("done").hidden = nothing || site;
+  find("facts-head").hidden = nothing && !charts.size; // curves that were there stay
   find("done").value = status?.rounds ? status.round / status.rounds : 0;
   sites(Object.entries(status?.sites ?? {}));
   const facts = nothing ? [] : site
