@@ -135,6 +135,10 @@ class Deployment:
             time.sleep(0.05)
         return time.monotonic() - began
 
+    def told(self) -> str:
+        """What ``submit`` said last."""
+        return (self.kits / "submit.txt").read_text().rpartition("\n")[0].rpartition("\n")[2]
+
     def complete_after(self, round: int) -> bool:
         """Whether a later round had all three."""
         last = self.last()
@@ -178,6 +182,8 @@ def happen(kind: str, deployment: Deployment, draw: random.Random) -> dict[str, 
     processes, victims = deployment.processes, draw.sample(SITES, 2)
     began = int(deployment.last()["round"])
     deployment.wait("all sites", lambda: deployment.complete_after(began))
+    # One that still waits for the server would not say again that it does.
+    deployment.wait("submit to hear of the run", lambda: not deployment.told().startswith("waiting for the server"))
     time.sleep(draw.uniform(0.0, 3.0))
     before, signs, round = deployment.history(), deployment.signs(), int(deployment.last()["round"])
     row: dict[str, Any] = {"kind": kind, "round": round}
