@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,14 +202,12 @@ def _turned_away(intruder: Path, site: Path, port: int) -> bool:
     context = ssl.create_default_context(cafile=str(site / "rootCA.pem"))
     context.load_cert_chain(intruder / "client.crt", intruder / "client.key")
     line = socket.create_connection(("localhost", port))  # the server is there
-    with (
-        line,
-        suppress(ssl.SSLError, ConnectionError),
-        context.wrap_socket(line, server_hostname="localhost") as connection,
-    ):
-        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        return not connection.recv(1)
-    return True
+    with line, context.wrap_socket(line, server_hostname="localhost") as connection:  # we take the server's own
+        try:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            return not connection.recv(1)
+        except (ssl.SSLError, ConnectionError):
+            return True
 
 
 def _worker(leader: int) -> Any:

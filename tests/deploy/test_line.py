@@ -186,6 +186,22 @@ def test_a_sum_whose_call_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPat
     assert insist(first_is_slow, b"part", 60.0) == b"part"
 
 
+def test_a_model_that_is_long_on_its_way_is_not_fetched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "STALL", 0.01)
+    monkeypatch.setattr(lines, "LOOK", 0.01)
+    asked: list[bytes] = []
+
+    def call(data: bytes, left: float) -> object:
+        asked.append(data)
+        if len(asked) == 1:
+            raise ConnectionError("reset")
+        time.sleep(0.2)
+        return b"model"
+
+    assert insist(call, b"", 60.0, beside=False) == b"model"
+    assert len(asked) == 2
+
+
 def test_what_fails_again_and_again_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "LOOK", 0.01)
     asked: list[bytes] = []

@@ -148,6 +148,23 @@ def test_a_server_that_is_away_is_no_server_without_a_run(
     assert capsys.readouterr().out.startswith("round 5 of 9")
 
 
+def test_a_run_whose_job_is_ending_is_shown_as_it_ended(
+    admin: Path, server: _Session, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While NVFlare waited for a site that had died at its end it said that a run waits."""
+    source = look(admin, print)
+    server.has("RUNNING")
+    server.table |= {"round": 9, "over": "complete"}
+    assert (source.table() or {})["over"] == "complete"
+    monkeypatch.setattr(server, "show_stats", lambda job, target: {})
+    assert (source.table() or {})["over"] == "complete"
+    server.has("FINISHED:ABORTED", "RUNNING")
+    server.has("FINISHED:ABORTED")
+    assert (source.table() or {})["over"] == "FINISHED:ABORTED"
+    server.has("FINISHED:ABORTED", "RUNNING")
+    assert source.table() == {"waiting": "its job is RUNNING"}, "the next one"
+
+
 def test_a_run_that_has_not_begun_is_no_server_without_a_run(
     admin: Path, server: _Session, capsys: pytest.CaptureFixture[str]
 ) -> None:

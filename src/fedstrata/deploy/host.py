@@ -149,7 +149,8 @@ class Host:
                 self._write()
             elif not isinstance(error, LateError):
                 self.problem = str(error)
-            return records.encode(Refused(self.message_of(error)))
+            for_good = isinstance(error, RuleError) and error.for_good
+            return records.encode(Refused(self.message_of(error), for_good))
 
     def _answered(self, envelope: Envelope) -> bytes:
         if self._run is not None:
@@ -509,9 +510,9 @@ class _Run:
         task = self._request(hop.client, hop.task)
         if hop.back and hop.weights is None:
             raise WireError("a hop without a model")
+        self.guard.begin_exchange()
         try:
             self.guard.hop(hop.journey, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
-            self.guard.begin_exchange()
             match = self.guard.check(hop.client, task, relay=True)
         except RuleError as error:
             return Hopped(self._refusal(hop.client, task, error), None)

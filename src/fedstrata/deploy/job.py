@@ -46,8 +46,8 @@ RESULT = "fedstrata"
 """The run folder inside the result of a deployed job."""
 
 FETCH = 10.0
-"""Seconds in which a site begins to give another one the model of a relay, for which it computes nothing. It may take
-twice as long, because it is asked again."""
+"""Seconds in which a site begins to give another one the model of a relay, for which it computes nothing; asked again
+where it does not."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
@@ -240,8 +240,12 @@ class Site:
         def send(target: str, data: bytes) -> object:
             if target == "server":
                 return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience)
-            other, patience = others[target], min(2 * FETCH, settings.patience)
-            return insist(lambda data, left: other(timeout=left, secure=settings.secure).call(data), data, patience)
+
+            def fetch(data: bytes, left: float) -> object:
+                return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
+
+            # NVFlare waits for as long as something arrives. Asked again meanwhile, a long model would come twice.
+            return insist(fetch, data, settings.patience, beside=False)
 
         return Host(
             collab.site_name,

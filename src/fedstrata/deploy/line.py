@@ -55,19 +55,20 @@ def begun(call: Call, data: bytes, patience: float) -> Future[object]:
     return future
 
 
-def insist(call: Call, data: bytes, patience: float) -> object:
+def insist(call: Call, data: bytes, patience: float, beside: bool = True) -> object:
     """What is answered to a question that may be asked again; ever less often, because it may only take long.
 
     Args:
         call: Asks.
         data: The question.
         patience: Seconds.
+        beside: Whether what takes long is asked again beside the first call; else only what failed is.
 
     Raises:
         SiteLostError: Nothing was answered in time.
         Exception: What the last of ``FAILURES`` calls raised, when none is waited for any more.
     """
-    end, pause = time.monotonic() + patience, STALL + len(data) / RATE
+    end, pause = time.monotonic() + patience, STALL + len(data) / RATE if beside else math.inf
     calls: set[Future[object]] = set()
     again, failures = -math.inf, 0
     while (now := time.monotonic()) < end:

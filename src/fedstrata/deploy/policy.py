@@ -32,6 +32,11 @@ class RuleError(FedstrataError):
         self.rule, self.reason = rule, reason
         super().__init__(f"refused by the rule {rule!r}: {reason}")
 
+    @property
+    def for_good(self) -> bool:
+        """Whether waiting changes nothing: a policy is read when a job begins, and what is used up stays so."""
+        return self.rule.startswith("policy.")
+
     def __reduce__(self) -> tuple[type[RuleError], tuple[str, str]]:
         return RuleError, (self.rule, self.reason)
 

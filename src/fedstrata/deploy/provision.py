@@ -167,7 +167,9 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
             # Two jobs would write into one run folder. One that waits for sites is looked at again soon, and for weeks.
-            component["args"] |= {"max_jobs": 1, "max_schedule_interval": 30, "max_schedule_count": 100_000}
+            # NVFlare doubles the least interval at every look, which Python can do for ever with a whole number only.
+            looks = {"min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
+            component["args"] |= {"max_jobs": 1} | looks
     (local / "resources.json").write_text(json.dumps(resources, indent=2) + "\n", encoding="utf-8")
     (local / "authorization.json").write_text(json.dumps(_RIGHTS, indent=2) + "\n", encoding="utf-8")
 

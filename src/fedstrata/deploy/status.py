@@ -205,18 +205,21 @@ class _Asked:
         if table is not None:
             self._last, self._job = table, ""
             return table
-        waiting = ""
+        waits = ""
         if not self._watch.away:
             job, how = self._watch.ended()
             if job and job != self._job:
                 self._end(job, how)
             elif not self._watch.away:
-                self._job, waiting = job, "" if job else how
+                self._job, waits = job, "" if job else how
         if self._job:  # what a run came to stays so when its server is shut down
             return self._over
         if self._watch.away:
             return {"away": self._watch.away}
-        return {"waiting": waiting} if waiting else None
+        if waits == "RUNNING" and self._last and self._last["round"] == self._last["rounds"]:
+            return self._last  # NVFlare may yet wait for a site that went away
+        broke_off = waits.startswith("FINISHED")
+        return {"waiting": f"its job {'broke off as' if broke_off else 'is'} {waits}"} if waits else None
 
     def _end(self, job: str, how: str) -> None:
         """What a job came to, which is fetched once; nothing while the server is away."""
@@ -227,11 +230,13 @@ class _Asked:
                 if not self._watch.fetch(folder, job):
                     return
                 self._job, self._over, self._fetched = job, of_run(folder) | {"sites": sites}, folder
+                self._last = {}
                 return
             except (FedstrataError, DataError) as error:
                 how = str(error)
         nothing = {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0}
         self._job, self._over = job, nothing | self._last | {"over": how, "seconds_left": None}
+        self._last = {}
 
     def result(self) -> Path | None:
         return self._fetched

@@ -35,6 +35,10 @@ TELL = 10.0
 """Seconds between two lines about rounds."""
 QUIET = 10.0
 """Seconds for which a site that did not answer an administrator is not asked again."""
+REJOIN = 20.0
+"""Seconds for which all sites are waited for before a job that broke off is brought again."""
+ENDS = 180.0
+"""Seconds for which a job that says nothing more after its last round may be ending: NVFlare waits for sites."""
 MISSED = 5
 """Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
 AGAIN = 3
@@ -108,7 +112,7 @@ class Watch:
         self._again: Counter[str] = Counter()
         self._worked: Counter[str] = Counter()
         self._since: float | None = None
-        self._over = False
+        self._over, self._heard = False, -math.inf
         self._quiet: dict[str, float] = {}
         self._said = self._broke_off = ""
         self.away = ""
@@ -139,6 +143,8 @@ class Watch:
     def finished(self) -> bool:
         """Look once; bring the job where it is not at work."""
         if self._job is None:
+            if self._given_up:  # sites come back one after another when their server does
+                self.wait_for_sites(0, REJOIN)
             if brought := self._do(self._bring):
                 self._job, how = brought
                 self.tell(how)
@@ -152,6 +158,8 @@ class Watch:
         if status == COMPLETED:
             return True
         if status.startswith("FINISHED"):
+            if status != ABORTED and self._over and self._whole():
+                return True  # at its end NVFlare missed a site, which need not be there to fetch what came of it
             # Abandoned is what a server calls the jobs that it finds when it starts again.
             if status == ABORTED or (status != "FINISHED:ABANDONED" and self._again["server"] >= AGAIN):
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
@@ -178,8 +186,7 @@ class Watch:
     def ended(self) -> tuple[str, str]:
         """The number of the job that was brought last, and what became of it.
 
-        Without a number where it has not ended, or broke off and comes again: how it stands, in words. Both are empty
-        where it was never brought.
+        Without a number where it has not ended, or broke off and comes again. Both are empty where there was none.
         """
         listed = self._do(lambda session: session.list_jobs()) or []
         name = self._name()
@@ -191,8 +198,7 @@ class Watch:
         if how.startswith("FINISHED") and job != self._broke_off:
             self._broke_off = job
             self.tell(f"the job broke off as {how}; 'fedstrata submit' brings it again")
-        broke_off = how.startswith("FINISHED")
-        return "", f"its job {'broke off as' if broke_off else 'is'} {how}" if how else ""
+        return "", how
 
     def _name(self) -> str:
         return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
@@ -203,9 +209,10 @@ class Watch:
         None where the run is over: its job ends as soon as NVFlare has given up waiting for a site that is away.
         """
         table = self.progress()
-        if table is None:
-            return None if self._over else {}
-        self._over = bool(table.get("over")) or table["round"] == table["rounds"]
+        now = time.monotonic()
+        if table is None:  # a server that was started again does not know the job, and calls it RUNNING for ever
+            return None if self._over and now - self._heard < ENDS else {}
+        self._heard, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):
             return None
         for site, (state, why) in table["sites"].items():
@@ -215,7 +222,6 @@ class Watch:
         if table["round"] > self._furthest:
             self._furthest = table["round"]
             self._again.pop("server", None)  # it got further than ever: what breaks off later is another matter
-        now = time.monotonic()
         if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
             self._round, self._last_line = table["round"], now
             self.tell(headline(table))
@@ -275,6 +281,14 @@ class Watch:
         self._missed.clear()
         self._worked.clear()
         self._job, self._status, self._over = None, "", False
+
+    def _whole(self) -> bool:
+        """Whether the job at hand left a whole result, whatever NVFlare calls its end."""
+        with tempfile.TemporaryDirectory(prefix="fedstrata-submit-") as place:
+            try:
+                return self.fetch(Path(place) / "run") and (Path(place) / "run" / WEIGHTS).exists()
+            except FedstrataError:
+                return False
 
     def fetch(self, out: Path, job: str = "") -> bool:
         """Fetch the run folder of a job, by default of the one at hand; False while the server is away."""

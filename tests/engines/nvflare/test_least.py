@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import fedstrata as fs
+from fedstrata import records
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.deploy.policy import Policy
@@ -140,6 +141,13 @@ def test_who_refuses_to_answer_is_not_in(line: Line, tmp_path: Path, fewer: Any,
             run(line, tmp_path, spec(method), 3, fewer, engine)
 
 
+def test_who_refuses_at_the_beginning_is_not_waited_for(line: Line, tmp_path: Path) -> None:
+    """Its policy is read when a job begins, so that it was asked every ten seconds for ever."""
+    line.hook = lambda site, body: setattr(line.hosts["b"], "policy", Policy(methods=["fedavg"], min_samples=1))
+    with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.methods"):
+        run(line, tmp_path, spec(), 3, "wait")
+
+
 def test_enough_are_enough(line: Line, tmp_path: Path) -> None:
     dies_in_round(line, 2, back=None)
     for fewer in ("wait", "abort"):
@@ -180,6 +188,35 @@ def test_one_hospital_of_two_with_a_bad_file_is_fewer_than_two(line: Line, tmp_p
     """The run was completed with one hospital, because connections were counted."""
     with pytest.raises(FedstrataError, match=r"1 sites answer, and least = 2; site b takes no part.*'age'.*900"):
         own_data(line, tmp_path, 2, "abort")
+
+
+@pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
+def test_who_refuses_one_kind_of_question_is_in(line: Line, tmp_path: Path, fewer: Any) -> None:
+    """A hospital that trains and has too few test samples to tell how a model does on them ended the run of all."""
+    refused: list[str] = []
+    send = line.send
+
+    def listen(site: str, *question: Any) -> object:
+        answer = send(site, *question)
+        said = records.decode(answer)  # type: ignore[arg-type]
+        refused.extend(each.reason for each in getattr(said, "outcomes", ()) if getattr(each, "refused", False))
+        return answer
+
+    line.send = listen  # type: ignore[method-assign]
+    rows = [f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40)]
+    for name, count in (("a", 40), ("b", 20)):
+        (tmp_path / f"{name}.csv").write_text(HEAD + "".join(rows[:count]))
+    experiment = spec("fedavg", **OWN | {"evaluation": {"every": 1}})
+    prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
+    for name in "ab":
+        own: dict[str, Any] = {"data": tmp_path / f"{name}.csv", "policy": Policy(min_samples=5)}
+        line.hosts[name] = Host(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
+    common: dict[str, Any] = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": 2, "fewer": fewer}
+    engine = NVFlareEngine(prepared.config, line, list("ab"), sums, **common)
+    history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)
+    assert [record["clients_returned"] for record in history] == [2, 2, 2, 2]
+    assert engine.standing("b") == ("in", "")
+    assert refused, "it told how the model does on four samples"
 
 
 def test_a_hospital_that_mends_its_file_is_taken_in(line: Line, tmp_path: Path) -> None:

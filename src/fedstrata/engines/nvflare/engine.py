@@ -8,7 +8,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -206,6 +206,7 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in found}
             if len(found) >= self.least or self.fewer != "wait":
                 break
+            self._refuse_refusals(())  # a file can be mended meanwhile
             self._wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
             self._pending_events.append(("absent", self._clients_of(site), self._absent[site]))
@@ -363,10 +364,7 @@ class NVFlareEngine(Engine):
     def send(self, site: str, body: Message, *kinds: type[Message]) -> Any:
         """What a site answers, of one of these kinds; a ``FedstrataError`` where it cannot be used."""
         self._gather()
-        outcome = self._send(site, body, kinds, next(self._numbers))
-        if Hopped in kinds:
-            self._note_refusal(site, outcome)
-        return outcome
+        return self._send(site, body, kinds, next(self._numbers))
 
     def _send(self, site: str, body: Message, kinds: tuple[type[Message], ...], number: int) -> Any:
         if site in self._absent:
@@ -379,8 +377,11 @@ class NVFlareEngine(Engine):
         except (SiteLostError, SiteRefusedError, WireError) as error:
             if isinstance(error, SiteLostError):
                 self._lost.add(site)
+            elif isinstance(error, SiteRefusedError) and error.for_good:
+                self._refusing[site] = f"site {site}: {error}"
             return type(error)(f"site {site}: {error}")
         self._lost.discard(site)
+        self._refusing.pop(site, None)
         if isinstance(answer, (Answers, Hopped)) and (head := answer.ledger[:100]):
             self._heads[site] = head
         del self._news[site][: len(news)]
@@ -399,24 +400,8 @@ class NVFlareEngine(Engine):
         """
         self._gather()
         outcomes = self._everybody(bodies, kind, ended)
-        if kind is Answers:
-            for site, outcome in outcomes.items():
-                self._note_refusal(site, outcome)
         self.refuse_solitude(outcomes.values())
         return outcomes
-
-    def _note_refusal(self, site: str, outcome: object) -> None:
-        """Remember a site that answers nothing but that it does not answer: it is there, and takes no part."""
-        parts = outcome.outcomes if isinstance(outcome, Answers) else []
-        parts = [outcome.reply] if isinstance(outcome, Hopped) else parts
-        reasons = [part.reason for part in parts if isinstance(part, Failed) and part.refused]
-        bystanders = [part for part in parts if isinstance(part, Failed) and part.bystander]
-        if isinstance(outcome, SiteRefusedError):
-            self._refusing[site] = str(outcome)
-        elif reasons and len(reasons) + len(bystanders) == len(parts):
-            self._refusing[site] = reasons[0]
-        elif parts:
-            self._refusing.pop(site, None)
 
     def _everybody(
         self, bodies: Mapping[str, Message], kind: type[Message], ended: Callable[[str, str], None] | None = None
@@ -506,16 +491,19 @@ class NVFlareEngine(Engine):
             FedstrataError: Fewer can be than must be, and they are not waited for; or too many refuse to answer, which
                 waiting does not change.
         """
-        willing = len(self._sites) - len(self._refusing.keys() | self._absent.keys())
-        if self._refusing and willing < self.least and self.fewer != "go-on":
-            why = "; ".join(self._refusing.values())
-            raise FedstrataError(f"{willing} sites answer, and least = {self.least}; {why}")
+        self._refuse_refusals(self._absent)
         out = self._lost | self._absent.keys()
         if self.fewer == "wait" and len(self._present()) < self.least:
             return  # the next exchange waits
         if out >= set(self._sites):
             raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes))}")
         self._refuse_fewer(len(set(self._sites) - out))
+
+    def _refuse_refusals(self, absent: Collection[str]) -> None:
+        willing = len(self._sites) - len(self._refusing.keys() | set(absent))
+        if self._refusing and willing < self.least and self.fewer != "go-on":
+            why = "; ".join(self._refusing.values())
+            raise FedstrataError(f"{willing} sites answer, and least = {self.least}; {why}")
 
     def _outcomes(
         self, answers: Mapping[str, Any], requests: Mapping[ClientId, Request]

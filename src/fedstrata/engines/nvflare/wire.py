@@ -18,7 +18,16 @@ class SiteLostError(FedstrataError):
 
 
 class SiteRefusedError(FedstrataError):
-    """A site answered that it cannot do what it was asked."""
+    """A site answered that it cannot do what it was asked.
+
+    Args:
+        reason: In words.
+        for_good: See ``Refused``.
+    """
+
+    def __init__(self, reason: str, for_good: bool = False) -> None:
+        super().__init__(reason)
+        self.for_good = for_good
 
 
 @record
@@ -283,9 +292,11 @@ class Refused(Message):
 
     Args:
         reason: In words.
+        for_good: Whether nothing else will be answered either as long as this job lives: its policy says so.
     """
 
     reason: str
+    for_good: bool = False
 
 
 @record
@@ -338,7 +349,7 @@ def read(data: object, *kinds: type[Message]) -> Any:
         raise WireError(f"a {type(data).__name__} arrived where bytes were expected")
     message = records.decode(data)
     if isinstance(message, Refused):
-        raise SiteRefusedError(message.reason)
+        raise SiteRefusedError(message.reason, message.for_good)
     if not isinstance(message, kinds):
         raise WireError(f"a {type(message).__name__} arrived; expected {', '.join(kind.__name__ for kind in kinds)}")
     return message
