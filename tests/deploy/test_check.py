@@ -299,6 +299,20 @@ def test_whatever_a_server_that_was_started_anew_hears_first_a_revoked_site_is_r
 
 
 @pytest.mark.usefixtures("handshakes")
+def test_the_list_is_read_once_however_many_are_connected(fed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read for each of them at each one's heartbeat."""
+    reads: list[Path] = []
+
+    def read_it(kit: Path) -> list[str]:
+        reads.append(kit)
+        return members(kit)
+
+    monkeypatch.setattr("fedstrata.deploy.members.members", read_it)
+    assert list(Nvflare(fed, "a", "b", "c").fire("_client_heartbeat_received").clients) == ["token of a", "token of b"]
+    assert len(reads) == 1
+
+
+@pytest.mark.usefixtures("handshakes")
 def test_who_is_struck_off_the_list_may_not_connect(
     fed: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -184,7 +184,7 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     # Who has a certificate, and is not on the list, is told nothing: neither the job nor its spec.
     # Who is not on the list, or has foreign certificates, is turned away at the connection, and both ends say so.
     said = (deployment.out / "unlisted" / "console.txt").read_text(errors="replace")
-    assert said.count("the server turns this site away") == 1
+    assert 0 < said.count("the server turns this site away") < 5  # every ten minutes at most
     server = (deployment.out / SERVER / "log.txt").read_text(errors="replace")
     assert "unlisted is not on the list of who may connect" in server
     assert "a connection is turned away, its certificates do not fit" in server

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -164,6 +166,106 @@ def test_a_process_that_has_the_number_of_one_that_ended_is_left_alone(kits: Pat
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_number_that_was_given_away_again_is_forgotten(kits: Path) -> None:
+    """Kept, it would be taken for a party that runs, and none could be started."""
+    other = subprocess.Popen(["sleep", "60"])
+    path = kits / "a" / "daemon_pid.fl"
+    path.write_text(f"{other.pid}\n")
+    try:
+        assert stop(kits / "a") == 1
+        assert path.exists(), "it may be what the file names"
+        os.utime(path, (0, 0))
+        assert stop(kits / "a") == 1
+        assert not path.exists()
+        assert other.poll() is None
+        path.write_text(f"{other.pid}\n")
+        other.kill()
+        until("its end", lambda: psutil.Process(other.pid).status() == psutil.STATUS_ZOMBIE, 10)
+        assert stop(kits / "a") == 1
+        assert not path.exists(), "nobody waited for it, and it has ended"
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_the_script_of_another_kit_is_left_alone(kits: Path, tmp_path: Path) -> None:
+    (tmp_path / "other" / "startup").mkdir(parents=True)
+    path = tmp_path / "other" / "startup" / "sub_start.sh"
+    path.write_text("sleep 60\nexit\n")
+    other = subprocess.Popen(["bash", str(path)], process_group=0)
+    (kits / "a" / "daemon_pid.fl").write_text(f"{other.pid}\n")
+    try:
+        assert stop(kits / "a") == 1
+        assert other.poll() is None
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_party_that_was_started_by_another_path_is_stopped(kits: Path, tmp_path: Path, once: bool) -> None:
+    """The words did not match, its number was deleted all the same, and no path could stop it."""
+    (tmp_path / "link").symlink_to(kits / "a")
+    own = tmp_path / "own"  # stands for NVFlare
+    own.write_text('#!/bin/bash\n[[ "$*" == *deploy* ]] && exit 0\necho $$ > runs\nsleep 300 & wait\n')
+    own.chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(own)}
+    name = "sub_start.sh --once" if once else "start.sh"
+    command = ["bash", "-c", f"bash {tmp_path}/link/startup/{name} > console.txt 2>&1"]
+    started = subprocess.Popen(command, env=environment, cwd=tmp_path)
+    runs = tmp_path / "runs"
+    try:
+        until("the party", lambda: runs.exists() and runs.read_text().strip() != "", 60)
+        assert stop(kits / "a") == 0
+        assert not psutil.pid_exists(int(runs.read_text()))
+    finally:
+        stop(tmp_path / "link")
+        started.kill()
+        started.wait()
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_party_can_be_stopped_as_soon_as_it_is_started(kits: Path, tmp_path: Path, once: bool) -> None:
+    """In the seconds until its settings were read nothing ran there, it said; and then the party started."""
+    own = tmp_path / "own"  # what makes a kit ready takes its time
+    own.write_text('#!/bin/bash\n[[ "$*" == *--check ]] && exit 0\necho "$*" >> asked\nsleep 300 & wait\n')
+    own.chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(own)}
+    command = ["bash", str(kits / "a" / "startup" / ("sub_start.sh" if once else "start.sh")), *["--once"] * once]
+    with (tmp_path / "console.txt").open("wb") as console:
+        started = subprocess.Popen(command, env=environment, stdout=console, cwd=tmp_path)
+    try:
+        if once:
+            until("what makes it ready", (tmp_path / "asked").exists, 60)
+        else:
+            assert started.wait(60) == 0
+        assert stop(kits / "a") == 0
+        until("its end", lambda: not script_runs(kits / "a"), 10)
+        asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+        assert "nvflare" not in asked
+    finally:
+        stop(kits / "a")
+        started.kill()
+        started.wait()
+    assert list((kits / "a").glob("*.fl")) == []
+
+
+def script_runs(kit: Path) -> bool:
+    name = str(kit / "startup" / "sub_start.sh")
+    found = (each.info for each in psutil.process_iter(["cmdline", "status"]))
+    return any(name in (each["cmdline"] or ()) and each["status"] != psutil.STATUS_ZOMBIE for each in found)
+
+
+def test_what_could_not_be_started_leaves_no_number(kits: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("#!/bin/bash\nexit 3\n")
+    (tmp_path / "own").chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(tmp_path / "own")}
+    for words in ([], ["--once"]):
+        command = ["bash", str(kits / "a" / "startup" / "sub_start.sh"), *words]
+        assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 3
+        assert list((kits / "a").glob("*.fl")) == []
 
 
 @pytest.mark.parametrize(("given", "used"), [({}, "2"), ({"MALLOC_ARENA_MAX": "8"}, "8")])

@@ -51,3 +51,18 @@ def test_only_who_was_on_the_list_is_put_on_it_again(kit: Path) -> None:
 def test_before_there_was_a_list_that_can_be_read_nobody_is_on_it(kit: Path) -> None:
     (kit / MEMBERS).write_text("{")
     assert Members(kit).struck("a")
+
+
+def test_a_site_is_struck_off_the_list_that_was_read(kit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list was read three times: edited meanwhile, it was none that ever was."""
+    write_members(kit, ["a", "b"])
+    reads: list[Path] = []
+    whole = Path.read_bytes
+
+    def read_it(path: Path) -> bytes:
+        reads.append(path)
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_it)
+    assert revoke(kit, "a") == ["b"]
+    assert reads == [kit / MEMBERS]

@@ -1,7 +1,8 @@
-"""Who is turned away is told so, once, where it looks."""
+"""Who is turned away is told so, where it looks, and not each time."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import logging.config
@@ -90,7 +91,60 @@ def test_a_server_says_why_a_certificate_does_not_fit(
         shake(server, client)
     wanted = {"ours": "", "another federation's": "issuer", "expired": "expired", "nobody's": "PEER_DID_NOT_RETURN"}
     assert wanted[whose] in caplog.text
-    assert len(caplog.records) == int(whose != "ours")
+    assert [("certificates do not fit" in each.getMessage()) for each in caplog.records] == [True] * (whose != "ours")
+
+
+def answered(server: ssl.SSLContext, sent: bytes) -> None:
+    """What somebody sends to a server's port and hangs up, from 127.0.0.1."""
+
+    async def talk() -> None:
+        listening = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=server)
+        _, writer = await asyncio.open_connection(*listening.sockets[0].getsockname())
+        writer.write(sent)
+        await writer.drain()
+        writer.close()
+        await asyncio.sleep(0.2)
+        listening.close()
+
+    asyncio.run(talk())
+
+
+@pytest.mark.parametrize(
+    ("sent", "why"),
+    [(b"GET / HTTP/1.1\r\n\r\n", "HTTP_REQUEST"), (b"SSH-2.0-OpenSSH_9.6\r\n", "WRONG_VERSION_NUMBER"), (b"", "")],
+)
+def test_a_server_does_not_blame_certificates_for_what_is_no_tls(
+    fed: Path, sent: bytes, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever looked whether the port is open was told of as if its certificates did not fit."""
+    monkeypatch.setattr(Handshake, "new", Once())
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(*own(fed / "server"))
+    tell_handshakes(server)
+    answered(server, sent)
+    said = [record.getMessage() for record in caplog.records if "turned away" in record.getMessage()]
+    assert said == ([f"a connection from 127.0.0.1 is turned away, its TLS handshake failed: {why}"] if why else [])
+
+
+def test_who_hangs_up_in_a_handshake_is_not_told_of(
+    fed: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Handshake, "new", Once())
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(*own(fed / "server"))
+    tell_handshakes(server)
+    received = ssl.MemoryBIO()
+    received.write_eof()
+    with pytest.raises(ssl.SSLEOFError):
+        server.wrap_bio(received, ssl.MemoryBIO(), server_side=True).do_handshake()
+    assert caplog.text == ""
+
+
+def test_what_goes_on_is_told_again() -> None:
+    """Tried each minute, it was told once and never again, and so was what went wrong elsewhere for the same reason."""
+    seconds = iter(range(0, 1800, 60))
+    new = Once(lambda: next(seconds))
+    assert [new("a") for _ in range(30)].count(True) == 3
 
 
 def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> None:

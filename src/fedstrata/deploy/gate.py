@@ -47,14 +47,18 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         manager = server.client_manager
         with self._lock:
             manager.is_client_disabled = self.refuses
+            names = self._members.names()
             # NVFlare itself waits two minutes for the heartbeats of a client, and sends it jobs meanwhile.
             for token, client in list(manager.get_clients().items()):
-                if self.refuses(client.name):
+                if self._refuses(client.name, names):
                     server.logout_client(token)
 
     def refuses(self, name: str) -> bool:
         """Whether somebody of this name may not connect."""
-        if name == USER or name in (self._members.names() or ()):
+        return self._refuses(name, self._members.names())
+
+    def _refuses(self, name: str, names: list[str] | None) -> bool:
+        if name == USER or name in (names or ()):
             self._said_of.discard(name)
             return False
         if name not in self._said_of:

@@ -44,14 +44,29 @@ export FEDSTRATA_PYTHON
 export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-2}"
 """
 _START = """
-"$FEDSTRATA_PYTHON" -m fedstrata.deploy.start "$WORKSPACE" $arguments || exit $?
+# Which process this is stands there before anything that takes long: from now on it can be stopped.
+if [[ "$doOnce" == "true" ]]; then
+  own="$WORKSPACE/pid.fl"
+else
+  check_daemon
+  own="$WORKSPACE/daemon_pid.fl"
+fi
+echo $$ > "$own"
+"$FEDSTRATA_PYTHON" -m fedstrata.deploy.start "$WORKSPACE" $arguments || { code=$?; rm -f "$own"; exit $code; }
 
 SECONDS=0
 """
+_WRITTEN_LATE = '\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n'
 _CHECK = """
   kit="$(cd "$DIR/.." && pwd)"
   "$FEDSTRATA_PYTHON" -m fedstrata.deploy.start "$kit" --check || exit $?
-  "$DIR/sub_start.sh" $arguments --checked &"""
+  "$DIR/sub_start.sh" $arguments --checked &
+  # Until it has ended, or written down which process it is: from then on it can be stopped.
+  for _ in {1..50}; do
+    kill -0 $! 2> /dev/null || break
+    grep -qx $! "${NVFL_WORKSPACE:-$kit}/daemon_pid.fl" 2> /dev/null && break
+    sleep 0.1
+  done"""
 _STOP = """
 "$FEDSTRATA_PYTHON" -m fedstrata.deploy.stop "$WORKSPACE"
 """
@@ -69,9 +84,9 @@ def finish(kit: Path) -> None:
         first, _, rest = script.read_text(encoding="utf-8").partition("\n")
         rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ').replace("\nSECONDS=0\n", _START)
         rest = rest.replace("\n  $DIR/sub_start.sh &", _CHECK)
-        # Started once it is no daemon's child, and nobody wrote down which process it is.
-        # Started once it has no daemon that writes down which process it is.
-        rest = rest.replace("\n  start_python\n", '\n  echo $$ > "$WORKSPACE/pid.fl"\n  start_python\n')
+        rest = rest.replace(_WRITTEN_LATE, "")
+        # Started once it has no daemon: then the number in this file is its own.
+        rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
         if script.name == "stop_fl.sh":  # NVFlare's asks a question, and does nothing without a terminal
             rest = rest.partition('echo "Please use FL admin console')[0] + _STOP
         script.write_text(f"{first}\n{_PYTHON}{rest}", encoding="utf-8")

@@ -1,10 +1,11 @@
-"""What a result was made from: the spec, the sites' data as they gave their fingerprints, versions, and a signature."""
+"""What a result is, and was made from: its files, the sites' data as they gave their fingerprints, versions, signed."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from fedstrata.deploy.certificates import ROOT, own, read
 from fedstrata.deploy.settings import USER
 from fedstrata.errors import DataError
 from fedstrata.jsonl import replace_file, write_json
-from fedstrata.run_folder import METRICS, RUN, SPEC, WEIGHTS
+from fedstrata.run_folder import RUN, SPEC, WEIGHTS
+
+LOG = logging.getLogger(__name__)
 
 MANIFEST, SIGNATURE, CERTIFICATE = "manifest.json", "manifest.sig", "manifest.crt"
 """In the run folder that an administrator fetched: what is signed, the signature, and whose it is."""
@@ -42,7 +45,7 @@ def fingerprint(data: Path | None, folder: Path) -> str:
 
 
 def sign(run: Path, kit: Path) -> Path:
-    """Write down what a run folder was made from, signed with the administrator's key.
+    """Write down what files a run folder has and what it was made from, signed with the administrator's key.
 
     Args:
         run: The run folder.
@@ -58,7 +61,7 @@ def sign(run: Path, kit: Path) -> Path:
         "spec": _sha256(run / SPEC),
         "sites": json.loads(fingerprints.read_text(encoding="utf-8")) if fingerprints.exists() else {},
         "versions": json.loads((run / RUN).read_text(encoding="utf-8")).get("made_with", {}),
-        "result": {name: _sha256(run / name) for name in (WEIGHTS, METRICS) if (run / name).exists()},
+        "result": {name: _sha256(run / name) for name in _files(run)},
     }
     path = run / MANIFEST
     write_json(path, table)
@@ -70,7 +73,8 @@ def sign(run: Path, kit: Path) -> Path:
 def verify(run: Path, kit: Path) -> dict[str, Any]:
     """The manifest of a run folder, if this federation's administrator signed it and the files are those.
 
-    A site's certificate is of the federation too: with that alone any site could sign what it likes.
+    A site's certificate is of the federation too: with that alone any site could sign what it likes. A file that nobody
+    signed is mentioned, and no error: a report may have been written beside the result.
 
     Args:
         run: The run folder.
@@ -96,11 +100,29 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         signer = ", ".join(names) or "nobody"
         raise DataError(f"{run / MANIFEST} is signed by {signer}; accepted: the administrator, {USER}")
     table: dict[str, Any] = json.loads(data)
-    for name, wanted in {SPEC: table["spec"], **table["result"]}.items():
-        if _sha256(run / name) != wanted:
-            raise DataError(f"{run / name} is not the one that {MANIFEST} names")
+    signed = {SPEC: table["spec"], **table["result"]}
+    if WEIGHTS not in signed:
+        raise DataError(f"{run / MANIFEST} names no {WEIGHTS}")
+    there = _files(run)
+    wrong = [
+        f"{name} ({'changed' if name in there else 'missing'})"
+        for name, wanted in sorted(signed.items())
+        if name not in there or _sha256(run / name) != wanted
+    ]
+    if wrong:
+        raise DataError(f"{run} is not as the administrator signed it: {', '.join(wrong)}")
+    for name in there:
+        if name not in signed:
+            LOG.warning("%s: nobody signed it", run / name)
     return table
 
 
+def _files(run: Path) -> list[str]:
+    """The files of a run folder, besides what is written here."""
+    names = (path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file() and not path.is_symlink())
+    return sorted(set(names) - {MANIFEST, SIGNATURE, CERTIFICATE})
+
+
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -103,8 +103,9 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         SpecError: It is no server's folder, or the site is not on its list; with ``undo``, it never was.
         DataError: The list cannot be read.
     """
-    names = members(kit)
-    federation = sorted({*names, *_read(kit)["federation"]})
+    lists = _read(kit)
+    names = lists["sites"]
+    federation = sorted({*names, *lists["federation"]})
     if undo:
         if name not in federation:
             accepted = ", ".join(federation) or "none"
@@ -115,4 +116,4 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
     else:
         names.remove(name)
     write_members(kit, names, federation)
-    return members(kit)
+    return sorted(set(names))

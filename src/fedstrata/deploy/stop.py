@@ -13,6 +13,9 @@ PIDS = ("daemon_pid.fl", "pid.fl")
 GRACE = 10.0
 """Seconds that processes have to end by themselves."""
 
+ROUNDED = 60.0
+"""Seconds by which the system may be wrong about when a process began."""
+
 
 def stop(kit: Path) -> int:
     """End the party that was started from a folder, with all that it started, and wait for that.
@@ -25,7 +28,8 @@ def stop(kit: Path) -> int:
     """
     import psutil
 
-    found = [process for name in PIDS if (process := _running(kit, kit / name)) is not None]
+    running = {kit / name: process for name in PIDS if (process := _running(kit / name)) is not None}
+    found = [process for process in running.values() if _is_of(process, kit)]
     family: set[Any] = set(found)
     for process in found:
         with suppress(psutil.NoSuchProcess):
@@ -38,8 +42,12 @@ def stop(kit: Path) -> int:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(left, GRACE)
-    for name in (*PIDS, "shutdown.fl", "restart.fl"):
-        (kit / name).unlink(missing_ok=True)
+    for path in (kit / name for name in (*PIDS, "shutdown.fl", "restart.fl")):
+        process = running.get(path)
+        if process is None or process in found or _began_after(process, path):
+            path.unlink(missing_ok=True)
+        else:
+            print(f"fedstrata: process {process.pid}, which {path} names, is left alone: whose is it?", flush=True)
     if not found:
         print(f"fedstrata: nothing that was started from {kit} runs here", flush=True)
         return 1
@@ -47,16 +55,36 @@ def stop(kit: Path) -> int:
     return 0
 
 
-def _running(kit: Path, path: Path) -> Any:
-    """The process whose number a file holds; None where it has ended, and another one may have its number."""
+def _running(path: Path) -> Any:
+    """The process whose number a file holds; None where it has ended."""
     import psutil
 
     try:
         process = psutil.Process(int(path.read_text(encoding="utf-8")))
-        words = process.cmdline()
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
     except (OSError, ValueError, psutil.Error):
         return None
-    return process if any(word == str(kit) or word.endswith("/sub_start.sh") for word in words) else None
+
+
+def _began_after(process: Any, path: Path) -> bool:
+    """Whether a process began after a file was written, and has the number of the one that the file names."""
+    return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
+
+
+def _is_of(process: Any, kit: Path) -> bool:
+    """Whether a process is this kit's script, or was given this kit's folder, by whatever path."""
+    import psutil
+
+    with suppress(psutil.Error):
+        words = [process.cwd() / Path(word) for word in process.cmdline() if word]
+        return any(_same(word, own) for word in words for own in (kit, kit / "startup" / "sub_start.sh"))
+    return False
+
+
+def _same(path: Path, other: Path) -> bool:
+    with suppress(OSError):
+        return path.samefile(other)
+    return False
 
 
 if __name__ == "__main__":

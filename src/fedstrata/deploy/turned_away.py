@@ -1,4 +1,4 @@
-"""Who is turned away is told so once, at both ends: NVFlare says it every few seconds, in words of its own, or not."""
+"""Who is turned away is told so now and then, at both ends. NVFlare says it every few seconds in its words, or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED = (
 )
 
 PAUSE = 600.0
-"""Seconds after which something is new again. Who is turned away tries again within a minute, for ever."""
+"""Seconds after which something is told again. Who is turned away tries again within a minute, for ever."""
 
 
 class Once:
@@ -30,7 +30,7 @@ class Once:
     Args:
         clock: In seconds.
 
-    >>> seconds = iter([0, 5, 10, 700])
+    >>> seconds = iter([0, 300, 500, 700])
     >>> new = Once(lambda: next(seconds))
     >>> [new("a") for _ in range(4)]
     [True, False, False, True]
@@ -38,16 +38,18 @@ class Once:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[str, float] = {}
+        self._told: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def __call__(self, what: str) -> bool:
-        """Whether this did not come for a while."""
+        """Whether this was not told for a while, and is now."""
         with self._lock:
             now = self._clock()
-            before = self._seen.get(what)
-            self._seen[what] = now
-            return before is None or now - before > PAUSE
+            self._told = {each: at for each, at in self._told.items() if now - at <= PAUSE}
+            if what in self._told:
+                return False
+            self._told[what] = now
+            return True
 
 
 class TurnedAway(logging.Filter):
@@ -61,7 +63,7 @@ class TurnedAway(logging.Filter):
         self._new = Once()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a record is written; the refusal, in our words and once."""
+        """Whether a record is written; the refusal, in our words and now and then."""
         if DISABLED not in f"{record.getMessage()} {_handled()}":
             return record.levelno >= logging.ERROR
         record.levelno, record.levelname = logging.ERROR, logging.getLevelName(logging.ERROR)
@@ -89,11 +91,28 @@ class Handshake(ssl.SSLObject):
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise  # it goes on
+        except ssl.SSLEOFError:
+            raise  # whoever only looks whether the port is open hangs up
         except ssl.SSLError as error:
             reason = getattr(error, "verify_message", "") or error.reason or str(error)
-            if self.server_side and self.new(reason):
-                LOG.warning("a connection is turned away, its certificates do not fit: %s", reason)
+            what = "certificates do not fit" if _of_certificates(error) else "TLS handshake failed"
+            text = f"a connection{_peer()} is turned away, its {what}: {reason}"
+            if self.server_side and self.new(text):
+                LOG.warning("%s", text)
             raise
+
+
+def _of_certificates(error: ssl.SSLError) -> bool:
+    """Whether a handshake failed for a certificate: one that does not fit or is missing, or an alert about one."""
+    reason = error.reason or ""
+    return isinstance(error, ssl.SSLCertVerificationError) or "CERTIFICATE" in reason or "UNKNOWN_CA" in reason
+
+
+def _peer() -> str:
+    """Who is at the other end, in words. What asks for a handshake knows it, which is asyncio; a handshake does not."""
+    transport = getattr(sys._getframe(2).f_locals.get("self"), "_transport", None)
+    address = transport.get_extra_info("peername") if transport else None
+    return f" from {address[0]}" if address else ""
 
 
 def tell_handshakes(context: Any = ssl.SSLContext) -> None:
