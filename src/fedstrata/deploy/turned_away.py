@@ -38,17 +38,17 @@ class Once:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._said: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def __call__(self, what: str) -> bool:
         """Whether this was not told for a while, and is now."""
         with self._lock:
             now = self._clock()
-            self._told = {each: at for each, at in self._told.items() if now - at <= PAUSE}
-            if what in self._told:
+            self._said = {each: at for each, at in self._said.items() if now - at <= PAUSE}
+            if what in self._said:
                 return False
-            self._told[what] = now
+            self._said[what] = now
             return True
 
 
