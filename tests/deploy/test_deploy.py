@@ -537,11 +537,13 @@ def test_so_is_one_that_a_server_forgot_after_its_last_round(
 
 
 @needs_nvflare
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(("whole", "away"), [(True, False), (True, True), (False, False)])
 def test_what_a_job_left_that_missed_a_site_at_its_end_is_fetched(
-    submitted: Submitted, monkeypatch: pytest.MonkeyPatch, whole: bool
+    submitted: Submitted, monkeypatch: pytest.MonkeyPatch, whole: bool, away: bool
 ) -> None:
-    """It was brought again, and NVFlare did not begin it without that site."""
+    """It was brought again, and NVFlare did not begin it without that site; also if the server just went away."""
+    from nvflare.fuel.flare_api.api_spec import NoConnection
+
     download = _Session.download_job_result
 
     def leave(session: _Session, job: str, place: str) -> Any:
@@ -552,7 +554,8 @@ def test_what_a_job_left_that_missed_a_site_at_its_end_is_fetched(
 
     monkeypatch.setattr(_Session, "download_job_result", leave)
     monkeypatch.setattr("fedstrata.deploy.submit.sign", lambda *_: None)
-    _, server, _ = submitted(course=[("RUNNING", 9), ("FINISHED:ABNORMAL", 9)])
+    course = [("RUNNING", 9), *[("FINISHED:ABNORMAL", 9)] * (1 + away)]
+    _, server, _ = submitted(*[NoConnection("gone")] * away, at="fetch", course=course)
     assert server.submitted == (1 if whole else 2)
 
 

@@ -158,8 +158,11 @@ class Watch:
         if status == COMPLETED:
             return True
         if status.startswith("FINISHED"):
-            if status != ABORTED and self._over and self._whole():
-                return True  # at its end NVFlare missed a site, which need not be there to fetch what came of it
+            if status != ABORTED and self._over:
+                # At its end NVFlare missed a site, which need not be there to fetch what came of it.
+                whole = self._whole()
+                if whole or self.away:
+                    return whole
             # Abandoned is what a server calls the jobs that it finds when it starts again.
             if status == ABORTED or (status != "FINISHED:ABANDONED" and self._again["server"] >= AGAIN):
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")

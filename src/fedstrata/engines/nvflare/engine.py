@@ -206,7 +206,7 @@ class NVFlareEngine(Engine):
             wanted = {site: body for site, body in bodies.items() if site not in found}
             if len(found) >= self.least or self.fewer != "wait":
                 break
-            self._refuse_refusals(())  # a file can be mended meanwhile
+            self._end_if_refused(())  # sites left out for their file count: that can be mended meanwhile
             self._wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
             self._pending_events.append(("absent", self._clients_of(site), self._absent[site]))
@@ -491,7 +491,7 @@ class NVFlareEngine(Engine):
             FedstrataError: Fewer can be than must be, and they are not waited for; or too many refuse to answer, which
                 waiting does not change.
         """
-        self._refuse_refusals(self._absent)
+        self._end_if_refused(self._absent)
         out = self._lost | self._absent.keys()
         if self.fewer == "wait" and len(self._present()) < self.least:
             return  # the next exchange waits
@@ -499,7 +499,7 @@ class NVFlareEngine(Engine):
             raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes))}")
         self._refuse_fewer(len(set(self._sites) - out))
 
-    def _refuse_refusals(self, absent: Collection[str]) -> None:
+    def _end_if_refused(self, absent: Collection[str]) -> None:
         willing = len(self._sites) - len(self._refusing.keys() | set(absent))
         if self._refusing and willing < self.least and self.fewer != "go-on":
             why = "; ".join(self._refusing.values())
