@@ -268,12 +268,17 @@ def test_what_could_not_be_started_leaves_no_number(kits: Path, tmp_path: Path) 
         assert list((kits / "a").glob("*.fl")) == []
 
 
-@pytest.mark.parametrize(("given", "used"), [({}, "2"), ({"MALLOC_ARENA_MAX": "8"}, "8")])
-def test_a_process_keeps_few_arenas_unless_told(kits: Path, tmp_path: Path, given: dict[str, str], used: str) -> None:
-    """With one a thread, a server's memory grew for as long as messages came."""
-    (tmp_path / "own").write_text('#!/bin/bash\necho "arenas: $MALLOC_ARENA_MAX"; exit 3\n')
+@pytest.mark.parametrize(
+    ("name", "unless_told"), [("MALLOC_ARENA_MAX", "2"), ("GLIBC_TUNABLES", "glibc.malloc.tcache_max=256")]
+)
+def test_threads_keep_no_memory_of_their_own_unless_told(
+    kits: Path, tmp_path: Path, name: str, unless_told: str
+) -> None:
+    """With an arena or a cache for each thread, a server's memory grew for as long as messages came."""
+    (tmp_path / "own").write_text(f'#!/bin/bash\necho "it is ${name}"; exit 3\n')
     (tmp_path / "own").chmod(0o755)
-    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(tmp_path / "own"), **given}
+    environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(tmp_path / "own")}
     command = ["bash", str(kits / "a" / "startup" / "sub_start.sh"), "--once"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert f"arenas: {used}\n" in done.stdout
+    for given, used in (({}, unless_told), ({name: "8"}, "8")):
+        done = subprocess.run(command, env=environment | given, capture_output=True, text=True, check=False)
+        assert f"it is {used}\n" in done.stdout

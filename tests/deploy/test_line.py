@@ -158,17 +158,24 @@ def test_a_sum_that_stalls_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -
     stop.set()
 
 
+def reset_once(answers_after: float) -> tuple[Callable[[bytes, float], object], list[bytes]]:
+    """A call that fails the first time and returns what it got from then on, and what it was asked."""
+    asked: list[bytes] = []
+
+    def call(data: bytes, left: float) -> object:
+        asked.append(data)
+        if len(asked) == 1:
+            raise ConnectionError("reset")
+        time.sleep(answers_after)
+        return data
+
+    return call, asked
+
+
 def test_a_sum_whose_call_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error of a connection broke the group, also while another call was about to bring the sum."""
     monkeypatch.setattr(lines, "LOOK", 0.01)
-    asked: list[float] = []
-
-    def call(data: bytes, left: float) -> object:
-        asked.append(left)
-        if len(asked) == 1:
-            raise ConnectionError("reset")
-        return data
-
+    call, asked = reset_once(answers_after=0.0)
     assert insist(call, b"part", 60.0) == b"part"
     assert len(asked) == 2
 
@@ -189,16 +196,8 @@ def test_a_sum_whose_call_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPat
 def test_a_model_that_is_long_on_its_way_is_not_fetched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "STALL", 0.01)
     monkeypatch.setattr(lines, "LOOK", 0.01)
-    asked: list[bytes] = []
-
-    def call(data: bytes, left: float) -> object:
-        asked.append(data)
-        if len(asked) == 1:
-            raise ConnectionError("reset")
-        time.sleep(0.2)
-        return b"model"
-
-    assert insist(call, b"", 60.0, beside=False) == b"model"
+    call, asked = reset_once(answers_after=0.2)
+    assert insist(call, b"model", 60.0, beside=False) == b"model"
     assert len(asked) == 2
 
 
