@@ -175,7 +175,8 @@ def table(samples: list[dict[str, Any]], rounds: list[dict[str, Any]], warm: flo
         middle, *alone = slope(list(at), list(values))
         _, *together = slope(list(at), list(values), len(series))
         share = max(map(abs, together)) / np.mean(values)
-        flat = "yes" if together[0] <= 0 <= together[1] else f"no, at most {share:.1%}"
+        moves = f"{'rises' if middle > 0 else 'falls'}, at most {share:.1%}"
+        flat = "yes" if together[0] <= 0 <= together[1] else moves
         intervals = " | ".join(f"{low:+.2f} … {high:+.2f}" for low, high in (alone, together))
         lines.append(f"| {what} | {np.mean(values):.1f} | {middle:+.2f} | {intervals} | {flat} |")
     count, slowest = sum(one["exchanges"] for one in rounds), max(one["slowest_ms"] for one in rounds)
