@@ -38,6 +38,8 @@ from fedstrata.simulation import HANDLERS, Simulation
 
 # For the processes that tests start: two of them on two cores must not fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray lets its workers wait for everybody else, and here that is all the other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
 torch.set_num_threads(1)
 # How long an example takes says more about the machine's load than about the code.
 settings.register_profile("untimed", deadline=None)
