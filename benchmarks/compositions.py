@@ -38,6 +38,7 @@ CHOOSING, CONFIRMING = (100, 101), (200, 201, 202, 203, 204)
 REFERENCE = "fedavg"
 PAPERS = ("stratify", "fedstas", "fedssar", "rebafl")
 BUDGETS = ("samples", "bytes")
+SENT = "GB at equal samples | GB at equal bytes"
 BUDGET_HOURS = 4.0
 MOST_ROUNDS = 2_000
 CLOSE = 0.2
@@ -156,33 +157,37 @@ def chosen() -> str | None:
 
 def choosing_table() -> Iterator[str]:
     done = load()
-    yield "| method | seeds | at equal samples, % | at equal bytes, % | mean | GB at equal samples |"
-    yield "|---|---:|---:|---:|---:|---:|"
+    yield f"| method | seeds | at equal samples, % | at equal bytes, % | mean | {SENT} |"
+    yield "|---|---:|---:|---:|---:|---:|---:|"
     best = chosen()
     for label in [*PLAN["rivals"], *PLAN["candidates"]]:
         of = [done[key] for seed in CHOOSING if (key := f"{label} | {seed}") in done]
         if not of:
-            yield f"| {label} | not run | | | | |"
+            yield f"| {label} | not run | | | | | |"
             continue
-        samples, sent, total = (
-            statistics.mean(result[key] for result in of) for key in ("at_samples", "at_bytes", "bytes_at_samples")
-        )
+        samples, sent = (statistics.mean(result[f"at_{key}"] for result in of) for key in BUDGETS)
         name = f"**{label}** (chosen)" if label == best else label
         mean = (samples + sent) / 2
-        yield f"| {name} | {len(of)} | {samples:.1f} | {sent:.1f} | {mean:.1f} | {total / 1e9:.2f} |"
+        yield f"| {name} | {len(of)} | {samples:.1f} | {sent:.1f} | {mean:.1f} | {gigabytes(of)} |"
+
+
+def gigabytes(of: list[dict[str, float]]) -> str:
+    """What was sent both ways until as many samples, and until as many bytes, as FedAvg has: a round's end is later."""
+    sent = {key: [result.get(f"bytes_at_{key}", result["bytes"]) for result in of] for key in BUDGETS}
+    return " | ".join(f"{statistics.mean(each) / 1e9:.2f}" for each in sent.values())
 
 
 def confirming_table() -> Iterator[str]:
     best, done = chosen(), load()
     if best is None:
         return
-    yield "| method | seeds | at equal samples, % | at equal bytes, % |"
-    yield "|---|---:|---:|---:|"
+    yield f"| method | seeds | at equal samples, % | at equal bytes, % | {SENT} |"
+    yield "|---|---:|---:|---:|---:|---:|"
     for label in (best, *PAPERS, REFERENCE):
         of = [done[key] for seed in CONFIRMING if (key := f"{label} | {seed}") in done]
         if of:
             at = " | ".join(f"{statistics.mean(result[f'at_{key}'] for result in of):.1f}" for key in BUDGETS)
-            yield f"| {label} | {len(of)} | {at} |"
+            yield f"| {label} | {len(of)} | {at} | {gigabytes(of)} |"
     yield ""
     yield f"| {best} less | at equal | difference | what may be said |"
     yield "|---|---|---|---|"

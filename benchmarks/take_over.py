@@ -6,8 +6,8 @@
 A cell takes a result over where the experiment is equal, and the first rounds of a longer run where only the number of
 rounds differs: the learning rate is constant. What was made so has no fingerprint and says so: ``source`` names the
 file. What ``fedstrata reproduce`` made itself stays. ``repeat`` runs the first rounds of such cells anew and keeps how
-far their accuracies are from those that were taken over; a cell that is more than a point off is dropped. ``take``
-brings it back unless it was run anew: ``repeat`` comes after it.
+far their accuracies are from those that were taken over, for all cells that are of the same run; if it is more than a
+point they are all dropped. ``take`` brings them back unless they were run anew: ``repeat`` comes after it.
 """
 
 from __future__ import annotations
@@ -99,12 +99,22 @@ def repeat(out: Path, names: list[str], rounds: int) -> None:
             now = [100 * record["accuracy"] for record in history]
             off = max(abs(a - b) for a, b in zip(now, before["curve"], strict=False))
             found = {"rounds": len(now), "points": round(off, 2), "version": fs.__version__}
+            there = known(out)
             for other, same in everywhere:
-                if same.hash == cell.hash and off <= LIMIT:
-                    keep(out, other, {same.key: {**before, "repeated": found}})
-                elif same.hash == cell.hash:
+                result = there.get(same.hash, {})
+                if not of_one_run(result, before):
+                    continue
+                if off <= LIMIT:
+                    keep(out, other, {same.key: {**result, "repeated": found}})
+                else:
                     drop(out, other, same)
             print(f"{name}/{cell.key}: {found}", flush=True)
+
+
+def of_one_run(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two results are of one run, which one of them may have for fewer rounds."""
+    shared = min(len(a.get("curve", [])), len(b.get("curve", [])))
+    return shared > 1 and a.get("source") == b.get("source") and a["curve"][:shared] == b["curve"][:shared]
 
 
 def drop(out: Path, table: Table, cell: Cell) -> None:

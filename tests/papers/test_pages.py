@@ -33,6 +33,9 @@ method = { name = "fedprox" }
 [rows.c]
 method = { name = "scaffold" }
 
+[published.a]
+x = 76.0
+
 [published.b]
 x = 71.25
 
@@ -60,25 +63,55 @@ def results(table) -> dict[str, dict]:
 def test_a_table_has_the_papers_figure_ours_the_difference_and_what_may_be_said(table):
     text = page("rebafl", results(table))
     rows = {line.split(" | ")[1]: line for line in text.splitlines() if line.startswith("| x |")}
-    assert rows["a"] == "| x | a |  | 75.00 [62.6, 87.4] | 3 |  |  |  |"
+    assert rows["a"] == "| x | a | 76.00 |  | 75.00 [62.6, 87.4] | 3 |  |  |  |"
     # Differences of 10, 10.2 and 9.9: t with 2 degrees of freedom at 1 − 0.05 / 4 is 6.205.
-    assert rows["b"] == "| x | b | 71.25 | 85.03 [72.4, 97.7] | 3 | +10.0 [+9.5, +10.6] | < 0.001 | above a |"
-    assert rows["c"] == "| x | c |  |  |  |  |  | not run: `fedstrata reproduce rebafl/mine`, 1.5 h |"
+    assert rows["b"] == "| x | b | 71.25 | −4.8 | 85.03 [72.4, 97.7] | 3 | +10.0 [+9.5, +10.6] | < 0.001 | above a |"
+    assert rows["c"] == "| x | c |  |  |  |  |  |  | not run: `fedstrata reproduce rebafl/mine`, 1.5 h |"
     assert "Where this differs from the paper" in text
+    # 6.205 / √3.
+    assert "With 3 seeds and 2 comparisons, a difference must be 3.6 times as large as its deviation" in text
+    assert "The paper's figure lies outside our interval: b with x." in text
+    for claim in claims():
+        if claim.paper == "rebafl":
+            assert text.count(f"| {claim.says} |") == 1
+
+
+def test_what_is_compared_beside_the_baseline_has_rows_of_its_own(monkeypatch):
+    table = read("rebafl", "mine", TEXT.replace('baseline = "a"', 'baseline = "a"\nagainst = [["b", "c"], ["c", "b"]]'))
+    monkeypatch.setattr(pages, "tables", lambda: {"rebafl/mine": table})
+    there = results(table)
+    first = there[next(cell.hash for cell in table.cells() if cell.row == "b")]
+    for cell in table.cells():
+        if (cell.row, cell.seed) == ("c", 0):
+            there[cell.hash] = {**first, "final": 79.0}
+    text = page("rebafl", there)
+    assert "| x | b − c | +1.0 (1 seed) |  | too few seeds |" in text
+    assert "| x | c − b | −1.0 (1 seed) |  | too few seeds |" in text
+
+
+def test_an_interval_of_accuracies_ends_at_what_is_possible(table):
+    there = results(table)
+    for cell in table.cells():
+        if cell.row == "a":
+            there[cell.hash]["final"] = [10.0, 50.0, 99.0][cell.seed]
+    assert "| 53.00 [0.0, 100.0] | 3 |" in page("rebafl", there)
 
 
 def test_a_page_says_what_an_earlier_version_made_and_how_near_this_one_comes(table):
     there = results(table)
     first, second, *_ = there.values()
-    assert "taken over" not in page("rebafl", there)
+    assert "earlier version" not in page("rebafl", there)
     for old in (first, second):
         old["source"] = "old.json"
-    taken = "2 cells are taken over from `old.json`, made with the same spec by an earlier version"
-    assert f"{taken}." in page("rebafl", there)
+    taken = "† 2 cells were made by an earlier version with the same spec (`old.json`)"
+    assert f"{taken}, and not repeated." in page("rebafl", there)
+    assert page("rebafl", there).count(" | 3† | ") == 2, "one of a and one of b"
     first["repeated"] = {"rounds": 10, "points": 0.25}
     assert f"{taken}; the first 10 rounds of 1 of them were repeated, and are at most 0.25" in page("rebafl", there)
     second["repeated"] = {"rounds": 12, "points": 0.5}
-    assert f"{taken}; the first 10 rounds of each were repeated, and are at most 0.5" in page("rebafl", there)
+    text = page("rebafl", there)
+    assert f"{taken}; the first 10 rounds of each were repeated, and are at most 0.5" in text
+    assert "more than one point off are left out" in text
 
 
 def test_hours_are_those_of_the_rows_that_are_done(table):

@@ -97,6 +97,10 @@ def test_every_reading_says_what_the_review_of_the_rules_found():
     assert found["ldp-samples"].values["keep"] == pytest.approx(0.20, abs=0.01)
     assert found["ldp-floor"].values["after"] > found["ldp-floor"].values["before"] + 15
     assert found["fedssar-variance"].values["drawn"] == pytest.approx(1 / 1000 * 0.9, rel=0.01)
+    # A weight is 1/m with probability m/N where nobody is drawn twice, whatever the strata: (1/m²) (m/N) (1 − m/N).
+    assert found["fedssar-less-variance"].values == pytest.approx(
+        {"strata": 9.0e-4, "plain": 9.0e-4, "returning": 9.9e-4}, rel=0.02
+    )
     assert [round(value, 1) for value in found["fedssar-bias"].values.values()] == [13.6, 12.7, 20.9]
     assert all(each.figure and each.says for each in found.values())
 
@@ -113,6 +117,7 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
         "ldp-floor": "not",
         "fedssar-bias": "in part",
         "fedssar-variance": "holds",
+        "fedssar-less-variance": "in part",
     }
     # With other rules they are others: everybody tells the truth, one draw for each stratum first, weights by p_k, …
     monkeypatch.setattr(module, "truth_probability", lambda epsilon, bound: 1.0)

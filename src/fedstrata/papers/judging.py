@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import product
 from typing import Any, Literal
 
 from fedstrata.errors import SpecError
@@ -25,6 +26,8 @@ FEWEST = 3
 """Seeds below which no order is stated."""
 POINT = 0.01
 """To what accuracies are rounded, in percent."""
+POINTS: Range = (-100.0, 100.0)
+"""Between which two accuracies can differ."""
 
 Order = Literal["above", "below", "no order shown", "too few seeds", "not run"]
 Verdict = Literal[
@@ -44,7 +47,8 @@ class Comparison:
         than: What it is compared with.
         seeds: That both have.
         mean: Mean difference in points of the table's metric; None where there is none.
-        interval: Its interval, held over all comparisons of the table together; None for fewer than two seeds.
+        interval: Its interval, held over all comparisons of the table together and cut at what is possible; None for
+            fewer than two seeds.
         p: Of the paired t-test, corrected by Holm over the same; None for fewer than three seeds.
     """
 
@@ -129,10 +133,32 @@ def compared(table: Table, cells: Cells) -> list[Comparison]:
     result = []
     for (column, row, than), each, p in zip(pairs, found, corrected, strict=True):
         values = over_seeds(cells, row, column, table.metric), over_seeds(cells, than, column, table.metric)
-        interval = paired_interval(*values, resolution=POINT, together=len(pairs))
+        interval = cut(paired_interval(*values, resolution=POINT, together=len(pairs)))
         enough = each.p is not None and each.n >= FEWEST
         result.append(Comparison(column, row, than, each.n, each.mean, interval, p if enough else None))
     return result
+
+
+def cut(interval: Range | None, to: Range = POINTS) -> Range | None:
+    """What of an interval is possible; a t interval of few seeds may be wider.
+
+    >>> cut((-186.7, 3.5)), cut(None)
+    ((-100.0, 3.5), None)
+    """
+    return None if interval is None else (max(interval[0], to[0]), min(interval[1], to[1]))
+
+
+def needed(seeds: int, comparisons: int) -> float:
+    """How many times its standard deviation over the seeds a difference must be for its order to be stated.
+
+    Args:
+        seeds: Pairs.
+        comparisons: That the table makes.
+
+    >>> round(needed(3, 1), 2), round(needed(5, 9), 2)
+    (2.48, 2.34)
+    """
+    return t_interval(0.0, 1.0, seeds, together=comparisons)[1]
 
 
 def paired_interval(
@@ -291,11 +317,11 @@ def _near(claim: Claim, known: Results, quick: bool) -> Judgement:
     for column in columns:
         mine, theirs = (over_seeds(cells, row, c, table.metric) for c in (column, reference))
         found = paired_difference(mine, theirs)
-        interval = paired_interval(mine, theirs, resolution=POINT, together=len(columns))
+        interval = cut(paired_interval(mine, theirs, resolution=POINT, together=len(columns)))
         order = order_of(found.n, None if interval is None else (interval[0] + within, interval[1] + within))
         orders.append(order)
         parts.append((column, found.mean, interval, found.n))
-    text = f"{row} − {row} with {reference}: {_listed(parts)}; held to −{within:g}"
+    text = f"{row} − {row} with {reference}: {_listed(parts)}; at most {within:g} below is as good"
     return Judgement(claim, _verdict(orders), text, _command(table))
 
 
@@ -311,8 +337,12 @@ def _margin(claim: Claim, known: Results, quick: bool) -> Judgement:
         interval = None if each.interval is None else (each.interval[0] + within, each.interval[1] + within)
         orders.append(order_of(each.seeds, interval))
     parts = [(each.column, each.mean, each.interval, each.seeds) for each in found]
-    text = f"{row} − {than}: {_listed(parts)}; held to −{within:g}"
+    text = f"{row} − {than}: {_listed(parts)}; at most {within:g} below is as good"
     return Judgement(claim, _verdict(orders), text, _command(table))
+
+
+COUNTED = {"bytes_up": "bytes of the clients' answers", "bytes_down": "bytes to the clients"}
+"""What is counted and not judged by seeds."""
 
 
 def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
@@ -326,7 +356,7 @@ def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
     ratios = [ratio for of in by_column for ratio in of]
     if not ratios:
         return Judgement(claim, "not yet", "not run", _command(table))
-    text = f"{row} / {than}: {statistics.fmean(ratios):.3f}"
+    text = f"{COUNTED[metric]}, {row} / {than}: {statistics.fmean(ratios):.3f}"
     most, least = claim.about.get("most", max(ratios)), claim.about.get("least", min(ratios))
     within: Verdict = "holds" if least <= min(ratios) and max(ratios) <= most else "not"
     return Judgement(claim, within if all(by_column) else "not yet", text, _command(table))
@@ -341,7 +371,7 @@ def _sooner(claim: Claim, known: Results, quick: bool) -> Judgement:
 
     row = claim.about["row"]
     return _less(
-        claim, known, quick, rounds, 1.0, lambda whose: f"rounds of {row} to the best of {whose}, less its own"
+        claim, known, quick, rounds, 1.0, lambda whose: f"rounds to the best accuracy of {whose}, {row} − {whose}"
     )
 
 
@@ -368,7 +398,10 @@ def _less(
     resolution: float,
     says: Callable[[str], str],
 ) -> Judgement:
-    """A figure of a row's curve is below that of others, in all columns that have both.
+    """A figure of a row's curve is below that of others, in all columns that have both, or on average over them.
+
+    Where a few evaluations are all that a run has, no interval that holds over many columns can be short enough: such
+    claims are ``pooled``.
 
     Args:
         claim: The claim.
@@ -382,19 +415,30 @@ def _less(
     row, than = claim.about["row"], claim.about["than"]
     others = [than] if isinstance(than, str) else than
     cells = cells_of(table, known, quick=quick)
-    pairs = [(c, other) for c in table.columns for other in others if {row, other} <= set(table.rows_of(c))]
+    columns = claim.about.get("columns", list(table.columns))
+    has = {other: [c for c in columns if {row, other} <= set(table.rows_of(c))] for other in others}
+    if claim.about.get("pooled"):
+        groups = [("", other, there) for other, there in has.items()]
+    else:
+        groups = [(c, other, [c]) for c in columns for other in others if c in has[other]]
     orders: list[Order] = []
     parts: list[Part] = []
-    for column, other in pairs:
-        curves = {seed: [cells.get((r, column, seed), {}).get("curve") for r in (row, other)] for seed in table.seeds}
-        both = {seed: figures(mine, theirs) for seed, (mine, theirs) in curves.items() if mine and theirs}
-        mine, theirs = ({seed: figure[which] for seed, figure in both.items()} for which in (0, 1))
-        found = paired_difference(mine, theirs)
-        interval = paired_interval(mine, theirs, resolution=resolution, together=len(pairs))
+    for label, other, over in groups:
+        both: dict[int, list[tuple[float, float]]] = {}
+        for seed, column in product(table.seeds, over):
+            mine, theirs = (cells.get((r, column, seed), {}).get("curve") for r in (row, other))
+            if mine and theirs:
+                both.setdefault(seed, []).append(figures(mine, theirs))
+        whole = {seed: found for seed, found in both.items() if len(found) == len(over)}
+        ours, others_ = ({s: statistics.fmean(f[i] for f in found) for s, found in whole.items()} for i in (0, 1))
+        found = paired_difference(ours, others_)
+        interval = paired_interval(ours, others_, resolution=resolution, together=len(groups))
         orders.append(order_of(found.n, interval))
-        where = [column] * (len(table.columns) > 1) + [f"− {other}"] * (len(others) > 1)
+        where = [label] * (bool(label) and len(columns) > 1) + [f"− {other}"] * (len(others) > 1)
         parts.append((" ".join(where), found.mean, interval, found.n))
     text = f"{says(others[0] if len(others) == 1 else 'others')}: {_listed(parts)}"
+    if claim.about.get("pooled"):
+        text += f"; mean over {', '.join(columns)}"
     return Judgement(claim, _verdict(orders, "below"), text, _command(table))
 
 

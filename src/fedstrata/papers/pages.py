@@ -12,12 +12,15 @@ from fedstrata.jsonl import replace_file
 from fedstrata.papers.judging import (
     FEWEST,
     Cells,
+    Claim,
     Comparison,
     cells_of,
     claims,
     compared,
     judged,
+    needed,
     over_seeds,
+    signed,
 )
 from fedstrata.papers.readings import readings
 from fedstrata.papers.running import Results, known
@@ -27,6 +30,34 @@ from fedstrata.statistics import Estimate
 FIRST, READINGS = "claims.md", "readings.md"
 MADE = "Written by `fedstrata reproduce`; the figures are in `cells/`, one file a table."
 QUICK = "\n**At small scale, to see that everything runs: nothing here says anything of the papers.**\n"
+
+ABOUT_CLAIMS = f"""\
+Every quantitative claim of the abstracts and conclusions, in our words, and what came of it here.
+Differences are paired by seed and judged from {FEWEST} seeds on; their 95 % intervals are in brackets. Those between
+methods hold together over all comparisons of the table; those between settings of one method, of rounds and of
+deviations hold together over the comparisons of the claim. Seeds draw the split, the first model and the batches. The
+test set is the same for all of them: nothing here is said of another one.
+
+- *holds*: in all settings; *in part*: in some; *not*: in none, and the opposite in some.
+- *not shown*: the runs leave it open.
+- *not yet*: cells are not run, or have too few seeds.
+
+Ratios of bytes, what is computed and what other pages have measured need no seeds. These are our choices: how near is
+as good (1 point, 2 points under privacy), how many more bytes are few (1.05 times) or many (10 times), and over how
+many rounds a curve is steady (20).
+
+{MADE} `fedstrata reproduce --show --out docs/results` writes the pages anew of the results that are there.
+Whether something beats all four is [a study of its own](../study.md).
+"""
+ABOUT_TABLES = f"""\
+In the tables the paper's figure stands beside ours, which has the 95 % interval of its mean over seeds (Student's t).
+Differences are paired: they are of the seeds that both methods have, and need not be the difference of the means shown.
+Their intervals hold together at 95 % over all comparisons of the table (Bonferroni), and are cut at what is possible.
+An order is only stated from {FEWEST} seeds on and where that interval leaves out zero. p is of the paired t-test,
+corrected over the same comparisons (Holm); it decides nothing. Seeds draw the split, the first model and the batches;
+the test set is the same for all of them. A cell that is not run has its command and the time of one core that it takes.
+{MADE}
+"""
 
 
 def write(out: Path, *, quick: bool = False) -> list[str]:
@@ -78,27 +109,24 @@ def first_page(found: Results, *, quick: bool = False) -> str:
     lines = [
         "# The four papers, claim by claim",
         QUICK if quick else "",
-        "Every quantitative claim of the abstracts and conclusions, in our words, and what came of it here.",
-        f"Differences are paired by seed and judged from {FEWEST} seeds on; their 95 % intervals are in brackets.",
-        "Those of accuracy, in points, hold together over all comparisons of the table; those held to a margin, and",
-        "those of rounds, over the claim's.",
-        "",
-        "*holds*: in all settings; *in part*: in some; *not*: in none, and the opposite in some; *not shown*: in none,",
-        "and the opposite neither; *not yet*: cells of it are not run, or with too few seeds. Ratios of bytes, what is",
-        f"computed and what other pages have measured need no seeds. {MADE}",
-        "",
+        ABOUT_CLAIMS,
         "| paper | claim | where | here | figures | command |",
         "|---|---|---|---|---|---|",
     ]
     for claim in claims():
-        each = judged(claim, found, quick=quick)
         link = f"[{PAPERS[claim.paper].partition(' ')[0]}]({claim.paper}.md)"
-        command = f"`{each.command}`" if each.command != "–" else "–"
-        lines.append(f"| {link} | {claim.says} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |")
+        lines.append(f"| {link} {_judged(claim, found, quick=quick)}")
     about = f"[{READINGS}]({READINGS}): biases, weights and privacy, computed."
     lines += ["", "## What follows from the rules alone", "", about]
     lines += ["", "## What is run", "", overview(tables().values(), found, quick=quick)]
     return "\n".join(lines) + "\n"
+
+
+def _judged(claim: Claim, found: Results, *, quick: bool) -> str:
+    """A claim's cells in a table of claims."""
+    each = judged(claim, found, quick=quick)
+    command = f"`{each.command}`" if each.command != "–" else "–"
+    return f"| {claim.says} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |"
 
 
 def progress(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> list[dict[str, Any]]:
@@ -160,14 +188,10 @@ def speeds(table: Table, found: Results) -> dict[tuple[str, str], float]:
 
 def page(paper: str, found: Results, *, quick: bool = False) -> str:
     """A paper's tables and where what we do differs from it."""
-    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", MADE]
-    lines += [
-        "The paper's figure stands beside ours with the 95 % interval of its mean over seeds (Student's t).",
-        "Differences are paired by seed; their intervals hold together at 95 % over all comparisons of the table",
-        "(Bonferroni), p is of the paired t-test, corrected over the same (Holm).",
-        f"An order is only stated from {FEWEST} seeds on and where the interval leaves out zero.",
-        "A cell that is not run has its command and the time of one core that it takes.",
-    ]
+    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", "What became of its claims:", ""]
+    lines += ["| claim | where | here | figures | command |", "|---|---|---|---|---|"]
+    lines += [_judged(claim, found, quick=quick) for claim in claims() if claim.paper == paper]
+    lines += ["", ABOUT_TABLES.strip()]
     for name, table in tables().items():
         if table.paper == paper:
             lines += ["", f"## {table.title}", "", *_table(name, table, found, quick=quick)]
@@ -180,30 +204,62 @@ def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]
     lines = [f"Paper: {table.source}. Figures: {METRICS[table.metric]}, %. `fedstrata reproduce {name}`.", ""]
     lines += [table.notes.strip(), ""] if table.notes else []
     also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
-    paper = ["paper"] if table.published else []
+    theirs = [_published(table, row, c) for c in table.columns for row in table.rows_of(c)]
+    paper = (["paper"] if table.published else []) + ([f"its − {table.baseline}"] if any(d for _, d in theirs) else [])
     heads = ["setting", "method", *paper, "here", "seeds", *(SHOWN[key] for key in also)]
     heads += [f"− {table.baseline}", "p", "what may be said"]
     lines += ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 3) + "---|"]
     comparisons = compared(table, cells)
     seconds = speeds(table, found)
     beside = {(each.column, each.row): each for each in comparisons if each.than == table.baseline}
+    outside = []
     for column in table.columns:
         for row in table.rows_of(column):
             values = over_seeds(cells, row, column, table.metric)
             estimate = Estimate.over(values.values())
-            published = table.published.get(row, {}).get(column)
+            if _is_outside(table.published.get(row, {}).get(column), estimate):
+                outside.append(f"{row} with {column}")
             figures = [
-                *(["" if published is None else f"{published:.2f}"] if paper else []),
+                *_published(table, row, column)[: len(paper)],
                 _here(estimate),
-                str(estimate.n) if estimate.n else "",
+                _seeds(cells, row, column),
                 *(_mean(cells, row, column, key) for key in also),
             ]
             said = _said(beside.get((column, row))) if values else ["", "", _left(table, row, column, seconds)]
             lines.append(f"| {column} | {row} | " + " | ".join([*figures, *said]) + " |")
     more = [each for each in comparisons if each.than != table.baseline and each.seeds]
     if more:
-        lines += ["", "Also compared: " + "; ".join(_sentence(each) for each in more) + "."]
+        lines += ["", "| setting | also compared | difference | p | what may be said |", "|---|---|---:|---:|---|"]
+        lines += [f"| {each.column} | {each.row} − {each.than} | " + " | ".join(_said(each)) + " |" for each in more]
+    if outside:
+        lines += ["", f"The paper's figure lies outside our interval: {'; '.join(outside)}."]
+    if len(table.seeds) >= FEWEST and comparisons and not quick:
+        times = needed(len(table.seeds), len(comparisons))
+        text = (
+            f"With {len(table.seeds)} seeds and {len(comparisons)} comparisons, a difference must be {times:.1f} times"
+        )
+        lines += ["", f"{text} as large as its deviation from seed to seed for its order to be stated."]
     return lines + _taken_over([result for result in cells.values() if "source" in result])
+
+
+def _published(table: Table, row: str, column: str) -> tuple[str, str]:
+    """The paper's figure, and its difference to that of the baseline."""
+    figure, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
+    if figure is None:
+        return "", ""
+    return f"{figure:.2f}", "" if baseline is None or row == table.baseline else signed(figure - baseline)
+
+
+def _is_outside(published: float | None, estimate: Estimate) -> bool:
+    if published is None or estimate.interval is None or estimate.n < FEWEST:
+        return False
+    return not estimate.interval[0] <= published <= estimate.interval[1]
+
+
+def _seeds(cells: Cells, row: str, column: str) -> str:
+    """How many there are, with a mark where an earlier version made some of them."""
+    found = [result for (r, c, _), result in cells.items() if (r, c) == (row, column)]
+    return (str(len(found)) if found else "") + ("†" if any("source" in result for result in found) else "")
 
 
 def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
@@ -211,13 +267,17 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     if not results:
         return []
     sources = ", ".join(f"`{source}`" for source in sorted({str(result["source"]) for result in results}))
-    line = f"{len(results)} cells are taken over from {sources}, made with the same spec by an earlier version"
+    line = f"† {len(results)} cells were made by an earlier version with the same spec ({sources})"
     repeated = [result["repeated"] for result in results if "repeated" in result]
     if not repeated:
-        return ["", line + "."]
+        return ["", f"{line}, and not repeated."]
     rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
     which = "each" if len(repeated) == len(results) else f"{len(repeated)} of them"
-    return ["", f"{line}; the first {rounds} rounds of {which} were repeated, and are at most {points} points off."]
+    left_out = "Cells that are more than one point off are left out."
+    return [
+        "",
+        f"{line}; the first {rounds} rounds of {which} were repeated, and are at most {points} points off. {left_out}",
+    ]
 
 
 SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
@@ -234,7 +294,8 @@ def _here(estimate: Estimate) -> str:
         return ""
     if estimate.interval is None or estimate.n < FEWEST:
         return f"{estimate.mean:.2f}"
-    return f"{estimate.mean:.2f} [{estimate.interval[0]:.1f}, {estimate.interval[1]:.1f}]"
+    low, high = max(estimate.interval[0], 0.0), min(estimate.interval[1], 100.0)
+    return f"{estimate.mean:.2f} [{low:.1f}, {high:.1f}]"
 
 
 def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str], float]) -> str:
@@ -254,7 +315,7 @@ def _said(comparison: Comparison | None) -> list[str]:
     words = {
         "above": f"above {comparison.than}",
         "below": f"below {comparison.than}",
-        "not run": f"{comparison.than} is not run",
+        "not run": "no comparison yet",
     }
     return [difference, p, words.get(comparison.order, comparison.order)]
 
@@ -266,10 +327,6 @@ def duration(hours: float) -> str:
     ('2 min', '2.3 h')
     """
     return f"{max(1, round(60 * hours))} min" if hours < 1 else f"{hours:.1f} h"
-
-
-def _sentence(each: Comparison) -> str:
-    return f"{each.column}: {each.row} − {each.than} {each}" + ("" if each.seeds < FEWEST else f" ({each.order})")
 
 
 def _differs(paper: str) -> str:
@@ -284,6 +341,6 @@ def page_of_readings() -> str:
         "Computed by `fedstrata.papers.readings` whenever pages are written.",
         "",
     ]
-    lines += ["| what | figure | as the paper has it |", "|---|---|---|"]
+    lines += ["| what | figure | does what the paper says of it hold? |", "|---|---|---|"]
     lines += [f"| {each.says} | {each.figure} | {each.holds} |" for each in readings().values()]
     return "\n".join(lines) + "\n"
