@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
 from fedstrata.papers import readings as module
+from fedstrata.papers.judging import claims
 from fedstrata.papers.readings import (
     fedssar_bias,
     keep_errors,
@@ -103,6 +107,36 @@ def test_every_reading_says_what_the_review_of_the_rules_found():
     )
     assert [round(value, 1) for value in found["fedssar-bias"].values.values()] == [13.6, 12.7, 20.9]
     assert all(each.figure and each.says for each in found.values())
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
+    found = readings()
+    bias, private = found["fedssar-bias"].values, found["ldp-samples"].values
+    importance = found["importance-bias"].values
+    text = " ".join((DOCS / "sampling.md").read_text(encoding="utf-8").split())
+    for said in [
+        f"it is {bias['[90, 5, 5]']:.1f} % off for clusters of 90, 5 and 5 clients",
+        f"{bias['[34, 33, 33]']:.1f} % for 34, 33 and 33",
+        f"and {bias['[7, 5, 3, 2, 2, 1]']:.1f} % for 7, 5, 3, 2, 2 and 1",
+        f"with probability {private['keep']:.2f} on average where 0.10 is wanted",
+        f"it is {100 * (importance['drawn'] / importance['mean'] - 1):.0f} % too long",
+    ]:
+        assert said in text, said
+    differs = files("fedstrata.papers").joinpath("fedstas", "differs.md").read_text(encoding="utf-8")
+    assert f"spends ε anew: {found['ldp'].values['spent']:.1f} on average" in differs
+    assert f"p̃ to {0.1 * 600 / 99 / 0.1:.2f} p" in differs
+
+
+@pytest.mark.parametrize("claim", [each for each in claims() if each.kind == "page"], ids=lambda claim: claim.says[:40])
+def test_what_other_pages_have_measured_is_on_them(claim):
+    evidence = claim.about["evidence"]
+    pages = " ".join((DOCS / page).read_text(encoding="utf-8") for page in re.findall(r"\]\(\.\./(\w+\.md)", evidence))
+    assert pages
+    for figure in re.findall(r"\d+(?:\.\d+)?", re.sub(r"\]\([^)]*\)", "", evidence)):
+        assert figure in pages, figure
 
 
 def test_verdicts_follow_from_the_figures(monkeypatch):
