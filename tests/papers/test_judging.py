@@ -160,7 +160,7 @@ def test_a_row_in_one_column_no_worse_than_in_another(table, x, verdict):
     about = {"table": "mine", "row": "b", "reference": "y", "within": 1.0}
     found = judged(Claim("rebafl", "", "", "near", about), results(table, {("b", "x"): x, ("b", "y"): BASE}))
     assert found.verdict == verdict
-    assert "at most 1 below is as good" in found.evidence
+    assert "as good: at most 1 below" in found.evidence
 
 
 def test_a_row_no_more_than_some_points_below_another(table):

@@ -321,7 +321,7 @@ def _near(claim: Claim, known: Results, quick: bool) -> Judgement:
         order = order_of(found.n, None if interval is None else (interval[0] + within, interval[1] + within))
         orders.append(order)
         parts.append((column, found.mean, interval, found.n))
-    text = f"{row} − {row} with {reference}: {_listed(parts)}; at most {within:g} below is as good"
+    text = f"{row} − {row} with {reference}: {_listed(parts)}; as good: at most {within:g} below"
     return Judgement(claim, _verdict(orders), text, _command(table))
 
 
@@ -337,7 +337,7 @@ def _margin(claim: Claim, known: Results, quick: bool) -> Judgement:
         interval = None if each.interval is None else (each.interval[0] + within, each.interval[1] + within)
         orders.append(order_of(each.seeds, interval))
     parts = [(each.column, each.mean, each.interval, each.seeds) for each in found]
-    text = f"{row} − {than}: {_listed(parts)}; at most {within:g} below is as good"
+    text = f"{row} − {than}: {_listed(parts)}; as good: at most {within:g} below"
     return Judgement(claim, _verdict(orders), text, _command(table))
 
 

@@ -12,7 +12,6 @@ from fedstrata.jsonl import replace_file
 from fedstrata.papers.judging import (
     FEWEST,
     Cells,
-    Claim,
     Comparison,
     cells_of,
     claims,
@@ -114,19 +113,14 @@ def first_page(found: Results, *, quick: bool = False) -> str:
         "|---|---|---|---|---|---|",
     ]
     for claim in claims():
+        each = judged(claim, found, quick=quick)
         link = f"[{PAPERS[claim.paper].partition(' ')[0]}]({claim.paper}.md)"
-        lines.append(f"| {link} {_judged(claim, found, quick=quick)}")
+        command = f"`{each.command}`" if each.command != "–" else "–"
+        lines.append(f"| {link} | {claim.says} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |")
     about = f"[{READINGS}]({READINGS}): biases, weights and privacy, computed."
     lines += ["", "## What follows from the rules alone", "", about]
     lines += ["", "## What is run", "", overview(tables().values(), found, quick=quick)]
     return "\n".join(lines) + "\n"
-
-
-def _judged(claim: Claim, found: Results, *, quick: bool) -> str:
-    """A claim's cells in a table of claims."""
-    each = judged(claim, found, quick=quick)
-    command = f"`{each.command}`" if each.command != "–" else "–"
-    return f"| {claim.says} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |"
 
 
 def progress(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> list[dict[str, Any]]:
@@ -188,9 +182,10 @@ def speeds(table: Table, found: Results) -> dict[tuple[str, str], float]:
 
 def page(paper: str, found: Results, *, quick: bool = False) -> str:
     """A paper's tables and where what we do differs from it."""
-    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", "What became of its claims:", ""]
-    lines += ["| claim | where | here | figures | command |", "|---|---|---|---|---|"]
-    lines += [_judged(claim, found, quick=quick) for claim in claims() if claim.paper == paper]
+    lines = [f"# {PAPERS[paper]}", QUICK if quick else "", f"What became of its claims ([more]({FIRST})):", ""]
+    lines += ["| claim | here | figures |", "|---|---|---|"]
+    for each in (judged(claim, found, quick=quick) for claim in claims() if claim.paper == paper):
+        lines.append(f"| {each.claim.says} | **{each.verdict}** | {each.evidence} |")
     lines += ["", ABOUT_TABLES.strip()]
     for name, table in tables().items():
         if table.paper == paper:
