@@ -156,7 +156,7 @@ def needed(seeds: int, comparisons: int) -> float:
         comparisons: That the table makes.
 
     >>> round(needed(3, 1), 2), round(needed(5, 9), 2)
-    (2.48, 2.34)
+    (2.48, 2.43)
     """
     return t_interval(0.0, 1.0, seeds, together=comparisons)[1]
 
