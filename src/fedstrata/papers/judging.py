@@ -426,13 +426,13 @@ def _less(
     for label, other, over in groups:
         both: dict[int, list[tuple[float, float]]] = {}
         for seed, column in product(table.seeds, over):
-            mine, theirs = (cells.get((r, column, seed), {}).get("curve") for r in (row, other))
-            if mine and theirs:
-                both.setdefault(seed, []).append(figures(mine, theirs))
-        whole = {seed: found for seed, found in both.items() if len(found) == len(over)}
-        ours, others_ = ({s: statistics.fmean(f[i] for f in found) for s, found in whole.items()} for i in (0, 1))
-        found = paired_difference(ours, others_)
-        interval = paired_interval(ours, others_, resolution=resolution, together=len(groups))
+            curve, baseline = (cells.get((r, column, seed), {}).get("curve") for r in (row, other))
+            if curve and baseline:
+                both.setdefault(seed, []).append(figures(curve, baseline))
+        whole = {seed: pairs for seed, pairs in both.items() if len(pairs) == len(over)}
+        mine, theirs = ({s: statistics.fmean(pair[i] for pair in pairs) for s, pairs in whole.items()} for i in (0, 1))
+        found = paired_difference(mine, theirs)
+        interval = paired_interval(mine, theirs, resolution=resolution, together=len(groups))
         orders.append(order_of(found.n, interval))
         where = [label] * (bool(label) and len(columns) > 1) + [f"− {other}"] * (len(others) > 1)
         parts.append((" ".join(where), found.mean, interval, found.n))

@@ -16,6 +16,7 @@ from fedstrata.papers.judging import (
     cells_of,
     claims,
     compared,
+    cut,
     judged,
     needed,
     over_seeds,
@@ -230,10 +231,9 @@ def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]
         lines += ["", f"The paper's figure lies outside our interval: {'; '.join(outside)}."]
     if len(table.seeds) >= FEWEST and comparisons and not quick:
         times = needed(len(table.seeds), len(comparisons))
-        text = (
-            f"With {len(table.seeds)} seeds and {len(comparisons)} comparisons, a difference must be {times:.1f} times"
-        )
-        lines += ["", f"{text} as large as its deviation from seed to seed for its order to be stated."]
+        family = f"With {len(table.seeds)} seeds and {len(comparisons)} comparisons"
+        rule = f"a difference must be {times:.1f} times as large as its deviation from seed to seed"
+        lines += ["", f"{family}, {rule} for its order to be stated."]
     return lines + _taken_over([result for result in cells.values() if "source" in result])
 
 
@@ -287,10 +287,10 @@ def _mean(cells: Cells, row: str, column: str, key: str) -> str:
 def _here(estimate: Estimate) -> str:
     if estimate.mean is None:
         return ""
-    if estimate.interval is None or estimate.n < FEWEST:
+    interval = cut(estimate.interval, (0.0, 100.0))
+    if interval is None or estimate.n < FEWEST:
         return f"{estimate.mean:.2f}"
-    low, high = max(estimate.interval[0], 0.0), min(estimate.interval[1], 100.0)
-    return f"{estimate.mean:.2f} [{low:.1f}, {high:.1f}]"
+    return f"{estimate.mean:.2f} [{interval[0]:.1f}, {interval[1]:.1f}]"
 
 
 def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str], float]) -> str:
