@@ -21,6 +21,7 @@ from fedstrata.papers.readings import (
     neyman_bias,
     readings,
     size_estimates,
+    training_operations,
     uses_a_sample,
 )
 from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
@@ -95,6 +96,21 @@ def test_a_small_holder_is_used_up_while_a_large_one_is_not():
     assert uses_a_sample([900, 100], 1000) == [1.0, 1.0]
 
 
+def test_prototypes_take_two_forward_passes():
+    # Products of an image's forward pass: two convolutions of 5×5, 28×28 and 14×14 pixels, then 1568 → 128 → 10.
+    first, second, hidden, head = 25 * 784 * 16, 25 * 16 * 196 * 32, 1568 * 128, 128 * 10
+    forward = 2 * (first + second + hidden + head)
+    # Backward as much for the weights and for the inputs, but none for those of the first layer.
+    epoch = 100 * (3 * forward - 2 * first)
+    once = training_operations("fedavg", 1)
+    assert training_operations("fedavg", 2) - once == epoch
+    # The augmented loss trains the head alone: forward, and backward for its weights.
+    augmented = 100 * 2 * 2 * head
+    assert training_operations("rebafl", 1) - once == 2 * 100 * forward + augmented
+    values = readings()["rebafl-operations"].values
+    assert values["5"] == pytest.approx((5 * (epoch + augmented) + 200 * forward) / (5 * epoch))
+
+
 def test_every_reading_says_what_the_review_of_the_rules_found():
     found = readings()
     assert found["ldp"].values["ratio"] == pytest.approx(math.exp(3.0))
@@ -152,6 +168,7 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
         "fedssar-bias": "in part",
         "fedssar-variance": "holds",
         "fedssar-less-variance": "in part",
+        "rebafl-operations": "in part",
     }
     # With other rules they are others: everybody tells the truth, one draw for each stratum first, weights by p_k, …
     monkeypatch.setattr(module, "truth_probability", lambda epsilon, bound: 1.0)
@@ -167,5 +184,7 @@ def test_verdicts_follow_from_the_figures(monkeypatch):
     assert module._clusters().holds == "holds"
     monkeypatch.setattr(module, "size_estimates", lambda sizes, bound, epsilon, draws=1: sizes.sum() * np.ones(draws))
     assert (module._limit().holds, module._private_samples().holds) == ("holds", "holds")
+    monkeypatch.setattr(module, "training_operations", lambda method, epochs: 100 * epochs + (method == "rebafl"))
+    assert module._prototype_operations().holds == "holds"
     monkeypatch.setattr(module, "schedule", lambda counts, generator: np.tile(np.arange(10), 640))
     assert module._label_variance().holds == "holds"

@@ -22,7 +22,7 @@ from fedstrata.papers.judging import (
     over_seeds,
     signed,
 )
-from fedstrata.papers.readings import readings
+from fedstrata.papers.readings import FEW_MORE, readings
 from fedstrata.papers.running import Results, known
 from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
 from fedstrata.statistics import Estimate
@@ -43,8 +43,8 @@ test set is the same for all of them: nothing here is said of another one.
 - *not yet*: cells are not run, or have too few seeds.
 
 Ratios of bytes, what is computed and what other pages have measured need no seeds. These are our choices: how near is
-as good (1 point, 2 points under privacy), how many more bytes are few (1.05 times) or many (10 times), and over how
-many rounds a curve is steady (20).
+as good (1 point, 2 points under privacy), how many more bytes or operations are few ({FEW_MORE} times), how many more
+bytes are many (10 times), and over how many rounds a curve is steady (20).
 
 {MADE} `fedstrata reproduce --show --out docs/results` writes the pages anew of the results that are there.
 Whether something beats all four is [a study of its own](../study.md).
