@@ -46,6 +46,7 @@ def test_data_that_are_not_there_fail_loudly(capsys):
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("default")  # FedSTaS clips sizes, as published, and says so
 def test_all_of_it_at_small_scale(monkeypatch, tmp_path):
     monkeypatch.undo()  # the data are those of whoever runs this
     needed = {table.spec["data"]["name"] for table in tables().values() if "name" not in table.quick.get("data", {})}
