@@ -156,7 +156,7 @@ def test_no_page_states_an_order_of_fewer_than_three_seeds():
     for paper in PAPERS:
         for line in page(paper, known(docs)).splitlines():
             if re.search(r"\| (above|below) [^|]+\|$", line):
-                assert re.search(r"\| ([3-9]|\d\d) \|", line), line
+                assert re.search(r"\| ([3-9]|\d\d)†? \|", line), line
 
 
 def test_every_reading_is_on_its_page():
