@@ -111,6 +111,10 @@ def test_prototypes_take_two_forward_passes():
     assert values["5"] == pytest.approx((5 * (epoch + augmented) + 200 * forward) / (5 * epoch))
 
 
+def test_few_more_bytes_are_as_few_as_few_more_operations():
+    assert {each.about["most"] for each in claims() if "most" in each.about} == {module.FEW_MORE}
+
+
 def test_every_reading_says_what_the_review_of_the_rules_found():
     found = readings()
     assert found["ldp"].values["ratio"] == pytest.approx(math.exp(3.0))

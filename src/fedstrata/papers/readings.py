@@ -25,8 +25,7 @@ Ints = NDArray[np.int64]
 Holds = Literal["holds", "in part", "not"]
 DRAWS = 200_000
 FEW_MORE = 1.05
-"""How many times as much may still be called as much."""
-
+"""Up to how many times the baseline's bytes or operations are called few more."""
 EXACT, DRAWN = 0.01, 0.05
 """How far off, relative to what it should be, a figure may be to count as right: where it is worked out, and where it
 is an average of draws."""
@@ -235,7 +234,7 @@ def training_operations(method: str, epochs: int, samples: int = 100) -> int:
         "partition": {"name": "iid", "clients": 1},
         "method": {"name": method},
         "model": {"name": "cnn"},
-        "training": {"rounds": 1, "clients_per_round": 1, "local_epochs": epochs, "batch_size": 50},
+        "training": {"rounds": 1, "clients_per_round": 1, "local_epochs": epochs, "batch_size": 50, "workers": 1},
     }
     with FlopCounterMode(display=False) as counter:
         run(spec, data=(images, labels, images[:1], labels[:1]))
