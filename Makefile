@@ -8,9 +8,10 @@ DEV    := $(VENV)/.installed-dev
 .PHONY: demo docs package test test-fast test-long check format reference bench bench-profile bench-scale bench-masking bench-paths bench-before clean
 
 # One process more than there are processors, because one mostly waits for servers and sites. Tests start many processes,
-# which would otherwise compile every module anew where the environment forbids to write bytecode.
+# which would otherwise compile every module anew where the environment forbids to write bytecode. A process that is lost
+# ends the tests: pytest-xdist 3.8 waits for ever after it has started another one.
 CORES  := $(shell getconf _NPROCESSORS_ONLN)
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadgroup
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist loadgroup --max-worker-restart 0
 
 # What a run needs; test tools, Ray, NVFlare and TenSEAL come when somebody works on the code.
 $(LEAN): pyproject.toml constraints.txt

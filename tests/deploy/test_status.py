@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, NoReturn
 from urllib.request import urlopen
 
 import pytest
+from processes import started
 
 from fedstrata.cli import main
 from fedstrata.deploy.configuration import ERROR, described
@@ -209,16 +209,16 @@ def test_a_damaged_file_is_named(kit: Path, capsys: pytest.CaptureFixture[str], 
     assert f"{STATUS}: damaged, it does not say how far the run is" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["--watch", "--serve"])
-def test_who_looks_may_be_told_to_end(
-    kit: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
-) -> None:
-    def told_to_end(seconds: float) -> None:
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr("time.sleep", told_to_end)
-    assert main(["status", str(kit), how]) == 0
-    assert capsys.readouterr().err == ""
+def test_who_looks_may_be_told_to_end(kit: Path, how: str) -> None:
+    begun = {"--watch": "no run is at work", "--serve": "shows the run"}
+    with started("-u", "-m", "fedstrata", "status", str(kit), how, cwd=kit) as command:
+        command.wait_until(lambda: begun[how] in command.said)
+        said = command.said
+        command.process.terminate()
+        assert command.ended() == 0
+        assert command.said == said
 
 
 def _refused(work: Callable[[], int]) -> int:
