@@ -38,14 +38,14 @@ HERE = Path(__file__).parent
 NONE = torch.empty(0, dtype=torch.int64)
 
 
-@record
+@record("bench/Added")
 class Added(Reply):
     """The sum."""
 
     total: Tensor
 
 
-@record
+@record("bench/Add")
 class Add(Request):
     """Bring 64 numbers to a sum over all clients."""
 
@@ -59,7 +59,7 @@ def add(client: Client, request: Add) -> Added:
     return Added(client.group.all_reduce_sum(torch.ones(64)))
 
 
-@record
+@record("bench/Nothing")
 class Nothing:
     """No state but the model."""
 

@@ -44,7 +44,7 @@ WARM = 600.0
 """Seconds that do not count unless said otherwise: NVFlare remembers messages for 65, and memory settles."""
 
 
-@record
+@record("bench/Nothing")
 class Nothing:
     """No state but the model."""
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import pickle
+import pkgutil
 import struct
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fedstrata
 from fedstrata import records
 from fedstrata.errors import WireError
 from fedstrata.federation.messages import FitReply, Weights
@@ -22,7 +26,7 @@ from fedstrata.sampling.messages import SizeReport
 from fedstrata.stratify.messages import GradientReply, LabelReport
 
 
-@record
+@record("test/Pair")
 class Pair:
     first: Any
     second: Any
@@ -198,15 +202,15 @@ def skeleton(text: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "kind", ["builtins.eval", "subprocess.Popen", f"{__name__}.Stranger", f"{__name__}.Bomb", "fedstrata.spec.Data"]
+    "name", ["builtins.eval", "subprocess.Popen", f"{__name__}.Pair", f"{__name__}.Bomb", "fedstrata.spec.Data"]
 )
-def test_a_record_that_was_not_declared_is_refused(kind):
-    with pytest.raises(WireError, match=f"unknown kind of record '{kind}'"):
-        decode(skeleton({"$r": kind, "f": {}}))
+def test_a_record_that_was_not_declared_is_refused(name):
+    with pytest.raises(WireError, match=f"unknown record '{name}'"):
+        decode(skeleton({"$r": name, "f": {}}))
 
 
 def test_missing_and_additional_fields_are_refused():
-    kind = f"{__name__}.Pair"
+    kind = "test/Pair"
     assert decode(skeleton({"$r": kind, "f": {"first": None, "second": None}})) == Pair(None, None)
     for fields in ({"first": None}, {"first": None, "second": None, "third": None}):
         with pytest.raises(WireError):
@@ -268,7 +272,7 @@ def test_messages_come_back():
 
 
 def test_sums_are_taken_leaf_by_leaf():
-    @record
+    @record("test/Part")
     class Part:
         n: int
         g: dict[str, Tensor]
@@ -282,7 +286,7 @@ def test_sums_are_taken_leaf_by_leaf():
         add(Part(1, {}, ""), Pair(1, 2))
 
 
-@record
+@record("test/Secret")
 class Secret(Message):
     said: int
     kept: Any = unsent(7)
@@ -374,3 +378,45 @@ def test_lists_add_up_leaf_by_leaf():
         add([1, 2], [3])
     with pytest.raises(TypeError, match="'a' and 'b' do not add up"):
         add("a", "b")
+
+
+WIRE_NAMES = Path(__file__).with_name("wire_names.json")
+
+
+def declared() -> dict[str, list[str]]:
+    """The package's records and their fields by wire name, with all of its modules imported."""
+    for module in pkgutil.walk_packages(fedstrata.__path__, "fedstrata."):
+        if not any(part in module.name for part in (".templates", ".deploy.job", "__main__")):
+            importlib.import_module(module.name)
+    found = {name: cls for name, cls in records.RECORDS.items() if cls.__module__.startswith("fedstrata.")}
+    return {name: list(records._FIELDS[cls]) for name, cls in sorted(found.items())}
+
+
+def test_wire_names_and_fields_stay():
+    """A message of a party with another version, and a checkpoint, are read by these names."""
+    assert declared() == json.loads(WIRE_NAMES.read_text()), "write it again: python tests/test_records.py"
+
+
+def test_two_classes_cannot_share_a_wire_name():
+    with pytest.raises(ValueError, match=r"@record\('test/Pair'\) of .*Other: is the wire name of .*Pair\."):
+
+        @record("test/Pair")
+        class Other:
+            pass
+
+
+def test_a_class_may_be_declared_twice_as_in_a_notebook():
+    def declare():
+        @record("test/Again")
+        class Again:
+            value: int
+
+        return Again
+
+    declare()
+    newer = declare()
+    assert type(decode(encode(newer(1)))) is newer
+
+
+if __name__ == "__main__":
+    WIRE_NAMES.write_text(json.dumps(declared(), indent=1) + "\n")

@@ -29,7 +29,7 @@ DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
 """What reading a damaged checkpoint raises."""
 
 
-@record
+@record("Stored")
 class Stored:
     """The server's state as it lies in the file.
 

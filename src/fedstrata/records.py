@@ -31,7 +31,8 @@ DEFAULT_LIMIT = 2 << 30
 """Largest message that is read, in bytes."""
 
 RECORDS: dict[str, type] = {}
-"""What was declared with ``record``, by the name that travels."""
+"""All declared records by their wire name, the only classes that ``decode`` makes."""
+_WIRE_NAMES: dict[type, str] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
 _SIZES: dict[Hashable, int] = {}
 _MOST_FORMS = 4096
@@ -55,23 +56,41 @@ T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True)
-def record(cls: type[T]) -> type[T]:
-    """Declare a frozen dataclass that may be encoded, and so decoded."""
-    made = dataclasses.dataclass(frozen=True)(cls)
-    RECORDS[_kind(made)] = made
-    fields = dataclasses.fields(made)  # type: ignore[arg-type]
-    _FIELDS[made] = tuple(field.name for field in fields if not field.metadata.get("unsent"))
-    return made
+def record(name: str) -> Callable[[type[T]], type[T]]:
+    """Declare a frozen dataclass that may be encoded, and so decoded.
+
+    Args:
+        name: Its wire name, which stays the same wherever the class moves and whatever it is called. Names of your
+            own begin with a prefix, such as ``"my/State"``.
+
+    Raises:
+        ValueError: Another class has the name.
+    """
+
+    def declare(cls: type[T]) -> type[T]:
+        made = dataclasses.dataclass(frozen=True)(cls)
+        before = RECORDS.get(name, made)
+        if (before.__module__, before.__qualname__) != (made.__module__, made.__qualname__):
+            taken = f"is the wire name of {before.__module__}.{before.__qualname__}. Choose another name"
+            raise ValueError(f"@record({name!r}) of {made.__module__}.{made.__qualname__}: {taken}.")
+        register({name: made})
+        return made
+
+    return declare
+
+
+def register(classes: Mapping[str, type]) -> None:
+    """Add declared records of another process to those that ``decode`` knows, by wire name."""
+    for name, cls in classes.items():
+        RECORDS[name], _WIRE_NAMES[cls] = cls, name
+        sent = (field.name for field in dataclasses.fields(cls) if not field.metadata.get("unsent"))
+        _FIELDS[cls] = tuple(sent)
 
 
 class Message:
     """A record that another party sends: its fields' types are checked when it is decoded."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-def _kind(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def encode(tree: Tree) -> bytes:
@@ -225,9 +244,9 @@ class _Parts:
             return self._tensor(
                 "$b", torch.frombuffer(bytearray(node), dtype=torch.uint8) if node else torch.empty(0).byte()
             )
-        if _kind(type(node)) in RECORDS:
+        if (wire_name := _WIRE_NAMES.get(type(node))) is not None:
             fields = {name: self._flatten(getattr(node, name)) for name in _FIELDS[type(node)]}
-            return {"$r": _kind(type(node)), "f": fields}
+            return {"$r": wire_name, "f": fields}
         if isinstance(node, Mapping):
             if all(isinstance(key, str) and not key.startswith("$") for key in node):
                 return {key: self._flatten(item) for key, item in node.items()}
@@ -282,10 +301,10 @@ def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: lis
     return {key: again(item) for key, item in node.items()}
 
 
-def _make(kind: str, fields: dict[str, Any]) -> Any:
-    cls = RECORDS.get(kind)
+def _make(name: str, fields: dict[str, Any]) -> Any:
+    cls = RECORDS.get(name)
     if cls is None:
-        raise WireError(f"unknown kind of record {kind!r}")
+        raise WireError(f"unknown record {name!r}")
     if not issubclass(cls, Message):
         return cls(**fields)
     try:
@@ -309,7 +328,7 @@ def require_types(message: Message) -> None:
         if isinstance(value, Message):
             require_types(value)
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in fields.items()}
-    _make(_kind(type(message)), plain)
+    _make(_WIRE_NAMES[type(message)], plain)
 
 
 def _obvious(message: Message) -> bool:

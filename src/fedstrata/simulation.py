@@ -99,7 +99,7 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
     )
 
 
-@record
+@record("Measured")
 class Measured:
     """What is kept of an evaluation.
 
@@ -114,7 +114,7 @@ class Measured:
     confusion: torch.Tensor
 
 
-@record
+@record("LoopState")
 class LoopState:
     """What the loop remembers, beside the method's state: it travels in checkpoints.
 

@@ -31,7 +31,7 @@ from fedstrata.stratify.messages import GradientReply
 N = 4
 
 
-@record
+@record("test/Told")
 class Told(Reply):
     """A change that the test knows."""
 
@@ -44,7 +44,7 @@ class Told(Reply):
         return replace(self, change=change)
 
 
-@record
+@record("test/Tell")
 class Tell(ModelRequest):
     reply_type: ClassVar[type[Reply]] = Told
 

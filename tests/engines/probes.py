@@ -23,7 +23,7 @@ TAKES = {"slow": 0.1, "hang": 24.0}
 """Seconds that a culprit sleeps before it answers."""
 
 
-@record
+@record("test/Counted")
 class Counted(Reply):
     """How often a client has answered, by its own state.
 
@@ -36,7 +36,7 @@ class Counted(Reply):
     values: Tensor
 
 
-@record
+@record("test/Probe")
 class Probe(Request):
     """Count this question; some clients go wrong.
 
@@ -59,12 +59,12 @@ class Probe(Request):
             raise ReplyRefusedError("a negative count")
 
 
-@record
+@record("test/Walk")
 class Walk(Probe):
     """The same with a travelling model, to which every hop adds 1."""
 
 
-@record
+@record("test/Meet")
 class Meet(Probe):
     """The same in a group: everybody adds its number, before or after it goes wrong.
 
@@ -75,7 +75,7 @@ class Meet(Probe):
     late: bool = False
 
 
-@record
+@record("test/Other")
 class Other(Reply):
     """No answer to any of these."""
 

@@ -26,7 +26,7 @@ def test_random_layers_in_a_group_are_refused_with_advice():
         fs.run(spec, model=module)
 
 
-@record
+@record("test/Gather")
 class Gather(Request):
     """For tests: add up twice, unless something else is to happen to a client before the second sum."""
 
@@ -34,7 +34,7 @@ class Gather(Request):
     to: int = 2
 
 
-@record
+@record("test/Gathered")
 class Gathered(Reply):
     total: float
 

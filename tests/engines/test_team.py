@@ -85,7 +85,7 @@ def test_dropout_layers_draw_the_same_numbers_in_a_worker(eager):
     assert all(torch.equal(w, two[name]) for name, w in alone.items())
 
 
-@record
+@record("test/WhoAreYou")
 class WhoAreYou(Request):
     """For tests: who answers, unless it cannot."""
 
@@ -96,7 +96,7 @@ class WhoAreYou(Request):
         return samples
 
 
-@record
+@record("test/Me")
 class Me(Reply):
     pid: int
     client: int

@@ -10,12 +10,12 @@ from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.records import record
 
 
-@record
+@record("test/Add")
 class Add(Request):
     amount: float
 
 
-@record
+@record("test/Added")
 class Added(Reply):
     amount: float
 

@@ -26,13 +26,13 @@ from fedstrata.simulation import make_context
 from fedstrata.stratify.messages import Gradient, LabelReply, LabelReport, Reserve
 
 
-@record
+@record("test/Said")
 class Said(Reply):
     number: int
     values: Tensor
 
 
-@record
+@record("test/Say")
 class Say(Request):
     reply_type: ClassVar[type[Reply]] = Said
 
@@ -61,12 +61,12 @@ def say(client: Client, request: Say) -> Said:
     return Said(client.number, torch.full((2,), float(request.what)))
 
 
-@record
+@record("test/Unheard")
 class Unheard(Request):
     pass
 
 
-@record
+@record("test/Meet")
 class Meet(Request):
     raises: int
 
@@ -82,7 +82,7 @@ def meet(client: Client, request: Meet) -> Said:
     return Said(client.group.size, client.group.all_reduce_sum(once))
 
 
-@record
+@record("test/Pass")
 class Pass(Request):
     culprit: int
     way: str

@@ -12,12 +12,12 @@ from fedstrata.methods.fedavg import FedAvg
 from fedstrata.records import record, unsent
 
 
-@record
+@record("test/Visits")
 class Visits(Reply):
     times: int
 
 
-@record
+@record("test/HowOften")
 class HowOften(Request):
     reply_type: ClassVar[type[Reply]] = Visits
 

@@ -17,12 +17,12 @@ from fedstrata.federation.messages import Reply, Request
 from fedstrata.records import record
 
 
-@record
+@record("test/Trouble")
 class Trouble(Request):
     """Do what makes trouble."""
 
 
-@record
+@record("test/Count")
 class Count(Reply):
     """How often a client was asked.
 
@@ -47,7 +47,7 @@ def trouble(client, request):
     return Count(times, torch.ones(1))
 
 
-@record
+@record("test/Deadly")
 class Deadly(Request):
     """Client 1 is killed by it."""
 

@@ -36,7 +36,7 @@ from fedstrata.records import record
 from fedstrata.rng import rng
 
 
-@record
+@record("ChannelState")
 class ChannelState:
     """What the server remembers of what travelled; it is part of a checkpoint.
 

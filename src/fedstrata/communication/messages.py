@@ -11,7 +11,7 @@ from fedstrata.federation.messages import ModelRequest, Params, Reply, Request
 from fedstrata.records import Message, record, unsent
 
 
-@record
+@record("ModelDelivery")
 class ModelDelivery(Message):
     """A model, whole or as what a client missed of it.
 
@@ -30,7 +30,7 @@ class ModelDelivery(Message):
     params: Params
 
 
-@record
+@record("EncodedReply")
 class EncodedReply(Reply):
     """An answer in parts.
 
@@ -43,7 +43,7 @@ class EncodedReply(Reply):
     payload: Tensor
 
 
-@record
+@record("Encoded")
 class Encoded(Request):
     """A question whose model, or the change that its answer tells of, travels encoded.
 
@@ -76,7 +76,7 @@ class Encoded(Request):
         self.reader.check(reply)
 
 
-@record
+@record("Coefficients")
 class Coefficients(Request):
     """The second sum of an exchange: what is my part of your change along these directions?
 

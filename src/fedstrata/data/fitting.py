@@ -35,7 +35,7 @@ CHUNK = 1 << 20
 """Rows that are cast to float64 at once, for memory."""
 
 
-@record
+@record("Statistics")
 class Statistics(Message):
     """What training samples come to; those of several clients add up.
 

@@ -42,7 +42,7 @@ class WorkerPayload:
     Args:
         context: Without the data set's tensors.
         arrays: The training samples and what normalises them, by field of the data set.
-        declared: Kinds of records that are not of this package, by the name that travels.
+        declared: Records that other packages declare, by wire name.
     """
 
     context: ClientContext
@@ -63,7 +63,7 @@ class WorkerPayload:
         nothing: dict[str, Any] = {name: tensor[:0].clone() for name, tensor in tensors.items()}
         shell = dataclasses.replace(data, **nothing)
         # A module that workers can import declares its own again; what a notebook declares goes along.
-        declared = {kind: cls for kind, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
+        declared = {name: cls for name, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
         # A worker is one process of many: it starts none of its own, and no GPU is its own.
         training = context.config.training.model_copy(update={"workers": 1, "device": "cpu"})
         config = dataclasses.replace(context.config, training=training, server_data=None)
@@ -71,7 +71,7 @@ class WorkerPayload:
 
     def unpack(self) -> ClientContext:
         """The world, whose data set reads the arrays where they lie."""
-        records.RECORDS.update(self.declared)
+        records.register(self.declared)
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
         return dataclasses.replace(self.context, data=dataclasses.replace(self.context.data, **tensors))
 

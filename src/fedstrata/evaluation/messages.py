@@ -15,7 +15,7 @@ from fedstrata.records import record, unsent
 Part = Literal["test", "validation"]
 
 
-@record
+@record("Evaluated")
 class Evaluated(Reply):
     """How good a model is on a client's own samples.
 
@@ -28,7 +28,7 @@ class Evaluated(Reply):
     values: dict[str, float] | None
 
 
-@record
+@record("Evaluate")
 class Evaluate(Request):
     """Measure a model on samples of the client's own that it does not train on.
 

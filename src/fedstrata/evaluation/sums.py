@@ -18,7 +18,7 @@ EXTREME = 12.0
 """Log-odds beyond which a score falls into the histogram's first or last bin."""
 
 
-@record
+@record("EvaluationSums")
 class EvaluationSums(Message):
     """What an evaluation of some samples comes to; those of different samples add up.
 

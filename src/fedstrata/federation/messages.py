@@ -73,7 +73,7 @@ class Request(Message):
         self.check(reply)
 
 
-@record
+@record("Weights")
 class Weights(Message):
     """A model's parameters and buffers.
 
@@ -114,7 +114,7 @@ def sample_gradients(samples: float, passes: float, steps: int, batch_size: int)
     return steps * min(batch_size, samples) if steps else samples * passes
 
 
-@record
+@record("FitReply")
 class FitReply(Reply):
     """A locally trained model.
 
@@ -181,7 +181,7 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
     return {name: tensor for name, tensor in every.items() if tensor.is_floating_point()}
 
 
-@record
+@record("Fit")
 class Fit(ModelRequest):
     """Train locally, starting at ``weights``.
 

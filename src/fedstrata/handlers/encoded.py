@@ -28,7 +28,7 @@ _MODELS = 8
 """Versions of the model that the clients of a process share."""
 
 
-@record
+@record("HeldModel")
 class HeldModel:
     """The last model that came.
 
@@ -43,7 +43,7 @@ class HeldModel:
     params: Params
 
 
-@record
+@record("Residual")
 class Residual:
     """What a client's changes lost so far.
 
@@ -56,7 +56,7 @@ class Residual:
     lost: Params
 
 
-@record
+@record("Pending")
 class Pending:
     """What a client did for the first sum of an exchange; it counts with the second.
 

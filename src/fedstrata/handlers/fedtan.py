@@ -30,7 +30,7 @@ from fedstrata.training.local import LocalData
 from fedstrata.training.sgd import SGD
 
 
-@record
+@record("FitTogether")
 class FitTogether(ModelRequest):
     """Train locally as in ``Fit``, the first step together with the round's other clients (FedTAN); ``FitReply``.
 

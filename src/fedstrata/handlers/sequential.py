@@ -14,7 +14,7 @@ from fedstrata.records import record
 from fedstrata.training.local import LocalData, train
 
 
-@record
+@record("VisitReply")
 class VisitReply(Reply):
     """What local training saw.
 
@@ -29,7 +29,7 @@ class VisitReply(Reply):
     loss: float
 
 
-@record
+@record("Visit")
 class Visit(Request):
     """Train the travelling model on all your data, as in ``Fit`` (sequential federated learning).
 

@@ -95,7 +95,7 @@ class Method(Setting):
         return weights
 
 
-@record
+@record("RecipeState")
 class RecipeState:
     """The state of a recipe: the global model and what each of the four choices remembers.
 

@@ -16,7 +16,7 @@ from fedstrata.records import Tree, record
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 
 
-@record
+@record("SFLState")
 class SFLState:
     """The global model, and what the client sampler remembers."""
 

@@ -19,7 +19,7 @@ Epsilon = Annotated[float, Field(ge=1e-6)]
 """ε of local differential privacy; with less the truth would be told so rarely that estimates divide by zero."""
 
 
-@record
+@record("Sizes")
 class Sizes:
     """Who holds how much.
 

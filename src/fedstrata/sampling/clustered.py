@@ -62,7 +62,7 @@ class Distributions:
         return drawn
 
 
-@record
+@record("ClusteredState")
 class ClusteredState:
     """What the server remembers.
 

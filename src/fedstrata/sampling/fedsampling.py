@@ -35,7 +35,7 @@ class Everyone(ClientSampler):
         return Selection.plain(candidates, len(candidates)), state
 
 
-@record
+@record("AnswersState")
 class AnswersState:
     """The sizes that clients gave, as they gave them.
 

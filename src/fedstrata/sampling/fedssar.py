@@ -26,7 +26,7 @@ from fedstrata.sampling.stratified import draw
 Features = Literal["parameters", "updates"]
 
 
-@record
+@record("FedSSARState")
 class FedSSARState:
     """What the server remembers.
 

@@ -28,7 +28,7 @@ STEPS = 5
 NOWHERE = -1
 
 
-@record
+@record("Clusters")
 class Clusters:
     """Where Lloyd's iteration stands.
 

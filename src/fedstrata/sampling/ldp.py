@@ -16,7 +16,7 @@ from fedstrata.sampling.base import DataSampler
 from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total, size_question
 
 
-@record
+@record("FedSTaSDataState")
 class FedSTaSDataState:
     """The running mean of the estimates ñ.
 

@@ -19,7 +19,7 @@ MOST_SAMPLES = 2**31
 """Nobody holds more, and the sizes of a million clients still add up in 64 bits."""
 
 
-@record
+@record("SizeReply")
 class SizeReply(Reply):
     """The size, or its randomised response.
 
@@ -30,7 +30,7 @@ class SizeReply(Reply):
     samples: int
 
 
-@record
+@record("SizeReport")
 class SizeReport(Request):
     """How many samples do you hold? With ``bound``, answered under local differential privacy.
 
@@ -52,7 +52,7 @@ class SizeReport(Request):
             raise ReplyRefusedError(f"size {reply.samples} is impossible")
 
 
-@record
+@record("CompressReply")
 class CompressReply(Reply):
     """A quantized gradient.
 
@@ -75,7 +75,7 @@ class CompressReply(Reply):
         return restore(self.centres.numpy(), self.codes.numpy(), self.length)
 
 
-@record
+@record("Compress")
 class Compress(ModelRequest):
     """Send the gradient of the local loss at ``weights``, quantized to ``centres`` values (FedSTaS, IS).
 
@@ -113,7 +113,7 @@ class Compress(ModelRequest):
             raise ReplyRefusedError(str(error)) from error
 
 
-@record
+@record("SketchReply")
 class SketchReply(Reply):
     """A sketch of a locally trained model.
 
@@ -124,7 +124,7 @@ class SketchReply(Reply):
     values: Tensor
 
 
-@record
+@record("Sketch")
 class Sketch(ModelRequest):
     """Train once, starting at ``weights``, and send a sketch of the parameters that this leads to (FedSSAR).
 
@@ -152,7 +152,7 @@ class Sketch(ModelRequest):
         require_shape(reply.values, (min(d, self.coordinates or d),), torch.float32, "the sketch")
 
 
-@record
+@record("LossReply")
 class LossReply(Reply):
     """The answer.
 
@@ -163,7 +163,7 @@ class LossReply(Reply):
     loss: float
 
 
-@record
+@record("LossReport")
 class LossReport(ModelRequest):
     """How bad is the global model for you?
 

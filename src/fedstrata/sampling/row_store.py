@@ -14,7 +14,7 @@ SHARE = 8
 """Renewed rows are put in their places once they are more than one in so many; copying everything costs that seldom."""
 
 
-@record
+@record("RowStore")
 class RowStore:
     """A matrix that never changes in place, and of which renewing 50 of 10,000 rows copies 50 and not 10,000.
 

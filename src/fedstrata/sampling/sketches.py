@@ -25,7 +25,7 @@ TOGETHER = 1 << 18
 """Parameters that are sketched at once: what stays in a cache."""
 
 
-@record
+@record("Sketches")
 class Sketches:
     """The last sketch of each client that ever sent a model.
 

@@ -36,7 +36,7 @@ FITTED = 1000
 """Clients above which k-means and S_h see a random subset; the others join the nearest centre."""
 
 
-@record
+@record("StratifiedState")
 class StratifiedState:
     """What the server remembers: the last compressed gradient of each client.
 

@@ -43,7 +43,7 @@ ALL = (0.0, 1.0)
 """The window in which every sample is there."""
 
 
-@record
+@record("Pool")
 class Pool:
     """One placeholder's samples, drawn without replacement.
 
@@ -58,7 +58,7 @@ class Pool:
     refills: int
 
 
-@record
+@record("Reserved")
 class Reserved:
     """What a client remembers in an epoch.
 

@@ -34,7 +34,7 @@ BLOCK_BYTES = 16 << 20
 """Inputs that are made floats at once, and after which a relay in one pass makes sure that the model is still sound."""
 
 
-@record
+@record("Stepped")
 class Stepped:
     """What a client remembers in an epoch.
 

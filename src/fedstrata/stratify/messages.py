@@ -17,7 +17,7 @@ MOST_SAMPLES = 2**40
 """Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""
 
 
-@record
+@record("LabelReply")
 class LabelReply(Reply):
     """A client's labels.
 
@@ -30,7 +30,7 @@ class LabelReply(Reply):
     counts: Tensor
 
 
-@record
+@record("LabelReport")
 class LabelReport(Request):
     """Which labels do you hold, and how many samples of each?"""
 
@@ -46,7 +46,7 @@ class LabelReport(Request):
             raise ReplyRefusedError(f"a count outside 1 … {MOST_SAMPLES}")
 
 
-@record
+@record("ReserveReply")
 class ReserveReply(Reply):
     """What could not be set aside.
 
@@ -59,7 +59,7 @@ class ReserveReply(Reply):
     exhausted: Tensor
 
 
-@record
+@record("GatheredReply")
 class GatheredReply(ReserveReply):
     """The same of a client that sends no part of a batch with fewer samples than ``privacy.min_samples``.
 
@@ -73,7 +73,7 @@ class GatheredReply(ReserveReply):
     held: Tensor
 
 
-@record
+@record("Reserve")
 class Reserve(Request):
     """Set samples aside for the batches to come (Stratify, Algorithm 4: training request).
 
@@ -113,7 +113,7 @@ class Reserve(Request):
                 raise ReplyRefusedError("a position in a batch that is over, or that there is not")
 
 
-@record
+@record("GradientReply")
 class GradientReply(Reply):
     """Sums over a client's part of a batch.
 
@@ -138,7 +138,7 @@ class GradientReply(Reply):
         return replace(self, gradient=change)
 
 
-@record
+@record("Gradient")
 class Gradient(ModelRequest):
     """The gradient of the summed loss over what was set aside for one batch (Stratify, Algorithm 4).
 
@@ -166,7 +166,7 @@ class Gradient(ModelRequest):
             raise ReplyRefusedError(f"{reply.samples} samples in a batch")
 
 
-@record
+@record("GradientSteps")
 class GradientSteps(Gradient):
     """The same over some steps of each client on its own part of the batch: the sum of the gradients on the way.
 
@@ -179,7 +179,7 @@ class GradientSteps(Gradient):
     lr: float = 0.0
 
 
-@record
+@record("StepsReply")
 class StepsReply(Reply):
     """What could not be trained.
 
@@ -194,7 +194,7 @@ class StepsReply(Reply):
     loss: Tensor
 
 
-@record
+@record("Steps")
 class Steps(Request):
     """One SGD step on one sample for each placeholder, on the travelling model (Stratify, Algorithm 3).
 

@@ -27,7 +27,7 @@ MOST_CELLS = 2**31
 """Positions × clients of a chunk that is planned at once, five bytes each."""
 
 
-@record
+@record("StratifyState")
 class StratifyState:
     """The global model, who holds which label, and the server optimiser's state."""
 

@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 Rule = Literal["capped", "uniform", "uncapped"]
 
 
-@record
+@record("Holders")
 class Holders:
     """Which clients hold each placeholder, and how many samples.
 

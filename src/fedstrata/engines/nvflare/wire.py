@@ -30,7 +30,7 @@ class SiteRefusedError(FedstrataError):
         self.for_good = for_good
 
 
-@record
+@record("Survey")
 class Survey(Message):
     """The one question before a run in which each site brings its own data: what do they come to?
 
@@ -47,7 +47,7 @@ class Survey(Message):
     tests: bool
 
 
-@record
+@record("Surveyed")
 class Surveyed(Message):
     """A site's data are what the spec says.
 
@@ -60,7 +60,7 @@ class Surveyed(Message):
     fingerprint: str = ""
 
 
-@record
+@record("Begin")
 class Begin(Message):
     """The first message of a run, and of one that goes on.
 
@@ -82,7 +82,7 @@ class Begin(Message):
     round: int
 
 
-@record
+@record("Begun")
 class Begun(Message):
     """A site is ready.
 
@@ -97,7 +97,7 @@ class Begun(Message):
     fingerprint: str = ""
 
 
-@record
+@record("Commit")
 class Settled(Message):
     """Which answers of an exchange count. What the others changed in their clients' states is dropped.
 
@@ -110,7 +110,7 @@ class Settled(Message):
     clients: list[int]
 
 
-@record
+@record("HopCommit")
 class Kept(Message):
     """One hop of a journey counts, as far as is known now.
 
@@ -123,7 +123,7 @@ class Kept(Message):
     hop: int
 
 
-@record
+@record("RelayEnd")
 class Ended(Message):
     """A journey is over.
 
@@ -136,7 +136,7 @@ class Ended(Message):
     void: list[int]
 
 
-@record
+@record("Ask")
 class Ask(Message):
     """Questions to clients of one site.
 
@@ -157,7 +157,7 @@ class Ask(Message):
     places: list[int]
 
 
-@record
+@record("Failed")
 class Failed(Message):
     """Why one client has no answer.
 
@@ -172,7 +172,7 @@ class Failed(Message):
     refused: bool = False
 
 
-@record
+@record("Answers")
 class Answers(Message):
     """Replies, or ``Failed``, in the order of the clients that were asked.
 
@@ -187,7 +187,7 @@ class Answers(Message):
     ledger: str = ""
 
 
-@record
+@record("More")
 class More(Message):
     """Send the answers that did not fit into the last message.
 
@@ -198,7 +198,7 @@ class More(Message):
     exchange: int
 
 
-@record
+@record("Hop")
 class Hop(Message):
     """A task of one client on the travelling model.
 
@@ -229,7 +229,7 @@ class Hop(Message):
     key: str = ""
 
 
-@record
+@record("Hopped")
 class Hopped(Message):
     """What became of a hop.
 
@@ -244,7 +244,7 @@ class Hopped(Message):
     ledger: str = ""
 
 
-@record
+@record("Unmoved")
 class Unmoved(Message):
     """The model could not be had from where it is.
 
@@ -255,7 +255,7 @@ class Unmoved(Message):
     reason: str
 
 
-@record
+@record("Fetch")
 class Fetch(Message):
     """Send the model that a hop left at this site.
 
@@ -270,7 +270,7 @@ class Fetch(Message):
     ticket: str = ""
 
 
-@record
+@record("Save")
 class Save(Message):
     """Write the clients' states to the site's own disk.
 
@@ -281,12 +281,12 @@ class Save(Message):
     round: int
 
 
-@record
+@record("Done")
 class Done(Message):
     """Nothing more to say."""
 
 
-@record
+@record("Refused")
 class Refused(Message):
     """The site cannot do it.
 
@@ -299,7 +299,7 @@ class Refused(Message):
     for_good: bool = False
 
 
-@record
+@record("Part")
 class Part(Message):
     """What the clients of one site bring to a sum over a group.
 
@@ -316,14 +316,14 @@ class Part(Message):
     step: int = 0
 
 
-@record
+@record("Total")
 class Total(Message):
     """The sum over all members."""
 
     tensor: Tensor
 
 
-@record
+@record("Envelope")
 class Envelope(Message):
     """A message of the server to a site.
 

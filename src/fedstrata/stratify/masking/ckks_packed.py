@@ -29,7 +29,7 @@ from fedstrata.stratify.masking.unique_list import UniqueList
 Ints = NDArray[np.int64]
 
 
-@record
+@record("PackedRegister")
 class PackedRegister:
     """A packed list, for clients that join later.
 

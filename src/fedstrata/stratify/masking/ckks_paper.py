@@ -18,7 +18,7 @@ from fedstrata.stratify.masking.unique_list import UniqueList
 Ints = NDArray[np.int64]
 
 
-@record
+@record("PrintedRegister")
 class PrintedRegister:
     """A printed list, for clients that join later.
 

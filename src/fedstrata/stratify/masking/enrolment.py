@@ -40,7 +40,7 @@ Watch = Callable[[str], None]
 Held = dict[ClientId, Ints]
 
 
-@record
+@record("Roll")
 class Roll:
     """Who holds which placeholder, as the server knows it.
 
@@ -85,7 +85,7 @@ class Roll:
         return replace(found, placeholders=self.names[found.placeholders])
 
 
-@record
+@record("OpenRegister")
 class OpenRegister:
     """Labels in the clear; the place is the placeholder.
 
@@ -96,7 +96,7 @@ class OpenRegister:
     labels: Ints
 
 
-@record
+@record("TagRegister")
 class TagRegister:
     """Labels under a keyed hash; the place is the placeholder.
 

@@ -20,7 +20,7 @@ from fedstrata.stratify.masking.prf import TAG_SIZE
 from fedstrata.stratify.masking.slot_layout import SlotLayout
 
 
-@record
+@record("PublicKeys")
 class PublicKeys(Reply):
     """What the server needs to compute on ciphertexts. No secret key ever goes this way.
 
@@ -35,7 +35,7 @@ class PublicKeys(Reply):
     comparing: bytes
 
 
-@record
+@record("OpenKeys")
 class OpenKeys(Request):
     """Send the public keys of all clients; make the keys first if there are none.
 
@@ -54,7 +54,7 @@ class OpenKeys(Request):
             sealer(reply.comparing, COMPARING)
 
 
-@record
+@record("Assigned")
 class Assigned(Reply):
     """Understood.
 
@@ -65,7 +65,7 @@ class Assigned(Reply):
     labels: int
 
 
-@record
+@record("Assign")
 class Assign(Request):
     """From now on your labels go by these numbers.
 
@@ -78,7 +78,7 @@ class Assign(Request):
     placeholders: Tensor
 
 
-@record
+@record("TagReply")
 class TagReply(Reply):
     """HMAC-SHA256 of every label under the clients' key, cut to 16 bytes.
 
@@ -91,7 +91,7 @@ class TagReply(Reply):
     tags: Tensor
 
 
-@record
+@record("TagReport")
 class TagReport(Request):
     """Send a keyed hash of each of your labels (mode ``prf``).
 
@@ -113,7 +113,7 @@ class TagReport(Request):
             raise ReplyRefusedError(f"{len(reply.tags)} tags of {self.classes} classes, or one twice")
 
 
-@record
+@record("SealedLabels")
 class SealedLabels(Reply):
     """Encrypted labels.
 
@@ -126,7 +126,7 @@ class SealedLabels(Reply):
     sheets: tuple[bytes, ...]
 
 
-@record
+@record("SealLabels")
 class SealLabels(Request):
     """Send your labels encrypted, laid out for a list of ``classes`` unique labels (mode ``ckks``).
 
@@ -149,7 +149,7 @@ class SealLabels(Request):
             self.public.comparing.load(sheet, length=COMPARING.slots)
 
 
-@record
+@record("CompareReply")
 class CompareReply(Reply):
     """Where each label was found.
 
@@ -161,7 +161,7 @@ class CompareReply(Reply):
     places: Tensor
 
 
-@record
+@record("Compare")
 class Compare(Request):
     """Scrambled differences between your labels and the unique list: which of them are zero?
 
@@ -184,7 +184,7 @@ class Compare(Request):
             raise ReplyRefusedError(f"{len(reply.places)} places for {self.classes} classes")
 
 
-@record
+@record("Enlisted")
 class Enlisted(Reply):
     """New entries, to be added to the list.
 
@@ -197,7 +197,7 @@ class Enlisted(Reply):
     pages: dict[int, bytes]
 
 
-@record
+@record("Enlist")
 class Enlist(Request):
     """Some of your labels are new: send them for the unique list.
 
@@ -226,7 +226,7 @@ class Enlist(Request):
             self.public.comparing.load(data, length=COMPARING.slots)
 
 
-@record
+@record("SealedPairs")
 class SealedPairs(Reply):
     """One ciphertext for each label, and one for each count.
 
@@ -241,7 +241,7 @@ class SealedPairs(Reply):
     counts: tuple[bytes, ...]
 
 
-@record
+@record("SealPairs")
 class SealPairs(Request):
     """Send [E(l), E(n(l))] for every label (mode ``ckks-paper``).
 
@@ -265,7 +265,7 @@ class SealPairs(Request):
             self.public.counting.load(count, length=1)
 
 
-@record
+@record("CompareOneReply")
 class CompareOneReply(Reply):
     """Which entry it is.
 
@@ -276,7 +276,7 @@ class CompareOneReply(Reply):
     entry: int
 
 
-@record
+@record("CompareOne")
 class CompareOne(Request):
     """Differences between one of your labels and every entry of the unique list (mode ``ckks-paper``).
 
@@ -294,7 +294,7 @@ class CompareOne(Request):
             raise ReplyRefusedError(f"entry {reply.entry} of a list of {len(self.differences)}")
 
 
-@record
+@record("CountReply")
 class CountReply(Reply):
     """Encrypted counts.
 
@@ -307,7 +307,7 @@ class CountReply(Reply):
     pages: tuple[bytes, ...]
 
 
-@record
+@record("CountReport")
 class CountReport(Request):
     """Your labels go by these numbers; send the encrypted number of samples of each.
 
@@ -332,7 +332,7 @@ class CountReport(Request):
             self.public.counting.load(data, length=COUNTING.slots)
 
 
-@record
+@record("Totals")
 class Totals(Reply):
     """Sums over clients.
 
@@ -343,7 +343,7 @@ class Totals(Reply):
     totals: Tensor
 
 
-@record
+@record("OpenTotals")
 class OpenTotals(Request):
     """Decrypt sums over clients.
 
@@ -369,7 +369,7 @@ class OpenTotals(Request):
             raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
 
 
-@record
+@record("ShareReply")
 class ShareReply(Reply):
     """Shares.
 
@@ -380,7 +380,7 @@ class ShareReply(Reply):
     shares: Tensor
 
 
-@record
+@record("ShareReport")
 class ShareReport(Request):
     """What part of all samples of each of your placeholders do you hold?
 
