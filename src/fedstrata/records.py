@@ -70,7 +70,8 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
     def declare(cls: type[T]) -> type[T]:
         made = dataclasses.dataclass(frozen=True)(cls)
         before = RECORDS.get(name, made)
-        if (before.__module__, before.__qualname__) != (made.__module__, made.__qualname__):
+        # A notebook's cell runs twice, and a script is a module of two names: the same class, and the newer one counts.
+        if before.__qualname__ != made.__qualname__ or fields_of(before) != fields_of(made):
             taken = f"is the wire name of {before.__module__}.{before.__qualname__}. Choose another name"
             raise ValueError(f"@record({name!r}) of {made.__module__}.{made.__qualname__}: {taken}.")
         register({name: made})
@@ -82,9 +83,12 @@ def record(name: str) -> Callable[[type[T]], type[T]]:
 def register(classes: Mapping[str, type]) -> None:
     """Add declared records of another process to those that ``decode`` knows, by wire name."""
     for name, cls in classes.items():
-        RECORDS[name], _WIRE_NAMES[cls] = cls, name
-        sent = (field.name for field in dataclasses.fields(cls) if not field.metadata.get("unsent"))
-        _FIELDS[cls] = tuple(sent)
+        RECORDS[name], _WIRE_NAMES[cls], _FIELDS[cls] = cls, name, fields_of(cls)
+
+
+def fields_of(cls: type) -> tuple[str, ...]:
+    """Return the names of the fields that travel."""
+    return tuple(field.name for field in dataclasses.fields(cls) if not field.metadata.get("unsent"))
 
 
 class Message:

@@ -66,7 +66,7 @@ class Unheard(Request):
     pass
 
 
-@record("test/Meet")
+@record("test/federation/Meet")
 class Meet(Request):
     raises: int
 
