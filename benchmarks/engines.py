@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 import fedstrata as fs
+from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.deploy.federation import Sites
@@ -29,7 +30,6 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.methods.base import Method
-from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.stratify.messages import Steps
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import fedstrata as fs
-from fedstrata.errors import DataError
+from fedstrata.base.errors import DataError
 from fedstrata.evaluation.evaluator import Evaluator
 from fedstrata.evaluation.holdouts import HeldOut
 from fedstrata.evaluation.predictions import predict

@@ -154,7 +154,7 @@ def memory(model: str) -> Works:
 
 def plain_types(_: str) -> Works:
     """The types of a reply checked by a look at each field, or by the whole check of what came over a wire."""
-    from fedstrata import records
+    from fedstrata.base import records
     from fedstrata.federation.messages import FitReply, Weights
 
     weights = Weights({name: torch.zeros(8, 8) for name in ("0.weight", "0.bias", "2.weight", "2.bias")}, {})

@@ -36,12 +36,12 @@ from typing import Any
 import psutil
 
 import fedstrata as fs
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.deploy import ledger
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.local_deployment import Processes
 from fedstrata.deploy.processes import send_signal
 from fedstrata.deploy.provision import ADMIN, SERVER, provision
-from fedstrata.jsonl import read_jsonl
 from fedstrata.methods.scaffold import SCAFFOLD
 from fedstrata.objectives.scaffold import Scaffold
 

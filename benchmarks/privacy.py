@@ -27,9 +27,9 @@ from marks import write
 import fedstrata as fs
 from fedstrata.audit.gradients import Attacker, Tap
 from fedstrata.audit.pixels import Pixels
+from fedstrata.base.jsonl import write_json
+from fedstrata.base.process import training_process
 from fedstrata.engines.local import LocalEngine
-from fedstrata.jsonl import write_json
-from fedstrata.process import training_process
 
 RESULTS = Path(__file__).parent / "results" / "privacy.json"
 CLIENTS, LEAST, SEEDS = (20, 100), (1, 2, 4, 8), (0, 1, 2)

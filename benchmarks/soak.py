@@ -24,13 +24,13 @@ import psutil
 from scipy import stats
 
 import fedstrata as fs
+from fedstrata.base.records import record
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.local_deployment import try_out
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.methods.base import Method
-from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
 
 HERE = Path(__file__).parent

@@ -16,6 +16,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata import run_folder
+from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
@@ -32,7 +33,6 @@ from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.partitions import Assignment, draw_partition
 from fedstrata.preparation import prepare
-from fedstrata.rng import torch_seeded
 from fedstrata.settings import Training
 from fedstrata.simulation import HANDLERS, Simulation
 

@@ -13,8 +13,8 @@ import watching
 
 import fedstrata as fs
 from fedstrata import checkpoint, comparison
-from fedstrata.errors import SpecError
-from fedstrata.jsonl import read_jsonl
+from fedstrata.base.errors import SpecError
+from fedstrata.base.jsonl import read_jsonl
 
 TABLE = {
     "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 6},

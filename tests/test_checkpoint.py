@@ -16,10 +16,10 @@ import pytest
 
 import fedstrata as fs
 from fedstrata import checkpoint
+from fedstrata.base.errors import CheckpointError
+from fedstrata.base.records import encode
 from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import CheckpointError
-from fedstrata.records import encode
 
 METHODS = {"scaffold": 2, "stratify": 1}
 """Rounds between two checkpoints."""
@@ -256,7 +256,7 @@ def test_without_checkpoints_a_run_starts_over(tmp_path):
 
 def test_a_state_larger_than_a_message_may_be_is_read_again(tmp_path, monkeypatch):
     """It was written and could never be read: the limit is for what others send."""
-    from fedstrata import records
+    from fedstrata.base import records
 
     store = StateStore()
     store.put(3, {"x": np.zeros(5000)})

@@ -14,8 +14,8 @@ import pytest
 from processes import started
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
 from fedstrata.comparison import compare, rounds_done
-from fedstrata.errors import SpecError
 from fedstrata.spec import variants
 
 pytestmark = pytest.mark.slow

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.errors import DataError, SpecError
+from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.jsonl import read_jsonl
+from fedstrata.base.records import encode
 from fedstrata.federation.messages import Fit
-from fedstrata.jsonl import read_jsonl
-from fedstrata.records import encode
 
 SMALL = {"partition": {"alpha": 0.5, "clients": 10}, "training": {"rounds": 3, "local_epochs": 1}}
 
@@ -254,10 +254,10 @@ def test_two_processes_never_write_into_one_folder(tmp_path):
 
     def meanwhile(record):
         code = (
-            "import sys, fedstrata as fs, fedstrata.errors\n"
+            "import sys, fedstrata as fs, fedstrata.base.errors\n"
             "for resume in (False, True):\n"
             "    try: fs.run(sys.argv[1], out=sys.argv[2], resume=resume)\n"
-            "    except fedstrata.errors.SpecError as error: print(error)"
+            "    except fedstrata.base.errors.SpecError as error: print(error)"
         )
         arguments = [str(tmp_path / "run" / "spec.toml"), str(tmp_path / "run")]
         done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import fedstrata as fs
-from fedstrata.config import build
-from fedstrata.errors import SpecError
+from fedstrata.base.config import build
+from fedstrata.base.errors import SpecError
 from fedstrata.grid_search import BEST, FIGURES, MEASURE, TABLE, Cell, cells, figures, judge, to_markdown
 from fedstrata.history import History
 from fedstrata.spec import Experiment

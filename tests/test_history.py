@@ -11,9 +11,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedstrata.errors import DataError, SpecError
+from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.jsonl import MetricsLog, write_json
 from fedstrata.history import History, summarise
-from fedstrata.jsonl import MetricsLog, write_json
 
 RECORDS = [
     {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},

@@ -13,9 +13,9 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata import identity
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
-from fedstrata.errors import DataError, FedstrataError, SpecError
-from fedstrata.jsonl import read_jsonl
 from fedstrata.run_folder import prepare_again
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
@@ -145,7 +145,7 @@ def test_data_of_ones_own_stand_in_the_spec_and_are_checked(tmp_path: Path, caps
 
 def test_a_module_of_ones_own_stands_in_the_spec_and_is_checked(tmp_path: Path) -> None:
     def module(width: int, seed: int = 0) -> nn.Module:
-        from fedstrata.rng import torch_seeded
+        from fedstrata.base.rng import torch_seeded
 
         with torch_seeded(seed, "module"):
             return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))

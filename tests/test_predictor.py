@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.errors import DataError, SpecError
-from fedstrata.jsonl import write_json
+from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.jsonl import write_json
 from fedstrata.predictor import describe_model
 
 DIGITS = fs.Data().load()

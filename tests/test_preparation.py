@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 
 
 @pytest.mark.parametrize(

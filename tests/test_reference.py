@@ -8,8 +8,8 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
-from fedstrata.errors import SpecError
 from fedstrata.history import STANDARD, summarise
 from fedstrata.reference import SECTIONS, kinds, markdown, own, rows
 

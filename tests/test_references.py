@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
-from fedstrata.errors import SpecError
 from fedstrata.references import reference_runs
 
 SPEC = {

@@ -8,8 +8,9 @@ import json
 import pytest
 
 import fedstrata as fs
-from fedstrata import checkpoint, jsonl
-from fedstrata.errors import DataError, SpecError
+from fedstrata import checkpoint
+from fedstrata.base import jsonl
+from fedstrata.base.errors import DataError, SpecError
 
 SPEC = fs.Experiment.from_table(
     {

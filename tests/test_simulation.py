@@ -8,9 +8,9 @@ import safetensors.torch
 
 import fedstrata as fs
 from fedstrata import checkpoint
+from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.simulation import make_context
 
 TABLE = {

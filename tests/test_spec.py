@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS
 from fedstrata.partitions import PARTITIONS

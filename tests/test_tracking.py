@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import fedstrata as fs
+from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.comparison import compare
-from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.history import numbers
 from fedstrata.identity import identity_of
 from fedstrata.spec import variants

@@ -12,8 +12,8 @@ import pytest
 from processes import started
 
 import fedstrata as fs
+from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.cli import main
-from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.grid_search import BEST, FIGURES, TABLE
 from fedstrata.run_folder import rounds_done
 from fedstrata.spec import Experiment

@@ -23,8 +23,8 @@ from fedstrata_run import model_of, partition_of
 from work import SETTINGS, Setting, arrays
 
 import fedstrata as fs
+from fedstrata.base.process import prepare_process
 from fedstrata.preparation import prepare
-from fedstrata.process import prepare_process
 from fedstrata.simulation import Simulation
 
 PARTS = {

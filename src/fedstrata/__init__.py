@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedstrata.aggregation.base import Aggregator as Aggregator
     from fedstrata.aggregation.base import MeanBySize as MeanBySize
+    from fedstrata.base.errors import DataError as DataError
+    from fedstrata.base.errors import SpecError as SpecError
+    from fedstrata.base.records import record as record
+    from fedstrata.base.rng import uniforms as uniforms
     from fedstrata.callbacks import Callback as Callback
     from fedstrata.callbacks import EarlyStopping as EarlyStopping
     from fedstrata.callbacks import KeepBest as KeepBest
@@ -26,8 +30,6 @@ if TYPE_CHECKING:
     from fedstrata.data.schema import Schema as Schema
     from fedstrata.data.sources import Data as Data
     from fedstrata.data.tables import from_dataframe as from_dataframe
-    from fedstrata.errors import DataError as DataError
-    from fedstrata.errors import SpecError as SpecError
     from fedstrata.evaluation.metrics import Metric as Metric
     from fedstrata.evaluation.predictions import Predictions as Predictions
     from fedstrata.evaluation.settings import Evaluation as Evaluation
@@ -84,10 +86,8 @@ if TYPE_CHECKING:
     from fedstrata.predictor import Predictor as Predictor
     from fedstrata.predictor import load as load
     from fedstrata.preparation import prepare as prepare
-    from fedstrata.records import record as record
     from fedstrata.report.plots import plot as plot
     from fedstrata.report.runs import load_runs as load_runs
-    from fedstrata.rng import uniforms as uniforms
     from fedstrata.run_folder import RunFolder as RunFolder
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
@@ -188,10 +188,10 @@ _HOMES = {
     "Weights": "federation.messages",
     "MeanBySize": "aggregation.base",
     "Selection": "sampling.base",
-    "record": "records",
-    "uniforms": "rng",
-    "DataError": "errors",
-    "SpecError": "errors",
+    "record": "base.records",
+    "uniforms": "base.rng",
+    "DataError": "base.errors",
+    "SpecError": "base.errors",
 }
 
 __all__ = [*_HOMES, "__version__"]

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, Protocol
 import safetensors.torch
 from pydantic import NonNegativeFloat, PositiveInt
 
-from fedstrata.config import FromRegistry, Registry, Setting
-from fedstrata.errors import SpecError, nearest
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.jsonl import replace_file
+from fedstrata.base.records import Tree
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.messages import Weights
 from fedstrata.history import History
-from fedstrata.jsonl import replace_file
-from fedstrata.records import Tree
 
 BEST = "best.safetensors"
 """In a run folder: the model that ``KeepBest`` keeps."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import CheckpointError, WireError
+from fedstrata.base.jsonl import replace_file
+from fedstrata.base.records import Tree, record
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import CheckpointError, WireError
-from fedstrata.jsonl import replace_file
-from fedstrata.records import Tree, record
 
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"

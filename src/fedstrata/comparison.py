@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
+from fedstrata.base.config import build
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.pool import Pool, Task, can_fork
 from fedstrata.callbacks import Callback
-from fedstrata.config import build
-from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.experiment import carry_out
 from fedstrata.history import History
 from fedstrata.nn.model import Model
-from fedstrata.pool import Pool, Task, can_fork
 from fedstrata.preparation import Arrays, Prepared, prepare
 from fedstrata.references import fold, reference_runs
 from fedstrata.report.runs import keep_order

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from fedstrata.base.errors import SpecError
 from fedstrata.callbacks import Callback
 from fedstrata.deploy.simulator import simulate
-from fedstrata.errors import SpecError
 from fedstrata.history import History
 from fedstrata.nn.model import Model
 from fedstrata.preparation import Arrays, prepare

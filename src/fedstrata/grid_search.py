@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedstrata.base.errors import SpecError
+from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.comparison import Watcher, compare
-from fedstrata.errors import SpecError
 from fedstrata.history import History
-from fedstrata.jsonl import replace_file, write_json
 from fedstrata.spec import Experiment, set_key
 from fedstrata.statistics import Estimate
 

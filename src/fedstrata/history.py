@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedstrata.errors import DataError, ExtraMissingError, SpecError, nearest
-from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
+from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, nearest
+from fedstrata.base.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstrata.config import MayChange, Setting
+from fedstrata.base.config import MayChange, Setting
+from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset
-from fedstrata.errors import SpecError
 from fedstrata.nn.model import Model
 from fedstrata.partitions import Assignment
 from fedstrata.spec import Experiment

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.config import under
+from fedstrata.base.config import under
+from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.jsonl import jsonable, replace_file, write_json
 from fedstrata.data.arrays import Array, checked_inputs
 from fedstrata.data.dataset import Dataset
-from fedstrata.errors import DataError, SpecError
 from fedstrata.history import MODEL, WEIGHTS, read_weights
-from fedstrata.jsonl import jsonable, replace_file, write_json
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedstrata.config import under
+from fedstrata.base.config import under
+from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.fitting import Statistics, fit
 from fedstrata.data.sources import Data
-from fedstrata.errors import SpecError
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig

@@ -13,12 +13,12 @@ from pydantic.fields import FieldInfo
 
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
+from fedstrata.base.config import Registry, Setting, plain
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.callbacks import CALLBACKS
 from fedstrata.communication.codecs import CODECS, Communication
-from fedstrata.config import Registry, Setting, plain
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
-from fedstrata.errors import SpecError, nearest
 from fedstrata.evaluation.metrics import METRICS
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from fedstrata.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.evaluation.evaluator import over_clients
 from fedstrata.evaluation.metrics import nan_for_none
 from fedstrata.federation.availability import Always
 from fedstrata.history import History, Record
-from fedstrata.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.partitions import SingleClient
 from fedstrata.preparation import Arrays, prepare

@@ -14,15 +14,15 @@ import tomli_w
 import torch
 
 from fedstrata import checkpoint
+from fedstrata.base.errors import CheckpointError, DataError, SpecError
+from fedstrata.base.jsonl import MetricsLog, read_jsonl, replace_file, write_json
+from fedstrata.base.locking import occupied
 from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import CheckpointError, DataError, SpecError
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
 from fedstrata.history import CLIENTS, EVALUATIONS, Confusion, History, read_weights, write_evaluations
 from fedstrata.identity import environment, require_same, well_formed
-from fedstrata.jsonl import MetricsLog, read_jsonl, replace_file, write_json
-from fedstrata.locking import occupied
 from fedstrata.partitions import Given, draw_partition
 from fedstrata.predictor import write_model
 from fedstrata.preparation import Prepared, prepare

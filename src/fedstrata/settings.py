@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from fedstrata.config import MayChange, Setting
-from fedstrata.errors import WithheldError
+from fedstrata.base.config import MayChange, Setting
+from fedstrata.base.errors import WithheldError
 
 DEFAULT_EPOCHS = 5
 

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstrata.base.errors import SpecError
+from fedstrata.base.process import training_process
+from fedstrata.base.records import Tree, record
 from fedstrata.callbacks import Callback, named
 from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.context import ClientContext
@@ -21,7 +24,6 @@ from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
 from fedstrata.communication.channel import Channel, ChannelState
 from fedstrata.engines import make_engine
-from fedstrata.errors import SpecError
 from fedstrata.evaluation.evaluator import Evaluator, Score
 from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.federation.engine import Engine
@@ -30,8 +32,6 @@ from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
 from fedstrata.history import Confusion, History
 from fedstrata.preparation import Prepared
-from fedstrata.process import training_process
-from fedstrata.records import Tree, record
 from fedstrata.run_folder import RunFolder
 from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field
 
+from fedstrata.base.config import Setting, build, from_word
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.callbacks import AnyCallback
 from fedstrata.communication.codecs import Communication
-from fedstrata.config import Setting, build, from_word
 from fedstrata.data.sources import Data
-from fedstrata.errors import SpecError, nearest
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import Always, AnyAvailability
 from fedstrata.methods.base import METHODS, AnyMethod

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from filelock import FileLock
 from pydantic import BeforeValidator
 
+from fedstrata.base.config import MayChange, Setting, from_word
+from fedstrata.base.errors import ExtraMissingError, SpecError
+from fedstrata.base.jsonl import write_json
 from fedstrata.callbacks import Callback, Watched
-from fedstrata.config import MayChange, Setting, from_word
-from fedstrata.errors import ExtraMissingError, SpecError
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.history import History, numbers
-from fedstrata.jsonl import write_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

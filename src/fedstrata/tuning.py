@@ -17,17 +17,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedstrata.base.config import LARGEST
+from fedstrata.base.errors import ExtraMissingError, SpecError, nearest
+from fedstrata.base.locking import occupied
+from fedstrata.base.pool import Pool
+from fedstrata.base.rng import SERVER, rng
 from fedstrata.callbacks import Callback, Watched
 from fedstrata.comparison import Watcher, check, checked_seeds, folder_of, forks, is_done, refuse_lost, run_to_end
-from fedstrata.config import LARGEST
-from fedstrata.errors import ExtraMissingError, SpecError, nearest
 from fedstrata.grid_search import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
 from fedstrata.history import History, numbers
-from fedstrata.locking import occupied
-from fedstrata.pool import Pool
 from fedstrata.preparation import prepare
 from fedstrata.report.runs import keep_order
-from fedstrata.rng import SERVER, rng
 from fedstrata.run_folder import SUMMARY, refuse_foreign, rounds_done
 from fedstrata.spec import Experiment, parse_value, set_key, split_values
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedstrata import records
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
-from fedstrata.config import LARGEST, build
-from fedstrata.errors import SpecError
+from fedstrata.base import records
+from fedstrata.base.config import LARGEST, build
+from fedstrata.base.errors import SpecError
 
 W0 = np.array([1.0, -2.0, 0.5])
 UPDATES = np.array([[0.3, -0.1, 0.02], [-0.4, 0.2, 0.0], [0.1, 0.1, -0.9]])

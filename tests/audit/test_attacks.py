@@ -8,10 +8,10 @@ from torch import nn
 from fedstrata.audit.attacks import ATTACKS, TUNING, View, feature_matching, match, total_variation
 from fedstrata.audit.decoders import UpConvolutional, Variational, fit
 from fedstrata.audit.pixels import Pixels
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng, torch_seeded
 from fedstrata.data.dataset import Dataset, from_arrays
-from fedstrata.errors import SpecError
 from fedstrata.nn.model import Model
-from fedstrata.rng import rng, torch_seeded
 
 
 def dataset(kind: str = "bytes", side: int = 8, channels: int = 1) -> Dataset:

@@ -23,11 +23,11 @@ from fedstrata.audit.gradients import (
     labels_from,
 )
 from fedstrata.audit.pixels import Pixels
+from fedstrata.base.errors import CheckpointError, SpecError
+from fedstrata.base.rng import torch_seeded
 from fedstrata.cli import main
-from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.nn.model import Model
 from fedstrata.preparation import prepare
-from fedstrata.rng import torch_seeded
 
 
 def spec(least: int = 1, **changes: object) -> fs.Experiment:

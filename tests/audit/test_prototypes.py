@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import checkpoint, records
+from fedstrata import checkpoint
 from fedstrata.audit import outcome, prototypes
 from fedstrata.audit.pixels import Pixels
 from fedstrata.audit.prototypes import BASELINE, CLASSES, DRAWS, SIZES, Audit, Target, audit_prototypes, found
 from fedstrata.audit.replay import replay
+from fedstrata.base import records
+from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.objectives.prototypes import class_means
 from fedstrata.partitions.server_data import ServerData
 from fedstrata.preparation import prepare

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedstrata.audit.similarity import CEILING, likeness, psnr, ssim
-from fedstrata.errors import ExtraMissingError
+from fedstrata.base.errors import ExtraMissingError
 
 BLACK, WHITE = torch.zeros(1, 8, 8), torch.ones(1, 8, 8)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedstrata.base.records import encode
 from fedstrata.clients.store import StateStore
-from fedstrata.records import encode
 from fedstrata.stratify.client_batch import Pool
 
 

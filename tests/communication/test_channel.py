@@ -10,7 +10,9 @@ import pytest
 import torch
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.clients.store import StateStore
@@ -18,13 +20,11 @@ from fedstrata.communication.channel import Channel
 from fedstrata.communication.codecs import Communication
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.handlers.encoded import MEMORY, MODEL, PENDING
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.records import record
 from fedstrata.simulation import Simulation, make_context
 from fedstrata.stratify.messages import GradientReply
 

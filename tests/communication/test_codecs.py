@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError
 from fedstrata.communication.codecs import (
     CODECS,
     QSGD,
@@ -23,7 +24,6 @@ from fedstrata.communication.codecs import (
     unpack,
     with_frame,
 )
-from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError
 
 EVERY: list[Codec] = [
     Uncompressed(),

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedstrata.base.errors import DataError
 from fedstrata.data.arrays import check_seen
 from fedstrata.data.dataset import from_arrays
-from fedstrata.errors import DataError
 
 X = np.arange(8.0).reshape(4, 2)
 Y = [0, 1, 0, 1]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedstrata.base.errors import DataError
 from fedstrata.data.dataset import from_arrays
-from fedstrata.errors import DataError
 
 BYTES = np.arange(4 * 3 * 2 * 3, dtype=np.uint8).reshape(4, 3, 2, 3)
 Y = np.array([0, 1, 0, 1])

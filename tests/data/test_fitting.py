@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import DataError
 from fedstrata.data.arrays import normalisation
 from fedstrata.data.fitting import Unfitted
 from fedstrata.data.schema import Column, Schema
-from fedstrata.errors import DataError
 
 COLUMNS = {
     "mean": {"impute": "mean"},

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from lazy import Lazy
 
+from fedstrata.base.errors import DataError, ExtraMissingError, SpecError
 from fedstrata.data.hub import from_hub, input_columns, label_column
 from fedstrata.data.sources import Data
-from fedstrata.errors import DataError, ExtraMissingError, SpecError
 
 pytestmark = pytest.mark.slow
 datasets, Image = Lazy("datasets"), Lazy("PIL.Image")

@@ -7,8 +7,8 @@ import torch
 from lazy import Lazy
 
 import fedstrata as fs
+from fedstrata.base.errors import DataError
 from fedstrata.data.sources import Data
-from fedstrata.errors import DataError
 
 polars = Lazy("polars")
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data.fitting import Unfitted
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
-from fedstrata.errors import DataError, SpecError
 
 ROWS = {
     "age": ["63", "41", "", "58"],

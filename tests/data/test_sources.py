@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedstrata.config import build
+from fedstrata.base.config import build
+from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data.catalog import available
 from fedstrata.data.sources import Data, read_arrays
-from fedstrata.errors import DataError, SpecError
 
 
 @pytest.fixture

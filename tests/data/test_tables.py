@@ -10,8 +10,8 @@ import torch
 from lazy import Lazy
 
 import fedstrata as fs
+from fedstrata.base.errors import DataError, ExtraMissingError, SpecError
 from fedstrata.data.sources import Data
-from fedstrata.errors import DataError, ExtraMissingError, SpecError
 
 pandas = Lazy("pandas")
 

@@ -17,12 +17,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.cli import main
 from fedstrata.deploy.certificates import faults, own, read, renew
 from fedstrata.deploy.check import check
 from fedstrata.deploy.members import members, revoke
 from fedstrata.deploy.start import start
-from fedstrata.errors import FedstrataError, SpecError
 
 pytestmark = pytest.mark.xdist_group("kits")
 GOOD = "age,ill\n" + "".join(f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40))

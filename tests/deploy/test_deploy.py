@@ -20,6 +20,8 @@ from waiting import free_port
 
 import fedstrata as fs
 from fedstrata.asks import hash_of
+from fedstrata.base.errors import DataError, ExtraMissingError, FedstrataError, SpecError
+from fedstrata.base.jsonl import MetricsLog
 from fedstrata.cli import main
 from fedstrata.data.catalog import names_there
 from fedstrata.deploy.configuration import CLASSES, ERROR, described, raised, write_job
@@ -30,8 +32,6 @@ from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.provision import provision
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.deploy.simulator import _sites_before
-from fedstrata.errors import DataError, ExtraMissingError, FedstrataError, SpecError
-from fedstrata.jsonl import MetricsLog
 from fedstrata.run_folder import WEIGHTS
 
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")

@@ -20,6 +20,7 @@ from lazy import Lazy
 from waiting import free_port, until
 
 import fedstrata as fs
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.deploy.configuration import write_job
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.local_deployment import Processes
@@ -27,7 +28,6 @@ from fedstrata.deploy.members import revoke
 from fedstrata.deploy.processes import send_signal
 from fedstrata.deploy.provision import ADMIN, JOB, SERVER, provision
 from fedstrata.deploy.settings import JobSpec
-from fedstrata.jsonl import read_jsonl
 
 nvflare = Lazy("nvflare")
 NOTICED = 10.0

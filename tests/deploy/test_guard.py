@@ -18,8 +18,8 @@ import torch
 from asked import CLIENTS, Site
 
 import fedstrata as fs
-from fedstrata import records
 from fedstrata.asks import hash_of
+from fedstrata.base import records
 from fedstrata.communication.codecs import PowerSGD, pack
 from fedstrata.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.deploy.guard import Spent, admitted

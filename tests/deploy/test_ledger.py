@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import fedstrata as fs
+from fedstrata.base.errors import DataError
 from fedstrata.cli import main
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.deploy.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
 from fedstrata.deploy.policy import Policy
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
-from fedstrata.errors import DataError
 from fedstrata.preparation import prepare
 from fedstrata.simulation import run_prepared
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from fedstrata.base.errors import WireError
 from fedstrata.deploy import line as lines
 from fedstrata.deploy.line import CollabLine, insist
 from fedstrata.engines.nvflare.turns import AT_WORK, Turns, beat
 from fedstrata.engines.nvflare.wire import SiteLostError
-from fedstrata.errors import WireError
 
 
 class OverError(Exception):

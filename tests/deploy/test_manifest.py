@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import fedstrata as fs
+from fedstrata.base.errors import DataError
 from fedstrata.cli import main
 from fedstrata.deploy.manifest import CERTIFICATE, FINGERPRINTS, MANIFEST, SECRET, fingerprint, sign, verify
-from fedstrata.errors import DataError
 
 
 def test_the_key_of_fingerprints_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

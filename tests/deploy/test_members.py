@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
 from fedstrata.deploy.members import MEMBERS, Members, revoke, write_members
-from fedstrata.errors import SpecError
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ import slowly
 from waiting import free_port, until
 
 import fedstrata as fs
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
 from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.line import STRUCK
 from fedstrata.deploy.local_deployment import Processes
 from fedstrata.deploy.provision import ADMIN, SERVER, provision
-from fedstrata.jsonl import read_jsonl
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("servers")]
 

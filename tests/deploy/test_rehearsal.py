@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import fedstrata as fs
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
-from fedstrata.jsonl import read_jsonl
 from fedstrata.training import local as training
 
 HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"

@@ -14,11 +14,11 @@ import matrix
 import pytest
 
 import fedstrata as fs
+from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.deploy import simulator
 from fedstrata.deploy.configuration import write_job
 from fedstrata.deploy.settings import JobSpec
 from fedstrata.deploy.simulator import simulate
-from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
 STOPPED = "ask, state of the objective"

@@ -12,13 +12,13 @@ from urllib.request import urlopen
 import pytest
 from processes import started
 
+from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import main
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.live import serving
 from fedstrata.deploy.progress import STATUS
 from fedstrata.deploy.status import Source, source_of
 from fedstrata.deploy.submit import Tell
-from fedstrata.errors import FedstrataError
 
 
 class _Session:

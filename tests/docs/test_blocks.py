@@ -28,8 +28,8 @@ from types import ModuleType
 
 import pytest
 
+from fedstrata.base.errors import SpecError
 from fedstrata.cli.main import parser
-from fedstrata.errors import SpecError
 from fedstrata.spec import Experiment, variants
 
 ROOT = Path(__file__).parents[2]

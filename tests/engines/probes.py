@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles, handles_hop
 from fedstrata.engines.nvflare.wire import Answers, Hopped
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.records import record
 
 TAKES = {"slow": 0.1, "hang": 24.0}
 """Seconds that a culprit sleeps before it answers."""

@@ -12,7 +12,7 @@ import torch
 from workers import two_workers
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.clients.store import StateStore
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.local import LocalEngine

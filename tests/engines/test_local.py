@@ -10,11 +10,11 @@ from limits import within
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.records import record
 from fedstrata.clients.handling import handles
 from fedstrata.engines import local
-from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.federation.messages import Reply, Request
-from fedstrata.records import record
 
 
 def test_random_layers_in_a_group_are_refused_with_advice():

@@ -29,15 +29,15 @@ from workers import two_workers
 
 import fedstrata as fs
 from fedstrata import simulation
+from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.deploy.policy import Policy
 from fedstrata.engines import make_engine
-from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.federation.engine import Engine, HopByHop
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.jsonl import read_jsonl
 from fedstrata.preparation import prepare
 from fedstrata.simulation import make_context, run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing

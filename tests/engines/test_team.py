@@ -13,13 +13,13 @@ from processes import started
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.base.locking import occupied
+from fedstrata.base.records import record
 from fedstrata.clients.handling import handles
 from fedstrata.engines import local
 from fedstrata.engines.local import LocalEngine
 from fedstrata.engines.team import cores
 from fedstrata.federation.messages import Reply, Request
-from fedstrata.locking import occupied
-from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.metrics import METRICS, Metric
 from fedstrata.evaluation.predictions import Predictions
 from fedstrata.evaluation.sums import EvaluationSums, sums_of

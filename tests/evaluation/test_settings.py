@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.metrics import FunctionMetric
 from fedstrata.reference import rows
 

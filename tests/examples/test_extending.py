@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
-from fedstrata.errors import SpecError
 from fedstrata.federation.availability import Population
 from fedstrata.federation.messages import FitReply
 from fedstrata.objectives.base import Batch, Context

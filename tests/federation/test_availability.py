@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.federation.availability import AvailabilityGroup, Population
 
 EVERYBODY = np.arange(400)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedstrata.base.records import record
 from fedstrata.federation.engine import Engine, Failure, HopByHop
 from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.records import record
 
 
 @record("test/Add")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.handlers.sequential import Visit
 
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import decode, encode
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
-from fedstrata.records import decode, encode
 from fedstrata.sampling.messages import SizeReply, SizeReport
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import fedstrata as fs
-from fedstrata import records
-from fedstrata.errors import SpecError
+from fedstrata.base import records
+from fedstrata.base.errors import SpecError
 from fedstrata.federation.messages import Fit
 
 SLOW: dict[str, Any] = {"bandwidth_up": 0.01, "bandwidth_down": 0.1, "latency": 0.5, "seconds_per_sample": 0.25}

@@ -14,9 +14,9 @@ import numpy as np
 from tests.fuzz.cases import RAN, REFUSED, Family, SilentDifferenceError, damaged
 from tests.fuzz.corpus import DATA_ARRAYS, DATA_FILES, arrays, npy, saved, zipped
 
+from fedstrata.base.errors import FedstrataError
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.sources import Data
-from fedstrata.errors import FedstrataError
 
 DTYPES = ("<f4", "<f8", ">f4", "<f2", "i1", "<i2", "<i4", "<i8", ">i8", "u1", "<u2", "<u4", "<u8", "?", "<c8", "g")
 LABEL_DTYPES = ("i1", "<i4", "<i8", ">i4", "u1", "<u8", "<f4", "<f8", "?", "<U3", "S3", "g")

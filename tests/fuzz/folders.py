@@ -18,9 +18,9 @@ import torch
 from tests.fuzz.cases import RAN, REFUSED, Family, SilentDifferenceError, damaged
 
 import fedstrata as fs
-from fedstrata.errors import FedstrataError
+from fedstrata.base.errors import FedstrataError
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.history import History
-from fedstrata.jsonl import read_jsonl
 from fedstrata.report.summary import failures, summary_lines
 
 ROUNDS, STOPPED = 4, 2

@@ -16,7 +16,8 @@ import torch
 from asked import CLIENTS, Site
 from tests.fuzz.cases import RAN, REFUSED, Family, SilentDifferenceError, damaged
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import WireError
 from fedstrata.communication.messages import Coefficients, Encoded
 from fedstrata.deploy.host import SERVER
 from fedstrata.engines.nvflare.wire import (
@@ -32,7 +33,6 @@ from fedstrata.engines.nvflare.wire import (
     Settled,
     Survey,
 )
-from fedstrata.errors import WireError
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.handlers.sequential import Visit

@@ -16,11 +16,11 @@ import tomli_w
 from tests.fuzz.cases import RAN, REFUSED, Family
 from tests.fuzz.corpus import BIG, HUGE, SPEC_SETTINGS, SPEC_TEXTS
 
+from fedstrata.base.config import Registry
+from fedstrata.base.errors import FedstrataError
 from fedstrata.communication.codecs import CODECS
-from fedstrata.config import Registry
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.sources import Data
-from fedstrata.errors import FedstrataError
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS

@@ -18,13 +18,13 @@ from tests.fuzz.corpus import MESSAGE_BYTES, messages
 from torch import Tensor
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, WireError
+from fedstrata.base.records import RECORDS
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import FedstrataError, WireError
 from fedstrata.federation.engine import Failure
 from fedstrata.preparation import prepare
-from fedstrata.records import RECORDS
 from fedstrata.simulation import Simulation, make_context
 
 LIARS = 25

@@ -132,7 +132,7 @@ def test_a_reply_that_cannot_be_is_not_counted():
         request.check(good)
         from dataclasses import replace
 
-        from fedstrata.errors import ReplyRefusedError
+        from fedstrata.base.errors import ReplyRefusedError
 
         bad = {
             "confusion": replace(good.sums, confusion=torch.zeros(3, 3, dtype=torch.int64)),

@@ -12,7 +12,7 @@ from limits import within
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.nn.averagednorm import averaged
 from fedstrata.nn.batchnorm import LocalGroup, federate_batchnorm
 from fedstrata.preparation import prepare

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import checkpoint, records
+from fedstrata import checkpoint
+from fedstrata.base import records
 
 
 def test_with_local_statistics_only_batchnorms_buffers_stay_with_the_client(tmp_path):

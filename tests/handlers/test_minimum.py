@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit
 from fedstrata.handlers.fedtan import FitTogether

@@ -20,8 +20,8 @@ from asked import CLIENTS, Answers, Begin, Begun, Done, Refused, Save
 from target import Target, Targets
 
 import fedstrata as fs
-from fedstrata import records
 from fedstrata.audit.gradients import EXACT, inputs_from, labels_from
+from fedstrata.base import records
 from fedstrata.engines.nvflare.wire import Ask, Failed, Fetch, Hopped
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.methods.base import effort

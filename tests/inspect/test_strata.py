@@ -7,8 +7,8 @@ import pytest
 from matplotlib.image import imread
 
 import fedstrata as fs
+from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.cli import main
-from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.inspect.strata import View, strata_after, strata_of_folder
 from fedstrata.report.strata import draw_strata, plane
 

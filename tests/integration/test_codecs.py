@@ -8,7 +8,7 @@ import matrix
 import pytest
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 
 POWER, TOP = {"name": "powersgd", "rank": 1}, {"name": "top-k", "fraction": 0.05}
 PAIRS: dict[str, dict[str, Any]] = {

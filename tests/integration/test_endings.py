@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import fedstrata as fs
+from fedstrata.base.errors import QuorumError
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import QuorumError
-from fedstrata.jsonl import read_jsonl
 
 
 def spec(**tables):

@@ -163,7 +163,7 @@ def test_a_partition_of_ones_own_that_loses_samples_is_caught():
         def assign(self, labels, domains, rng):
             return np.where(np.arange(len(labels)) < 10, -1, np.arange(len(labels)) % self.clients)
 
-    from fedstrata.errors import SpecError
+    from fedstrata.base.errors import SpecError
 
     with pytest.raises(SpecError, match="Forgetful leaves out 10 of 1437 samples"):
         fs.prepare(fs.Experiment(partition=Forgetful(clients=5)))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import SpecError
 from fedstrata.federation.messages import FitReply
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from workers import two_workers
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
 from fedstrata.clients.store import StateStore
 from fedstrata.deploy.simulator import simulate
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Weights
 from fedstrata.simulation import Simulation, make_context, run_prepared
 from fedstrata.stratify import client_single

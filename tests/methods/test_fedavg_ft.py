@@ -8,10 +8,10 @@ from skewed import LEFT_OVER
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
 from fedstrata.methods.fedavg_ft import FedAvgFT
 from fedstrata.preparation import assemble
-from fedstrata.rng import rng
 
 
 def test_the_head_is_trained_at_the_server_and_the_body_is_not(start):

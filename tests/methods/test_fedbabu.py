@@ -8,7 +8,7 @@ from skewed import LEFT_OVER, ONE_CLASS
 
 import fedstrata as fs
 from fedstrata import checkpoint
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.methods.head_tuning import HeadTuning
 from fedstrata.preparation import prepare
 

@@ -8,7 +8,7 @@ import torch
 
 import fedstrata as fs
 from fedstrata.aggregation.base import HorvitzThompson
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.inspect.strata import strata_after
 from fedstrata.methods.fedssar import FedSSAR
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import records
-from fedstrata.errors import SpecError
+from fedstrata.base import records
+from fedstrata.base.errors import SpecError
 
 MODEL = {"name": "mlp", "hidden": [16]}
 

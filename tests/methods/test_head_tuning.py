@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.rng import rng
+from fedstrata.base.rng import rng
 
 
 def test_a_head_with_statistics_of_its_own_is_tuned_with_them(start):

@@ -12,12 +12,12 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata import checkpoint
+from fedstrata.base.errors import ClientsFailedError, ReplyRefusedError, SpecError
+from fedstrata.base.rng import rng
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import ClientsFailedError, ReplyRefusedError, SpecError
 from fedstrata.federation.messages import Fit, FitReply
 from fedstrata.objectives.rebafl import Rebalanced
 from fedstrata.preparation import prepare
-from fedstrata.rng import rng
 
 SKEWED = {
     "data": {"name": "digits", "limit": 400},

@@ -16,13 +16,13 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.aggregation.base import AGGREGATORS, HorvitzThompson, Mean, StratumMean
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import torch_seeded
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.methods.base import CHOICES, METHODS, setting_of, training_metrics, weight_diversity
 from fedstrata.objectives.base import OBJECTIVES, CrossEntropy
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.objectives.rebafl import Rebalanced
-from fedstrata.rng import torch_seeded
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
 from fedstrata.sampling.stratified import Stratified
 

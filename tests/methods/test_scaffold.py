@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
 from fedstrata.federation.messages import Params
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 from fedstrata.objectives.scaffold import Scaffold
-from fedstrata.rng import rng
 
 LR, DECAY, BATCH, EPOCHS, SEED = 0.2, 0.01, 2, 2, 5
 

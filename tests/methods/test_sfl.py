@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.preparation import prepare
 
 

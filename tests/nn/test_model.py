@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.nn import CNN, MLP, Model, make_model
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import torch_seeded
 from fedstrata.nn import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, has_batchnorm, make_model
 from fedstrata.nn.resnet import ResNet9, ResNet18, ResNet20
-from fedstrata.rng import torch_seeded
 
 
 def two_layers(shape: tuple[int, ...], classes: int, width: int = 4) -> nn.Module:

@@ -7,7 +7,7 @@ import json
 import pytest
 from filelock import FileLock
 
-from fedstrata.errors import DataError
+from fedstrata.base.errors import DataError
 from fedstrata.experiment import carry_out
 from fedstrata.history import History
 from fedstrata.papers import pages

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.papers import tables as module
 from fedstrata.papers.judging import claims
 from fedstrata.papers.tables import METRICS, PAPERS, chosen, experiment_of, laid_over, read, tables

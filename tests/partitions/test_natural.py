@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedstrata as fs
+from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data.sources import Data
-from fedstrata.errors import DataError, SpecError
 from fedstrata.identity import fingerprint_of_data
 from fedstrata.partitions import draw_partition, render_table
 from fedstrata.partitions.server_data import ServerData

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstrata.config import build
-from fedstrata.errors import SpecError
+from fedstrata.base.config import build
+from fedstrata.base.errors import SpecError
 from fedstrata.partitions import (
     IID,
     PARTITIONS,

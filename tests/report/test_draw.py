@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.report.draw import over_seeds
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.errors import DataError
+from fedstrata.base.errors import DataError
 from fedstrata.history import History
 from fedstrata.report import html
 from fedstrata.report.html import constants, write_comparison, write_report

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.history import History
 from fedstrata.report.draw import (
     COLOURS,

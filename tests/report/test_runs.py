@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fedstrata as fs
-from fedstrata.errors import DataError, ExtraMissingError
+from fedstrata.base.errors import DataError, ExtraMissingError
 from fedstrata.report.runs import LABELS, Runs, keep_order, load_runs
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstrata import records
-from fedstrata.errors import SpecError
+from fedstrata.base import records
+from fedstrata.base.errors import SpecError
 from fedstrata.sampling import clustered
 from fedstrata.sampling.clustered import Clustered, by_group, by_size, group
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import fedstrata as fs
-from fedstrata import records
-from fedstrata.errors import SpecError
+from fedstrata.base import records
+from fedstrata.base.errors import SpecError
 from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 

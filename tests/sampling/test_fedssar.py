@@ -9,7 +9,7 @@ import pytest
 import torch
 from sklearn.cluster import OPTICS
 
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.federation.availability import Bernoulli
 from fedstrata.sampling import fedssar
 from fedstrata.sampling.fedssar import FedSSARSampler, cluster, shares

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.sampling import incremental_kmeans
 from fedstrata.sampling.allocation import spread
 from fedstrata.sampling.incremental_kmeans import Clusters

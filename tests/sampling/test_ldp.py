@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fedstrata.base.errors import SpecError
 from fedstrata.clients.client import Client
-from fedstrata.errors import SpecError
 from fedstrata.handlers.sampling import report_size
 from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
 from fedstrata.sampling.fedsampling import FedSamplingData

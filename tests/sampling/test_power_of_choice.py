@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.sampling.messages import LossReport
 from fedstrata.sampling.power_of_choice import PowerOfChoice
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.data.sources import Data
 from fedstrata.nn.zoo import MLP, make_model
 from fedstrata.sampling.messages import CompressReply

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import fedstrata as fs
-from fedstrata import records
 from fedstrata.aggregation.base import HorvitzThompson
-from fedstrata.errors import SpecError
+from fedstrata.base import records
+from fedstrata.base.errors import SpecError
 from fedstrata.sampling import stratified
 from fedstrata.sampling.messages import Compress
 from fedstrata.sampling.quantization import restore

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import fedstrata as fs
 from fedstrata.aggregation.base import MeanBySize, StratumMean
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.sampling.base import Uniform
 from fedstrata.sampling.weighted import Weighted, certainties, with_replacement, without_replacement
 

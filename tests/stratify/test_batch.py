@@ -14,13 +14,13 @@ from limits import within
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.preparation import prepare
-from fedstrata.rng import torch_seeded
 from fedstrata.simulation import make_context
 from fedstrata.stratify.batch import BatchPlan
 from fedstrata.stratify.client_batch import new_pool

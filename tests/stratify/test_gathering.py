@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import SpecError
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import federate_batchnorm
 from fedstrata.preparation import prepare
-from fedstrata.rng import torch_seeded
 from fedstrata.simulation import make_context
 from fedstrata.stratify.client_batch import gathered
 from fedstrata.stratify.messages import GatheredReply, Gradient, Reserve

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.errors import ClientsFailedError, SpecError
+from fedstrata.base.errors import ClientsFailedError, SpecError
 from fedstrata.federation.engine import HopByHop
 from fedstrata.nn.zoo import MLP
 from fedstrata.preparation import prepare

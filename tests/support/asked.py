@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.deploy.ledger import Entry
 from fedstrata.engines.nvflare.wire import (

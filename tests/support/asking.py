@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import record, unsent
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request
 from fedstrata.methods.fedavg import FedAvg
-from fedstrata.records import record, unsent
 
 
 @record("test/Visits")

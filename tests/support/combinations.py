@@ -21,12 +21,12 @@ import numpy as np
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import SpecError
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.sources import Data
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import SpecError
 from fedstrata.federation.engine import Failure, FederationConfig
 from fedstrata.methods.base import CHOICES, METHODS
 from fedstrata.preparation import prepare

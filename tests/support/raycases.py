@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fedstrata as fs
+from fedstrata.base.records import record
 from fedstrata.clients.handling import handles
 from fedstrata.federation.messages import Reply, Request
-from fedstrata.records import record
 
 
 @record("test/Trouble")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fedstrata as fs
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.simulation import make_context
 from fedstrata.training.devices import CPU, device_of, moved, placed
 

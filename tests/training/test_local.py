@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
+from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.rng import torch_seeded
 from fedstrata.sampling.messages import Compress, LossReport
 from fedstrata.sampling.quantization import pack, project, quantize
 from fedstrata.training.local import LocalData, manual_sgd_of, train

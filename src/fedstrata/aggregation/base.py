@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import AnyServer, ServerOptimizer
-from fedstrata.config import FromRegistry, Registry, Setting
-from fedstrata.errors import SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import FitReply, Params, Weights
-from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection, Uniform
 
 

@@ -8,10 +8,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from fedstrata.config import Setting, from_word
-from fedstrata.errors import SpecError
+from fedstrata.base.config import Setting, from_word
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree
 from fedstrata.federation.messages import Params
-from fedstrata.records import Tree
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 BETAS = (0.9, 0.99)

@@ -30,16 +30,16 @@ from fedstrata import checkpoint
 from fedstrata.audit.attacks import total_variation
 from fedstrata.audit.pixels import Pixels
 from fedstrata.audit.replay import Watch
+from fedstrata.base.errors import CheckpointError, SpecError
+from fedstrata.base.jsonl import replace_file, write_json
+from fedstrata.base.process import training_process
+from fedstrata.base.rng import rng, torch_seeded
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.federation.engine import Engine, Failure, RelaySession
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
-from fedstrata.jsonl import replace_file, write_json
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.nn.model import Model
 from fedstrata.preparation import Prepared
-from fedstrata.process import training_process
-from fedstrata.rng import rng, torch_seeded
 from fedstrata.run_folder import prepare_again, spec_of
 from fedstrata.simulation import Simulation
 from fedstrata.stratify.client_batch import STATE

@@ -13,7 +13,7 @@ import torch
 from fedstrata.audit.attacks import ATTACKS
 from fedstrata.audit.prototypes import BASELINE, Audit, Finding
 from fedstrata.audit.similarity import Likeness
-from fedstrata.jsonl import replace_file, write_json
+from fedstrata.base.jsonl import replace_file, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table

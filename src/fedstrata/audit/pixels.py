@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, Indices, Split
-from fedstrata.errors import SpecError
 
 SMALLEST = 7
 """Pixels that an image needs each way: the window of SSIM."""

@@ -22,12 +22,12 @@ from fedstrata.audit.attacks import ATTACKS, TUNING, View, features_of
 from fedstrata.audit.pixels import Pixels
 from fedstrata.audit.replay import Sent, Watch, replay
 from fedstrata.audit.similarity import Likeness, likeness, metrics
+from fedstrata.base.errors import SpecError
+from fedstrata.base.process import training_process
+from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Split
-from fedstrata.errors import SpecError
 from fedstrata.partitions.server_data import ServerData
 from fedstrata.preparation import Prepared
-from fedstrata.process import training_process
-from fedstrata.rng import rng
 from fedstrata.run_folder import prepare_again, spec_of
 
 HeldOut = Literal["test", "spare"]

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedstrata import checkpoint, records
+from fedstrata import checkpoint
+from fedstrata.base import records
+from fedstrata.base.errors import CheckpointError, SpecError
+from fedstrata.base.records import Tree
+from fedstrata.base.rng import rng
 from fedstrata.checkpoint import Checkpoint
-from fedstrata.errors import CheckpointError, SpecError
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.handlers.fit import BUFFERS, OBJECTIVE
 from fedstrata.objectives.prototypes import Table
 from fedstrata.preparation import Prepared
-from fedstrata.records import Tree
-from fedstrata.rng import rng
 from fedstrata.simulation import Simulation
 
 PROTOTYPES = "prototypes"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedstrata.errors import ExtraMissingError
+from fedstrata.base.errors import ExtraMissingError
 
 CEILING = 100.0
 """The PSNR, in dB, from which on two images count as the same; that of an image with itself would be infinite."""

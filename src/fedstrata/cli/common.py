@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 
 if TYPE_CHECKING:
     from fedstrata.history import History

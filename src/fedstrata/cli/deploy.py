@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.base.ending import Terminated
+from fedstrata.base.errors import SpecError
 from fedstrata.cli.common import (
     add_command,
     add_output,
@@ -19,8 +21,6 @@ from fedstrata.cli.common import (
     print_json,
     show_run,
 )
-from fedstrata.ending import Terminated
-from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands

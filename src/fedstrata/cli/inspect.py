@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.base.errors import SpecError
 from fedstrata.cli.common import add_command, add_output, add_spec, experiment, located, print_json
-from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -148,7 +148,7 @@ def add_partition(commands: Commands) -> None:
 def _partition(options: argparse.Namespace) -> int:
     import rich
 
-    from fedstrata.config import under
+    from fedstrata.base.config import under
     from fedstrata.partitions import draw_partition, label_table, render_table
 
     spec = experiment(options)

@@ -10,12 +10,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstrata.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fedstrata.config import Setting
+    from fedstrata.base.config import Setting
     from fedstrata.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2}
@@ -60,14 +60,14 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
         SpecError: There is no such section, or nothing of that name in it.
     """
     if ":" in name and section in FUNCTIONS:
-        from fedstrata.config import Setting, load_object
+        from fedstrata.base.config import Setting, load_object
 
         found = load_object(name, section)
         if not (inspect.isclass(found) and issubclass(found, Setting)):
             return _of_function(found, name, FUNCTIONS[section])
     kinds = find_section(section)["kinds"]
     if ":" in name:
-        from fedstrata.config import Registry
+        from fedstrata.base.config import Registry
         from fedstrata.reference import SECTIONS
 
         if isinstance(registry := SECTIONS[section], Registry):

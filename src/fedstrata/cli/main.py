@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fedstrata import __version__
+from fedstrata.base.ending import TERMINATED, Terminated, ending_in_order
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.cli import deploy, inspect, ledger, papers, results, run, teach
-from fedstrata.ending import TERMINATED, Terminated, ending_in_order
-from fedstrata.errors import DataError, FedstrataError, SpecError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import common
-from fedstrata.errors import FedstrataError
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.cli import common
 from fedstrata.cli.common import add_command, add_output, located, print_json, read_spec, run_folder
-from fedstrata.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.base.errors import SpecError
 from fedstrata.cli import common
 from fedstrata.cli.common import (
     add_command,
@@ -19,7 +20,6 @@ from fedstrata.cli.common import (
     run_folder,
     show_run,
 )
-from fedstrata.errors import SpecError
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands

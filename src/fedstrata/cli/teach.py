@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.cli.common import add_command, add_output, print_json
-from fedstrata.errors import SpecError, nearest
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands

@@ -10,12 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.records import Tree
+from fedstrata.base.rng import rng
 from fedstrata.clients.context import ClientContext
 from fedstrata.federation.messages import ClientId
 from fedstrata.nn.batchnorm import ReduceGroup
 from fedstrata.nn.model import Model
-from fedstrata.records import Tree
-from fedstrata.rng import rng
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
-from fedstrata.errors import FedstrataError
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 
@@ -79,7 +79,7 @@ class Handlers:
 
     >>> Handlers([]).alone(Request)
     Traceback (most recent call last):
-    fedstrata.errors.FedstrataError: clients do not know how to answer Request: name its handler in Method.handlers
+    fedstrata.base.errors.FedstrataError: clients do not know how to answer Request: name its handler in Method.handlers
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:

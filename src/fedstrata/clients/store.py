@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.records import Tree
 from fedstrata.federation.messages import ClientId
-from fedstrata.records import Tree
 
 DEFAULT_MEMORY = 1 << 30
 

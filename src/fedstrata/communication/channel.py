@@ -11,7 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError
+from fedstrata.base.records import record
+from fedstrata.base.rng import rng
 from fedstrata.communication.changes import digest_of, parted, renewed
 from fedstrata.communication.codecs import (
     Codec,
@@ -26,14 +29,11 @@ from fedstrata.communication.codecs import (
     with_frame,
 )
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
-from fedstrata.errors import FedstrataError, ReplyRefusedError
 from fedstrata.federation.accounting import Summed
 from fedstrata.federation.federation import AskOptions, Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import finite
 from fedstrata.objectives.base import Objective
-from fedstrata.records import record
-from fedstrata.rng import rng
 
 
 @record("ChannelState")

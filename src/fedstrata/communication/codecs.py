@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
-from fedstrata.config import FromRegistry, Registry, Setting
-from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError
 from fedstrata.federation.messages import Params
 from fedstrata.federation.reply_checks import finite
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import Message, record, unsent
 from fedstrata.federation.messages import ModelRequest, Params, Reply, Request
-from fedstrata.records import Message, record, unsent
 
 
 @record("ModelDelivery")

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedstrata.errors import DataError
+from fedstrata.base.errors import DataError
 
 Normalize = Literal["standard", "unit", "none"]
 Array = ArrayLike | Tensor

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.errors import DataError
 from fedstrata.data.arrays import (
     Array,
     Normalize,
@@ -23,7 +24,6 @@ from fedstrata.data.arrays import (
     encode_clients,
     normalisation,
 )
-from fedstrata.errors import DataError
 
 if TYPE_CHECKING:
     from fedstrata.data.fitting import Unfitted

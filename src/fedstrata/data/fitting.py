@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.errors import DataError
+from fedstrata.base.records import Message, record
 from fedstrata.data.arrays import Normalize, precise
 from fedstrata.data.schema import Column, Schema
-from fedstrata.errors import DataError
-from fedstrata.records import Message, record
 
 LOG = logging.getLogger(__name__)
 

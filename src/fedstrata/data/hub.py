@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, nearest
+from fedstrata.base.rng import rng
 from fedstrata.data.subsets import stratified
-from fedstrata.errors import DataError, ExtraMissingError, SpecError, nearest
-from fedstrata.rng import rng
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator, model_validator
 
-from fedstrata.config import Setting, build, under
+from fedstrata.base.config import Setting, build, under
+from fedstrata.base.errors import DataError, SpecError, nearest
+from fedstrata.base.rng import rng
 from fedstrata.data.subsets import stratified
-from fedstrata.errors import DataError, SpecError, nearest
-from fedstrata.rng import rng
 
 Reals = NDArray[np.float64]
 Rows = NDArray[np.int64]

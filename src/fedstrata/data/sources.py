@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt, model_validator
 from torch import Tensor
 
-from fedstrata.config import Setting, from_word
+from fedstrata.base.config import Setting, from_word
+from fedstrata.base.errors import DataError, SpecError, nearest
+from fedstrata.base.process import memory
+from fedstrata.base.rng import rng
 from fedstrata.data.arrays import Normalize, check_seen, decoded, normalisation
 from fedstrata.data.catalog import KNOWN, folders, names_there
 from fedstrata.data.dataset import Dataset, from_arrays
@@ -28,9 +31,6 @@ from fedstrata.data.hub import load_hub
 from fedstrata.data.schema import Schema, another_unit, held_out
 from fedstrata.data.subsets import stratified
 from fedstrata.data.tables import SUFFIXES, dataset_of, read_table
-from fedstrata.errors import DataError, SpecError, nearest
-from fedstrata.process import memory
-from fedstrata.rng import rng
 
 Arrays = dict[str, NDArray[Any]]
 

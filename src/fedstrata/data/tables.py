@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.config import build
+from fedstrata.base.config import build
+from fedstrata.base.errors import DataError, ExtraMissingError
 from fedstrata.data.arrays import Normalize
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
-from fedstrata.errors import DataError, ExtraMissingError
 
 SUFFIXES = (".csv", ".parquet")
 """How the names of such files end."""

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedstrata.errors import DataError, FedstrataError
-from fedstrata.jsonl import replace_file
+from fedstrata.base.errors import DataError, FedstrataError
+from fedstrata.base.jsonl import replace_file
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate

@@ -12,11 +12,11 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.deploy.certificates import ROOT, faults, own
 from fedstrata.deploy.policy import FILE as POLICY
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.deploy.settings import SiteSettings
-from fedstrata.errors import DataError, FedstrataError, SpecError
 
 PART = Path("local") / "part.json"
 """In a site's folder: the number of its client, how many there are, and whether it must have test samples."""

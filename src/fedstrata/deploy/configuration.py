@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedstrata import errors
+from fedstrata.base import errors
+from fedstrata.base.errors import FedstrataError
 from fedstrata.deploy.settings import JobSpec
-from fedstrata.errors import FedstrataError
 
 CLASSES = (
     "nvflare.collab.runtime.controller.CollabController",

@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.clients.context import ClientContext
 from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
@@ -28,10 +30,8 @@ from fedstrata.deploy.manifest import FINGERPRINTS
 from fedstrata.deploy.policy import RuleError
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.wire import Begin, Survey
-from fedstrata.errors import DataError, SpecError
 from fedstrata.evaluation.holdouts import hold_out
 from fedstrata.evaluation.metrics import METRICS, Metric
-from fedstrata.jsonl import replace_file, write_json
 from fedstrata.partitions import Assignment
 from fedstrata.preparation import Prepared, assemble, prepare, trained_on
 from fedstrata.simulation import make_context

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from fedstrata.asks import hash_of
-from fedstrata.config import Setting, build
+from fedstrata.base.config import Setting, build
+from fedstrata.base.errors import SpecError
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import PATIENCE
 from fedstrata.engines.nvflare.engine import Fewer
-from fedstrata.errors import SpecError
 from fedstrata.preparation import prepare
 from fedstrata.spec import Experiment, placed, read_toml
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedstrata import records
 from fedstrata.asks import Declaration, declaration_of
+from fedstrata.base import records
+from fedstrata.base.jsonl import replace_file
+from fedstrata.base.locking import waiting
 from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
-from fedstrata.jsonl import replace_file
-from fedstrata.locking import waiting
 from fedstrata.spec import Experiment, parse_toml
 
 BUNDLED = ("digits",)

@@ -14,12 +14,16 @@ from typing import Any
 
 import torch
 
-from fedstrata import checkpoint, records
+from fedstrata import checkpoint
 from fedstrata.asks import Declaration, declaration_of
+from fedstrata.base import records
+from fedstrata.base.config import only_from
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError, WireError
+from fedstrata.base.process import prepare_process
+from fedstrata.base.records import Message, Tree
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.config import only_from
 from fedstrata.deploy.data_schema import FEWEST, UnusableDataError, context_of, require_home, survey_of
 from fedstrata.deploy.guard import Books, Guard, Match, Spent, admitted
 from fedstrata.deploy.ledger import Entry
@@ -53,12 +57,9 @@ from fedstrata.engines.nvflare.wire import (
     Unmoved,
     read,
 )
-from fedstrata.errors import FedstrataError, ReplyRefusedError, SpecError, WireError
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
-from fedstrata.process import prepare_process
-from fedstrata.records import Message, Tree
 from fedstrata.spec import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 

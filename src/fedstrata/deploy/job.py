@@ -15,8 +15,10 @@ from nvflare.collab import collab
 from nvflare.collab.api.exceptions import RunAborted
 from nvflare.widgets.info_collector import InfoCollector
 
-from fedstrata import records
-from fedstrata.config import only_from
+from fedstrata.base import records
+from fedstrata.base.config import only_from
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl, write_json
 from fedstrata.deploy.configuration import ERROR, described
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import Host
@@ -31,8 +33,6 @@ from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.turns import Turns, beat
 from fedstrata.engines.nvflare.wire import Refused, SiteLostError
-from fedstrata.errors import FedstrataError, SpecError
-from fedstrata.jsonl import read_jsonl, write_json
 from fedstrata.preparation import prepare
 from fedstrata.run_folder import METRICS, SPEC, is_over
 from fedstrata.simulation import run_prepared

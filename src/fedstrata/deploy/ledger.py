@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedstrata.errors import DataError
+from fedstrata.base.errors import DataError
 
 LOG = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
+from fedstrata.base.records import DEFAULT_LIMIT
 from fedstrata.engines.nvflare.turns import AT_WORK
 from fedstrata.engines.nvflare.wire import SiteLostError
-from fedstrata.records import DEFAULT_LIMIT
 
 LOG = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from fedstrata.base.errors import DataError, SpecError
+from fedstrata.base.jsonl import jsonable
 from fedstrata.deploy.status import Source, source_of
 from fedstrata.deploy.submit import POLL, Tell
-from fedstrata.errors import DataError, SpecError
-from fedstrata.jsonl import jsonable
 from fedstrata.report.html import assets, render, template
 from fedstrata.report.runs import load_runs
 

@@ -10,10 +10,10 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from fedstrata.base.errors import DataError
+from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.deploy.certificates import ROOT, own, read
 from fedstrata.deploy.settings import USER
-from fedstrata.errors import DataError
-from fedstrata.jsonl import replace_file, write_json
 from fedstrata.run_folder import RUN, SPEC, WEIGHTS
 
 LOG = logging.getLogger(__name__)

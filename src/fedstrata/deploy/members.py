@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedstrata.errors import DataError, FedstrataError, SpecError
-from fedstrata.jsonl import write_json
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.base.jsonl import write_json
 
 LOG = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import tomli_w
 from pydantic import PositiveFloat, PositiveInt
 
 from fedstrata.asks import UNDECLARED, Declaration
-from fedstrata.config import Setting, build
-from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.base.config import Setting, build
+from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.settings import Privacy
 from fedstrata.spec import line_of, placed, read_toml
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from fedstrata.jsonl import write_json
+from fedstrata.base.jsonl import write_json
 
 LOG = logging.getLogger(__name__)
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import tomli_w
 
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.jsonl import write_json
 from fedstrata.deploy.certificates import ROOT_DAYS, own, renew
 from fedstrata.deploy.check import PART, SPEC
 from fedstrata.deploy.configuration import CLASSES, write_job
@@ -24,8 +26,6 @@ from fedstrata.deploy.policy import FILE as POLICY
 from fedstrata.deploy.policy import RuleError
 from fedstrata.deploy.settings import LOCAL, USER, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
-from fedstrata.errors import FedstrataError, SpecError
-from fedstrata.jsonl import write_json
 from fedstrata.spec import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"

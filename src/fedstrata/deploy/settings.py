@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import PositiveFloat
 
-from fedstrata.config import Setting, build, plain
+from fedstrata.base.config import Setting, build, plain
+from fedstrata.base.errors import SpecError
 from fedstrata.engines.nvflare.engine import Fewer
-from fedstrata.errors import SpecError
 from fedstrata.spec import placed, read_toml
 
 LOCAL = Path("local") / "fedstrata.toml"
@@ -113,7 +113,7 @@ class SiteSettings(Setting):
 
     @property
     def packages(self) -> list[str] | None:
-        """What ``fedstrata.config.only_from`` is given: None, for any, in a simulation."""
+        """What ``fedstrata.base.config.only_from`` is given: None, for any, in a simulation."""
         return None if self.simulated else self.allow
 
     def table(self) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.base.jsonl import jsonable, read_jsonl
 from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.progress import STATUS, Progress, shown
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.deploy.submit import COMPLETED, POLL, Tell, Watch, refuse_expired
-from fedstrata.errors import DataError, FedstrataError, SpecError
-from fedstrata.jsonl import jsonable, read_jsonl
 from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, spec_of
 
 NOTHING = "no run is at work"

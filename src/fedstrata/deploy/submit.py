@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.deploy.certificates import faults
 from fedstrata.deploy.configuration import ERROR, raised
 from fedstrata.deploy.manifest import sign
@@ -23,8 +25,6 @@ from fedstrata.deploy.progress import FEDSTRATA, headline
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.settings import USER
 from fedstrata.deploy.simulator import require_nvflare
-from fedstrata.errors import FedstrataError, SpecError
-from fedstrata.jsonl import read_jsonl
 from fedstrata.run_folder import EVENTS, WEIGHTS
 
 RESULT = "fedstrata"

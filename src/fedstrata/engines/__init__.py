@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.errors import SpecError, nearest
 from fedstrata.federation.engine import Engine
 
 ENGINES = {

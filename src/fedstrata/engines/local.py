@@ -7,17 +7,17 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Thread
 
+from fedstrata.base.errors import FedstrataError, SpecError, WithheldError
+from fedstrata.base.records import Tree
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.team import Answer, State, Team, can_fork
-from fedstrata.errors import FedstrataError, SpecError, WithheldError
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.nn.model import Model
-from fedstrata.records import Tree
 from fedstrata.training.devices import CPU, placed
 
 TEAM_PAYS, ASKING_PAYS = 0.2, 0.01

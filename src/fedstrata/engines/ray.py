@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError, WireError
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.ray_worker import VERSIONS, EncodedAnswer, Payload, Worker, WorkerPayload
-from fedstrata.errors import ExtraMissingError, FedstrataError, SpecError, WireError
 from fedstrata.federation.engine import Engine, Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.stratify.masking.key_store import KeyRing, ring_of

@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.process import prepare_process
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.process import prepare_process
 from fedstrata.stratify.masking.key_store import KeyRing
 
 Payload = bytes | NDArray[np.uint8]

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstrata.records import Tree
+from fedstrata.base.records import Tree
 
 ALIGNMENT = 64
 """Bytes: what PyTorch's own allocator gives, so that kernels take the same path."""

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng, uniforms
 from fedstrata.data.dataset import Dataset, Split
-from fedstrata.errors import SpecError
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.partitions import UNUSED, Assignment
-from fedstrata.rng import rng, uniforms
 
 PLACES = 2**32
 """More samples than a client has."""

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import record, unsent
 from fedstrata.evaluation.sums import EvaluationSums
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_shape
-from fedstrata.records import record, unsent
 
 Part = Literal["test", "validation"]
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fedstrata.config import MayChange, Setting, plain
-from fedstrata.errors import SpecError, nearest
+from fedstrata.base.config import MayChange, Setting, plain
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.evaluation.metrics import AnyMetric, Metric
 
 Share = Annotated[float | None, Field(gt=0, lt=1)]

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.records import Message, record
 from fedstrata.evaluation.predictions import Predictions
-from fedstrata.records import Message, record
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.federation.messages import ClientId, Weights
 
 

@@ -27,10 +27,10 @@ from pydantic import (
     model_validator,
 )
 
-from fedstrata.config import FromRegistry, Registry, Setting
-from fedstrata.errors import SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import uniforms
 from fedstrata.partitions import Assignment
-from fedstrata.rng import uniforms
 
 Clients = NDArray[np.int64]
 

@@ -15,14 +15,14 @@ from typing import Any, Protocol, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata import records
-from fedstrata.errors import ClientsFailedError, QuorumError
+from fedstrata.base import records
+from fedstrata.base.errors import ClientsFailedError, QuorumError
+from fedstrata.base.rng import SERVER, rng
 from fedstrata.federation.accounting import Accounting, Relayed, Summed
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
-from fedstrata.rng import SERVER, rng
 
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import Message, record, unsent
 from fedstrata.federation.reply_checks import require_like
-from fedstrata.records import Message, record, unsent
 
 ClientId = int
 Params = dict[str, Tensor]

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstrata import records
-from fedstrata.errors import ReplyRefusedError, WireError
+from fedstrata.base import records
+from fedstrata.base.errors import ReplyRefusedError, WireError
 
 DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}

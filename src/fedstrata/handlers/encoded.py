@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import torch
 
+from fedstrata.base.errors import FedstrataError
+from fedstrata.base.records import Tree, record
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.communication.changes import digest_of, parted, renewed
 from fedstrata.communication.codecs import PowerSGD, Uncompressed, WithMemory, pack, unpack, with_frame
 from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
-from fedstrata.errors import FedstrataError
 from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
-from fedstrata.records import Tree, record
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
 """Names under which a client keeps the model that it has, what its changes lost, and an exchange that is not over."""

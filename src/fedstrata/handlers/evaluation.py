@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
+from fedstrata.base.errors import FedstrataError
+from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles
-from fedstrata.errors import FedstrataError
 from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.evaluation.predictions import predict
 from fedstrata.evaluation.sums import sums_of
 from fedstrata.federation.messages import Weights
 from fedstrata.handlers.fit import BUFFERS, starting_point, statistics
-from fedstrata.rng import rng
 from fedstrata.training.devices import placed
 from fedstrata.training.local import LocalData, train
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedstrata.base.records import record
+from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.federation.messages import (
@@ -24,8 +26,6 @@ from fedstrata.federation.messages import (
 )
 from fedstrata.nn.averagednorm import averaged
 from fedstrata.objectives.base import Context
-from fedstrata.records import record
-from fedstrata.rng import torch_seeded
 from fedstrata.training.local import LocalData
 from fedstrata.training.sgd import SGD
 

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles_hop
-from fedstrata.errors import ReplyRefusedError
 from fedstrata.federation.messages import Reply, Request, Weights, sample_gradients
-from fedstrata.records import record
 from fedstrata.training.local import LocalData, train
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata import checkpoint
-from fedstrata.errors import CheckpointError, SpecError
+from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.partitions import label_table
 from fedstrata.preparation import Prepared

@@ -12,15 +12,15 @@ import torch
 from pydantic import ConfigDict, model_validator
 
 from fedstrata.aggregation.base import Aggregator, AnyAggregator, MeanBySize
-from fedstrata.config import FromRegistry, Registry, Setting, build
-from fedstrata.errors import SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting, build
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights
 from fedstrata.federation.questions import SHARE, Agreed, Fact, Question, Questions, asks_no_more, joined, seen
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
-from fedstrata.records import Tree, record
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
 ASKING = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
-from fedstrata.config import Setting
+from fedstrata.base.config import Setting
 from fedstrata.methods.base import Choice, Recipe, setting_of
 from fedstrata.sampling.allocation import Allocation
 from fedstrata.sampling.ldp import FedSTaSData

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.questions import Agreed, Question, Questions

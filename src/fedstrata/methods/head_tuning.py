@@ -8,12 +8,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
-from fedstrata.config import Setting
-from fedstrata.errors import SpecError
+from fedstrata.base.config import Setting
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import has_batchnorm
-from fedstrata.rng import rng
 
 
 class HeadTuning(Setting):

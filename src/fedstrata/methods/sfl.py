@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
@@ -12,7 +13,6 @@ from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Question, Questions, asks_no_more, joined, seen
 from fedstrata.handlers.sequential import Visit, VisitReply
 from fedstrata.methods.base import ASKING, Method, effort
-from fedstrata.records import Tree, record
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 
 

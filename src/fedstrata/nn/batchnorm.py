@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.base.errors import FedstrataError, SpecError
 
 
 class ReduceGroup(Protocol):

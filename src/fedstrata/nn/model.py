@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 
 Params = dict[str, Tensor]
 """Tensors by their dotted name in the module."""

@@ -16,12 +16,12 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import nn
 
-from fedstrata.config import FromRegistry, Registry, Setting, build, load_object, plain
-from fedstrata.errors import FedstrataError, SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting, build, load_object, plain
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.process import memory
+from fedstrata.base.rng import torch_seeded
 from fedstrata.nn.memory_format import lay_out
 from fedstrata.nn.model import Model
-from fedstrata.process import memory
-from fedstrata.rng import torch_seeded
 
 
 class ModelSpec(Setting):

@@ -15,12 +15,12 @@ from typing import Annotated, Any, ClassVar
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedstrata.config import FromRegistry, Registry, Setting
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.federation.questions import Fact
 from fedstrata.nn.model import Model
-from fedstrata.records import Tree
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import CrossEntropy

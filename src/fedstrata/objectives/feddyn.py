@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from pydantic import PositiveFloat
 
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Context, CrossEntropy, Trained
-from fedstrata.records import Tree
 
 
 class Dynamic(CrossEntropy):

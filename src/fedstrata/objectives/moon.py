@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from fedstrata.base.records import Tree
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.prototypes import evaluating
-from fedstrata.records import Tree
 
 
 def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.federation.messages import Params
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batches

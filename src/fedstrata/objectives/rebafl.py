@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.federation.questions import Fact
@@ -30,7 +31,6 @@ from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.calibrated import idle_clients, log_prior
 from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, of_enough
-from fedstrata.records import Tree
 
 
 class Rebalanced(PerSample):

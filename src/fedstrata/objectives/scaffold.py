@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Context, Objective, Trained
-from fedstrata.records import Tree
 
 
 class Scaffold(Objective):

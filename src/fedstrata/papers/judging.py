@@ -15,7 +15,7 @@ from importlib.resources import files
 from itertools import product
 from typing import Any, Literal
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 from fedstrata.papers.readings import Reading, readings
 from fedstrata.papers.running import Results
 from fedstrata.papers.tables import CLAIMS, PAPERS, Table, tables

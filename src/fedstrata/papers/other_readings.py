@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from fedstrata.base.records import Tree
 from fedstrata.federation.availability import Bernoulli
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
@@ -19,7 +20,6 @@ from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.feddyn import FedDyn
 from fedstrata.methods.scaffold import SCAFFOLD
 from fedstrata.objectives.scaffold import Scaffold
-from fedstrata.records import Tree
 
 
 class Losing:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fedstrata.jsonl import replace_file
+from fedstrata.base.jsonl import replace_file
 from fedstrata.papers.judging import (
     FEWEST,
     Cells,

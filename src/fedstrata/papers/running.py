@@ -9,10 +9,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fedstrata.errors import DataError, FedstrataError
+from fedstrata.base.errors import DataError, FedstrataError
+from fedstrata.base.jsonl import replace_file
 from fedstrata.experiment import carry_out
 from fedstrata.history import History
-from fedstrata.jsonl import replace_file
 from fedstrata.papers.tables import Cell, Table, experiment_of
 
 Results = dict[str, dict[str, Any]]

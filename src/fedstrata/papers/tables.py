@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from fedstrata.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.spec import Experiment, parse_toml
 
 PAPERS = {

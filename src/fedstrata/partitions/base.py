@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from fedstrata.config import FromRegistry, Registry, Setting
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
-from fedstrata.errors import SpecError
-from fedstrata.rng import rng
 
 Ints = NDArray[np.int64]
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from fedstrata.config import Setting
-from fedstrata.errors import SpecError
+from fedstrata.base.config import Setting
+from fedstrata.base.errors import SpecError
 from fedstrata.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, numbered, top_up
 from fedstrata.partitions.base import Clients, Ints, Partition
 from fedstrata.partitions.schemes import Alpha, Generator

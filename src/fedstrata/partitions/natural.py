@@ -9,10 +9,10 @@ from typing import Literal
 import numpy as np
 from pydantic import NonNegativeInt
 
+from fedstrata.base.errors import SpecError
+from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
-from fedstrata.errors import SpecError
 from fedstrata.partitions.base import UNUSED, AnyPartition, Assignment, Clients, Ints, Partition
-from fedstrata.rng import rng
 
 
 class Natural(Partition):

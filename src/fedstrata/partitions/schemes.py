@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
+from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data.sources import read_arrays
 from fedstrata.data.subsets import largest_remainder
-from fedstrata.errors import DataError, SpecError
 from fedstrata.partitions.assign import (
     cut_by_dirichlet,
     deal_by_mix,

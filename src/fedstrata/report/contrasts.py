@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedstrata.errors import SpecError, nearest
+from fedstrata.base.errors import SpecError, nearest
 from fedstrata.history import History
 from fedstrata.report.draw import TRAFFIC, Floats, quantity, spent
 from fedstrata.report.tables import (

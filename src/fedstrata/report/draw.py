@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

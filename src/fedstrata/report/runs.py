@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.errors import DataError
+from fedstrata.base.errors import DataError
+from fedstrata.base.jsonl import read_jsonl, write_json
 from fedstrata.history import History, Record, frame
-from fedstrata.jsonl import read_jsonl, write_json
 
 if TYPE_CHECKING:
     from pandas import DataFrame

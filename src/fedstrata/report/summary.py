@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.history import History
-from fedstrata.jsonl import read_jsonl
 from fedstrata.report.tables import MISSING
 
 if TYPE_CHECKING:

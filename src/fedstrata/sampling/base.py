@@ -10,13 +10,13 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.config import FromRegistry, Registry, Setting
-from fedstrata.errors import SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.federation.questions import Agreed, Questions
-from fedstrata.records import Tree
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
+from fedstrata.base.records import record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.questions import Fact, Question
-from fedstrata.records import record
 from fedstrata.sampling.messages import SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]

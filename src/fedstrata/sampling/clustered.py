@@ -16,12 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.federation.questions import Agreed, Questions
-from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.client_sizes import Sizes, size_question
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Questions
-from fedstrata.records import Tree, record
 from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
 from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total, size_question
 from fedstrata.sampling.ldp import FedSTaSData

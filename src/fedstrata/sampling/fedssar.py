@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
+from fedstrata.base.records import Tree, record
+from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.federation.questions import Agreed, Question, Questions, seen
-from fedstrata.records import Tree, record
-from fedstrata.rng import rng
 from fedstrata.sampling.allocation import allocate
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.messages import Sketch

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.records import record
+from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
 
 Ints = NDArray[np.int64]

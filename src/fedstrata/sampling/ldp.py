@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.questions import Agreed, Questions
-from fedstrata.records import Tree, record
 from fedstrata.sampling.base import DataSampler
 from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total, size_question
 

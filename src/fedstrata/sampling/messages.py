@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import record
 from fedstrata.federation.messages import ModelRequest, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_shape
-from fedstrata.records import record
 from fedstrata.sampling.quantization import restore
 
 MOST_SAMPLES = 2**31

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from pydantic import PositiveInt
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Question, Questions
-from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.client_sizes import Sizes, size_question
 from fedstrata.sampling.messages import LossReport

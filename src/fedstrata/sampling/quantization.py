@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedstrata.rng import rng
+from fedstrata.base.rng import rng
 from fedstrata.sampling.kmeans_1d import segment
 
 SMALL = 50_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.records import record
+from fedstrata.base.records import record
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]

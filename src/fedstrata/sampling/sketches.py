@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.records import record
 from fedstrata.federation.messages import FitReply, Params
-from fedstrata.records import record
 from fedstrata.sampling.quantization import bucketed, project, signs
 from fedstrata.sampling.row_store import RowStore
 

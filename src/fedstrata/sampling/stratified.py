@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree, record
+from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.federation.questions import Agreed, Question, Questions
-from fedstrata.records import Tree, record
-from fedstrata.rng import rng
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters

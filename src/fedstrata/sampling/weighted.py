@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.base.records import Tree
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Questions
-from fedstrata.records import Tree
 from fedstrata.sampling.base import ClientSampler, Selection, with_replacement
 from fedstrata.sampling.client_sizes import Sizes, size_question
 

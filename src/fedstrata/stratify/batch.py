@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
+from fedstrata.base.records import Tree
 from fedstrata.federation.accounting import Summed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.nn.batchnorm import has_batchnorm
-from fedstrata.records import Tree
 from fedstrata.settings import Training
 from fedstrata.stratify.messages import GatheredReply, Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
 from fedstrata.stratify.schedule import Holders

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstrata.base.errors import FedstrataError
+from fedstrata.base.records import record
+from fedstrata.base.rng import SERVER, torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles, handles_sum
-from fedstrata.errors import FedstrataError
 from fedstrata.federation.messages import ClientId, Params, Reply
 from fedstrata.nn.batchnorm import federated
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
-from fedstrata.records import record
-from fedstrata.rng import SERVER, torch_seeded
 from fedstrata.stratify.messages import (
     GatheredReply,
     Gradient,

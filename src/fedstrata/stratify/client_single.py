@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.records import record
+from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles_hop, handles_relay
@@ -18,8 +20,6 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context
-from fedstrata.records import record
-from fedstrata.rng import torch_seeded
 from fedstrata.stratify.client_batch import STATE, Pool, new_pool, refilled
 from fedstrata.stratify.messages import Steps, StepsReply
 from fedstrata.training.sgd import SGD

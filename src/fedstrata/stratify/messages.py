@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import record, same, unsent
 from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_like, require_shape
-from fedstrata.records import record, same, unsent
 
 MOST_SAMPLES = 2**40
 """Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""

@@ -7,7 +7,8 @@ from typing import Any, Literal
 from pydantic import Field, PositiveInt
 
 from fedstrata.aggregation.optimizers import AnyServer
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
@@ -15,7 +16,6 @@ from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Fact, Questions, by_round
 from fedstrata.methods.base import Method
 from fedstrata.nn.batchnorm import has_batchnorm
-from fedstrata.records import Tree, record
 from fedstrata.stratify.batch import BatchPlan, batch_epoch, rate
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 from fedstrata.stratify.masking.enrolment import check as check_masking

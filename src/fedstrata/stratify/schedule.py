@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.records import record
+from fedstrata.base.records import record
 from fedstrata.stratify.messages import LabelReply
 
 Ints = NDArray[np.int64]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstrata.base.records import Tree
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.records import Tree
 from fedstrata.stratify.messages import Steps, StepsReply
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.selection import assign_runs, tasks_of

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedstrata.base.errors import SpecError
 from fedstrata.clients.context import ClientContext
 from fedstrata.data.dataset import Dataset
-from fedstrata.errors import SpecError
 from fedstrata.nn.model import Model
 
 CPU = torch.device("cpu")

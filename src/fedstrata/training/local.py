@@ -11,14 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.records import Tree
+from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.nn.batchnorm import has_batchnorm
 from fedstrata.nn.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
-from fedstrata.records import Tree
-from fedstrata.rng import torch_seeded
 from fedstrata.settings import Training
 from fedstrata.training.devices import CPU, moved, placed
 from fedstrata.training.manual_sgd import ManualSGD

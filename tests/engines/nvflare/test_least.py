@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.deploy.policy import Policy
@@ -18,7 +19,6 @@ from fedstrata.engines.nvflare import engine as engines
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import Ask, Envelope, Hop, SiteLostError, read
-from fedstrata.errors import FedstrataError
 from fedstrata.preparation import prepare
 from fedstrata.simulation import run_prepared
 

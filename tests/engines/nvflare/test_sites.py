@@ -18,7 +18,9 @@ import torch
 from limits import within
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.nvflare.engine import NVFlareEngine
@@ -41,10 +43,8 @@ from fedstrata.engines.nvflare.wire import (
     Surveyed,
     read,
 )
-from fedstrata.errors import FedstrataError, SpecError
 from fedstrata.federation.availability import Trace
 from fedstrata.federation.messages import Weights
-from fedstrata.jsonl import read_jsonl
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.preparation import Prepared, prepare

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from fedstrata import records
+from fedstrata.base import records
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import from_arrays

@@ -12,7 +12,7 @@ from scipy import stats
 
 pytest.importorskip("tenseal")
 
-from fedstrata.errors import FedstrataError, ReplyRefusedError
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Opener, Parameters, Sealer, generate
 from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 

@@ -18,7 +18,7 @@ import torch
 pytest.importorskip("tenseal")
 
 import fedstrata.stratify.masking
-from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError
+from fedstrata.base.errors import ClientsFailedError, QuorumError, ReplyRefusedError
 from fedstrata.stratify.masking.ckks import COUNTING
 from fedstrata.stratify.masking.enrolment import Roll, enrol
 from fedstrata.stratify.masking.key_store import Keys

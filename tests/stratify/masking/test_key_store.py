@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("tenseal")
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import DataError, FedstrataError
 from fedstrata.cli import main
-from fedstrata.errors import DataError, FedstrataError
 from fedstrata.stratify.masking.enrolment import enrol
 from fedstrata.stratify.masking.key_store import FILE, VARIABLE, KeyRing, Keys
 

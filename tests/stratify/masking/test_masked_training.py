@@ -18,11 +18,11 @@ pytest.importorskip("tenseal")
 import tenseal
 
 import fedstrata as fs
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import ExtraMissingError, SpecError
+from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.errors import ExtraMissingError, SpecError
-from fedstrata.jsonl import read_jsonl
 from fedstrata.simulation import Simulation, make_context, run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing, Keys
 from fedstrata.stratify.masking.messages import PublicKeys

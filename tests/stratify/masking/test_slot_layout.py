@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from scipy import stats
 
-from fedstrata.errors import FedstrataError
+from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.slot_layout import SlotLayout, below, shuffled
 
 Floats = NDArray[np.float64]

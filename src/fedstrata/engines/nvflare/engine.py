@@ -14,7 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, WireError
+from fedstrata.base.records import Message
 from fedstrata.data.fitting import Statistics, Unfitted
 from fedstrata.engines.local import refuse_random
 from fedstrata.engines.nvflare.sums import Sums
@@ -41,11 +43,9 @@ from fedstrata.engines.nvflare.wire import (
     Unmoved,
     read,
 )
-from fedstrata.errors import FedstrataError, WireError
 from fedstrata.federation.engine import Engine, EngineEvent, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
-from fedstrata.records import Message
 
 LOG = logging.getLogger(__name__)
 

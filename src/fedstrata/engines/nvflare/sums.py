@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import WireError
 from fedstrata.engines.nvflare.turns import Turns
 from fedstrata.engines.nvflare.wire import Part, Refused, SiteRefusedError, Total, read
-from fedstrata.errors import WireError
 from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
 
 SHARE = 0.4

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from fedstrata.errors import WireError
+from fedstrata.base.errors import WireError
 
 LOG = logging.getLogger(__name__)
 

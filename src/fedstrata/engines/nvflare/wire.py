@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError, WireError
+from fedstrata.base.records import Message, record
 from fedstrata.data.fitting import Statistics
-from fedstrata.errors import FedstrataError, WireError
 from fedstrata.federation.messages import Weights
-from fedstrata.records import Message, record
 
 
 class SiteLostError(FedstrataError):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.errors import ExtraMissingError, FedstrataError, ReplyRefusedError
+from fedstrata.base.errors import ExtraMissingError, FedstrataError, ReplyRefusedError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstrata.base.records import record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
-from fedstrata.records import record
 from fedstrata.stratify.masking.ckks import COMPARING, Cipher
 from fedstrata.stratify.masking.messages import (
     Compare,

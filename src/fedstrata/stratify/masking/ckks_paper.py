@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.base.records import record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
-from fedstrata.records import record
 from fedstrata.stratify.masking.ckks import Cipher
 from fedstrata.stratify.masking.messages import CompareOne, PublicKeys, SealedPairs, SealPairs
 from fedstrata.stratify.masking.public_keys import Public, ask_one

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstrata.base.errors import FedstrataError
+from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
-from fedstrata.errors import FedstrataError
-from fedstrata.rng import rng
 from fedstrata.stratify.client_batch import PLACEHOLDERS
 from fedstrata.stratify.masking.ckks import COUNTING, Opener
 from fedstrata.stratify.masking.key_store import ring_of

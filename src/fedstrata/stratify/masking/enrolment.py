@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedstrata.errors import QuorumError, SpecError
+from fedstrata.base.errors import QuorumError, SpecError
+from fedstrata.base.records import Tree, record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
-from fedstrata.records import Tree, record
 from fedstrata.stratify.masking.ckks import tenseal
 from fedstrata.stratify.masking.ckks_packed import PackedList
 from fedstrata.stratify.masking.ckks_paper import PrintedList

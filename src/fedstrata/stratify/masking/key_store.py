@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedstrata import records
+from fedstrata.base import records
+from fedstrata.base.errors import DataError, FedstrataError, WireError
 from fedstrata.clients.context import ClientContext
-from fedstrata.errors import DataError, FedstrataError, WireError
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Opener, generate
 from fedstrata.stratify.masking.prf import KEY_SIZE, order_seed
 

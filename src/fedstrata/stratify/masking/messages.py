@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedstrata.errors import ReplyRefusedError
+from fedstrata.base.errors import ReplyRefusedError
+from fedstrata.base.records import record, unsent
 from fedstrata.federation.messages import Reply, Request
 from fedstrata.federation.reply_checks import require_shape
-from fedstrata.records import record, unsent
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, sealer
 from fedstrata.stratify.masking.prf import TAG_SIZE
 from fedstrata.stratify.masking.slot_layout import SlotLayout

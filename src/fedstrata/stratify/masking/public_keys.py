@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
-from fedstrata.errors import ClientsFailedError, QuorumError, ReplyRefusedError
+from fedstrata.base.errors import ClientsFailedError, QuorumError, ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Sealer, sealer

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.errors import FedstrataError
+from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.ckks import COMPARING
 
 Floats = NDArray[np.float64]

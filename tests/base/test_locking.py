@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.errors import SpecError
-from fedstrata.locking import occupied
+from fedstrata.base.errors import SpecError
+from fedstrata.base.locking import occupied
 
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "/dev/null/inside"], ids=["null", "long", "file"])

@@ -22,9 +22,9 @@ from typing import Any, Generic, Self, TypeVar, cast
 import threadpoolctl
 import torch
 
-from fedstrata.ending import end_with_parent, ending_in_order, in_main_thread
-from fedstrata.errors import FedstrataError
-from fedstrata.process import prepare_process
+from fedstrata.base.ending import end_with_parent, ending_in_order, in_main_thread
+from fedstrata.base.errors import FedstrataError
+from fedstrata.base.process import prepare_process
 
 GRACE = 5.0
 """Seconds for a worker to end in order."""
@@ -50,7 +50,7 @@ class Pool(Generic[K]):
         fork: Whether they are forks of this process as it is when a task begins; see ``can_fork``.
 
     >>> from functools import partial
-    >>> from fedstrata.errors import SpecError
+    >>> from fedstrata.base.errors import SpecError
     >>> with Pool[str](jobs=1, fork=True) as pool:
     ...     pool.begin("a", partial(print, end=""))
     ...     pool.free, list(pool.finished(timeout=60))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedstrata.errors import SpecError
+from fedstrata.base.errors import SpecError
 
 PATIENCE = 3.0
 """Seconds that a folder may still be held by the workers of a process that was killed."""

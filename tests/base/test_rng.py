@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import torch
 
-from fedstrata.rng import SERVER, rng, torch_seeded, uniforms
+from fedstrata.base.rng import SERVER, rng, torch_seeded, uniforms
 
 
 def test_the_same_name_gives_the_same_numbers_whatever_was_drawn_before():

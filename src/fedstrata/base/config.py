@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from fedstrata.errors import FedstrataError, SpecError, nearest
+from fedstrata.base.errors import FedstrataError, SpecError, nearest
 
 T = TypeVar("T", bound="Setting")
 R = TypeVar("R")

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedstrata
-from fedstrata import records
-from fedstrata.errors import WireError
+from fedstrata.base import records
+from fedstrata.base.errors import WireError
+from fedstrata.base.records import Message, add, decode, encode, leaves_of, record, require_types, same, size, unsent
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.records import Message, add, decode, encode, leaves_of, record, require_types, same, size, unsent
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.stratify.messages import GradientReply, LabelReport
 

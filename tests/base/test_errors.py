@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from fedstrata.errors import LONGEST, ExtraMissingError, SpecError
+from fedstrata.base.errors import LONGEST, ExtraMissingError, SpecError
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedstrata.errors import DataError
+from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
 """The key of a line's checksum, the last of each line: of the line without it and of the checksum before it."""

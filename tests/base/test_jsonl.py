@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.errors import DataError
-from fedstrata.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
+from fedstrata.base.errors import DataError
+from fedstrata.base.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
 
 RECORDS = [
     {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},
@@ -89,7 +89,7 @@ def test_jsonable_names_what_it_cannot_record() -> None:
 KILLED = """
 import os, signal
 from pathlib import Path
-from fedstrata.jsonl import replace_file
+from fedstrata.base.jsonl import replace_file
 
 os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
 replace_file(Path("spec.toml"), b"half")

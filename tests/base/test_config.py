@@ -8,8 +8,8 @@ import pytest
 from pydantic import Field, PositiveInt
 
 import fedstrata as fs
-from fedstrata.config import FromRegistry, Registry, Setting, from_word, load_object, plain
-from fedstrata.errors import SpecError
+from fedstrata.base.config import FromRegistry, Registry, Setting, from_word, load_object, plain
+from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.methods.base import METHODS
 from fedstrata.settings import Training

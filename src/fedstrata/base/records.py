@@ -22,7 +22,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from fedstrata.errors import WireError
+from fedstrata.base.errors import WireError
 
 Tree = Any
 """Records, mappings, lists, tuples, tensors, arrays, bytes, str, int, float, bool and None, nested."""

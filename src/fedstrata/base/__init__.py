@@ -1,0 +1,1 @@
+"""The lowest layer: records, settings and registries, randomness, errors, files and processes."""
