@@ -34,7 +34,7 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.partitions import Assignment
 from fedstrata.settings import Training

@@ -28,8 +28,8 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.methods.base import Method
-from fedstrata.nn.batchnorm import federate_batchnorm
-from fedstrata.nn.model import Model
+from fedstrata.models.batchnorm import federate_batchnorm
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.partitions import Assignment, draw_partition
 from fedstrata.preparation import prepare

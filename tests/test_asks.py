@@ -23,7 +23,7 @@ from fedstrata.communication.messages import Coefficients
 from fedstrata.deploy.policy import RuleError
 from fedstrata.federation.messages import Request
 from fedstrata.methods.base import METHODS
-from fedstrata.nn.batchnorm import ReduceGroup
+from fedstrata.models.batchnorm import ReduceGroup
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS, Uniform
 from fedstrata.simulation import Simulation
 from fedstrata.stratify.messages import Gradient

@@ -54,7 +54,7 @@ def partition_of(setting: Setting) -> fs.Partition:
 
 
 def model_of(setting: Setting) -> Any:
-    from fedstrata.nn.zoo import CNN, MLP, Custom
+    from fedstrata.models.zoo import CNN, MLP, Custom
 
     if setting.model == "cnn2":
         return Custom(factory="fedstrata_run:two_convolutions")

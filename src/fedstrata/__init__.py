@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from fedstrata.methods.rebafl import ReBaFL as ReBaFL
     from fedstrata.methods.scaffold import SCAFFOLD as SCAFFOLD
     from fedstrata.methods.sfl import SFL as SFL
-    from fedstrata.nn import Model as Model
+    from fedstrata.models import Model as Model
     from fedstrata.objectives.base import Objective as Objective
     from fedstrata.partitions import IID as IID
     from fedstrata.partitions import Assignment as Assignment
@@ -177,7 +177,7 @@ _HOMES = {
     "FedRS": "methods.fedrs",
     "MOON": "methods.moon",
     "ReBaFL": "methods.rebafl",
-    "Model": "nn",
+    "Model": "models",
     "Objective": "objectives.base",
     "ClientSampler": "sampling.base",
     "DataSampler": "sampling.base",

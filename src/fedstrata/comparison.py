@@ -21,7 +21,7 @@ from fedstrata.base.pool import Pool, Task, can_fork
 from fedstrata.callbacks import Callback
 from fedstrata.experiment import carry_out
 from fedstrata.history import History
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.preparation import Arrays, Prepared, prepare
 from fedstrata.references import fold, reference_runs
 from fedstrata.report.runs import keep_order

@@ -14,7 +14,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.callbacks import Callback
 from fedstrata.deploy.simulator import simulate
 from fedstrata.history import History
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import rounds_done
 from fedstrata.simulation import Watcher, run_prepared

@@ -24,10 +24,10 @@ from fedstrata.base.jsonl import jsonable, replace_file, write_json
 from fedstrata.data.arrays import Array, checked_inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.history import MODEL, WEIGHTS, read_weights
-from fedstrata.nn.batchnorm import has_batchnorm
-from fedstrata.nn.memory_format import lay_out
-from fedstrata.nn.model import Model
-from fedstrata.nn.zoo import MODELS, make_model
+from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.models.memory_format import lay_out
+from fedstrata.models.model import Model
+from fedstrata.models.zoo import MODELS, make_model
 from fedstrata.preparation import Prepared
 
 FORMAT = 1

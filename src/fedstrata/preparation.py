@@ -24,10 +24,10 @@ from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.identity import about_data, about_model, identity_of
-from fedstrata.nn.batchnorm import federate_batchnorm, has_batchnorm
-from fedstrata.nn.memory_format import lay_out
-from fedstrata.nn.model import Model
-from fedstrata.nn.zoo import CustomModel, make_model
+from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
+from fedstrata.models.memory_format import lay_out
+from fedstrata.models.model import Model
+from fedstrata.models.zoo import CustomModel, make_model
 from fedstrata.partitions import Assignment, Partition, SingleClient
 from fedstrata.partitions.server_data import ServerData
 from fedstrata.spec import Experiment

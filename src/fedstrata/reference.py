@@ -23,7 +23,7 @@ from fedstrata.evaluation.metrics import METRICS
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS, Recipe
-from fedstrata.nn.zoo import MODELS
+from fedstrata.models.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.partitions import PARTITIONS
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS

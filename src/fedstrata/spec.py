@@ -22,7 +22,7 @@ from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import Always, AnyAvailability
 from fedstrata.methods.base import METHODS, AnyMethod
 from fedstrata.methods.fedavg import FedAvg
-from fedstrata.nn.zoo import MLP, AnyModel
+from fedstrata.models.zoo import MLP, AnyModel
 from fedstrata.partitions.base import AnyPartition
 from fedstrata.partitions.schemes import Dirichlet
 from fedstrata.settings import Privacy, Training

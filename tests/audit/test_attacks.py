@@ -11,7 +11,7 @@ from fedstrata.audit.pixels import Pixels
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng, torch_seeded
 from fedstrata.data.dataset import Dataset, from_arrays
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 
 
 def dataset(kind: str = "bytes", side: int = 8, channels: int = 1) -> Dataset:

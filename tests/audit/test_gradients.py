@@ -26,7 +26,7 @@ from fedstrata.audit.pixels import Pixels
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.base.rng import torch_seeded
 from fedstrata.cli import main
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.preparation import prepare
 
 

@@ -24,7 +24,7 @@ from fedstrata.data.sources import Data
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS
-from fedstrata.nn.zoo import MODELS
+from fedstrata.models.zoo import MODELS
 from fedstrata.partitions.base import PARTITIONS
 from fedstrata.preparation import prepare
 from fedstrata.settings import Training

@@ -13,8 +13,8 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.nn.averagednorm import averaged
-from fedstrata.nn.batchnorm import LocalGroup, federate_batchnorm
+from fedstrata.models.averagednorm import averaged
+from fedstrata.models.batchnorm import LocalGroup, federate_batchnorm
 from fedstrata.preparation import prepare
 
 

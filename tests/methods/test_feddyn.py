@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fedstrata as fs
 from fedstrata.federation.messages import Params
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 from fedstrata.objectives.feddyn import Dynamic
 

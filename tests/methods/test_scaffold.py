@@ -11,7 +11,7 @@ import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.federation.messages import Params
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, CrossEntropy
 from fedstrata.objectives.scaffold import Scaffold
 

@@ -65,9 +65,9 @@ schedule = _of("stratify/schedule.py", "stratify/test_schedule.py")
 single = _of("stratify/single.py", "stratify/test_single.py")
 selection = _of("stratify/selection.py", "stratify/test_selection.py")
 stratify = _of("stratify/method.py", "stratify/test_batch.py", "stratify/test_single.py")
-norm = _of("nn/batchnorm.py", "nn/test_batchnorm.py")
+norm = _of("models/batchnorm.py", "models/test_batchnorm.py")
 fedtan = _of("handlers/fedtan.py", "handlers/test_fedtan.py")
-averaged = _of("nn/averagednorm.py", "handlers/test_fedtan.py", "nn/test_batchnorm.py")
+averaged = _of("models/averagednorm.py", "handlers/test_fedtan.py", "models/test_batchnorm.py")
 fit = _of("handlers/fit.py", "handlers/test_fit.py", "training/test_local.py", "integration/test_private_sizes.py")
 federation = _of("federation/federation.py", "federation/test_federation.py")
 relay = _of("federation/engine.py", "federation/test_engine.py", "federation/test_federation.py")
@@ -270,8 +270,10 @@ MUTANTS = [
     selection("pools of everybody", "np.ceil(retain * able.sum", "np.ceil(able.sum"),
     selection("the shortest run", "longest = lengths.max(axis=1)", "longest = lengths.min(axis=1)"),
     stratify("the stream's part comes too early", "part * (round - before - 1)", "part * (round - before)"),
-    norm("the centre", "if centre is not mean:", "if False:", "nn/test_batchnorm.py", "handlers/test_fedtan.py"),
-    norm("the share", "local * scale * ctx.share", "local * scale", "nn/test_batchnorm.py", "handlers/test_fedtan.py"),
+    norm("the centre", "if centre is not mean:", "if False:", "models/test_batchnorm.py", "handlers/test_fedtan.py"),
+    norm(
+        "the share", "local * scale * ctx.share", "local * scale", "models/test_batchnorm.py", "handlers/test_fedtan.py"
+    ),
     norm("a biased variance is remembered", "var * (count / (count - 1))", "var * 1.0"),
     norm("squares about zero", "squares.double() + count * mean.square()", "squares.double()"),
     norm("the batch is its own", "group.all_reduce_sum(own.double()) / ctx.count", "own.double() / ctx.count"),
@@ -282,7 +284,7 @@ MUTANTS = [
         "result = Weights(result.params, {**result.buffers, **came})",
         "pass",
         "training/test_local.py",
-        "nn/test_batchnorm.py",
+        "models/test_batchnorm.py",
         "handlers/test_fit.py",
     ),
     fit("counters are told", "result = Weights(result.params, {**result.buffers, **counters})", "pass"),

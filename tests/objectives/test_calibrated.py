@@ -12,7 +12,7 @@ from skewed import ONE_CLASS
 from torch import Tensor
 
 import fedstrata as fs
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import OBJECTIVES, Batch, Context, Objective
 from fedstrata.objectives.calibrated import Balanced, LogitMargins, Restricted
 from fedstrata.objectives.rebafl import Rebalanced

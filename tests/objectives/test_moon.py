@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedstrata as fs
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Trained
 from fedstrata.objectives.moon import Contrastive, contrastive
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedstrata.base.errors import SpecError
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch
 from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.objectives.calibrated import EXCLUDED, log_prior
 from fedstrata.objectives.rebafl import Rebalanced

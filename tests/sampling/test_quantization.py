@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedstrata.base import records
 from fedstrata.data.sources import Data
-from fedstrata.nn.zoo import MLP, make_model
+from fedstrata.models.zoo import MLP, make_model
 from fedstrata.sampling.messages import CompressReply
 from fedstrata.sampling.quantization import pack, project, quantize, restore
 

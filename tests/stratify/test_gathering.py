@@ -19,7 +19,7 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Weights
-from fedstrata.nn.batchnorm import federate_batchnorm
+from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.preparation import prepare
 from fedstrata.simulation import make_context
 from fedstrata.stratify.client_batch import gathered

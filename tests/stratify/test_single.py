@@ -14,7 +14,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.errors import ClientsFailedError, SpecError
 from fedstrata.federation.engine import HopByHop
-from fedstrata.nn.zoo import MLP
+from fedstrata.models.zoo import MLP
 from fedstrata.preparation import prepare
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.single import Route

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedstrata.nn.zoo import MLP, Tabular
+from fedstrata.models.zoo import MLP, Tabular
 from fedstrata.training.manual_sgd import ManualSGD
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedstrata.nn.model import Model
-from fedstrata.nn.zoo import CNN, MLP
+from fedstrata.models.model import Model
+from fedstrata.models.zoo import CNN, MLP
 from fedstrata.training.traced_sgd import TracedSGD
 
 

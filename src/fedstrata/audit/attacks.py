@@ -17,7 +17,7 @@ from fedstrata.audit.decoders import UpConvolutional, Variational, fit
 from fedstrata.audit.pixels import Pixels
 from fedstrata.base.rng import rng, torch_seeded
 from fedstrata.federation.messages import Params
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 
 TUNING = 16
 """Held-out images that no decoder is trained on: they choose the weight of the prior in feature matching."""

@@ -37,8 +37,8 @@ from fedstrata.base.rng import rng, torch_seeded
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine, Failure, RelaySession
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
-from fedstrata.nn.batchnorm import has_batchnorm
-from fedstrata.nn.model import Model
+from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.models.model import Model
 from fedstrata.preparation import Prepared
 from fedstrata.run_folder import prepare_again, spec_of
 from fedstrata.simulation import Simulation

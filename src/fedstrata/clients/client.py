@@ -14,8 +14,8 @@ from fedstrata.base.records import Tree
 from fedstrata.base.rng import rng
 from fedstrata.clients.context import ClientContext
 from fedstrata.federation.messages import ClientId
-from fedstrata.nn.batchnorm import ReduceGroup
-from fedstrata.nn.model import Model
+from fedstrata.models.batchnorm import ReduceGroup
+from fedstrata.models.model import Model
 
 T = TypeVar("T")
 

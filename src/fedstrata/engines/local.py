@@ -16,8 +16,8 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines.team import Answer, State, Team, can_fork
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
-from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
-from fedstrata.nn.model import Model
+from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
+from fedstrata.models.model import Model
 from fedstrata.training.devices import CPU, placed
 
 TEAM_PAYS, ASKING_PAYS = 0.2, 0.01

@@ -18,7 +18,7 @@ from fedstrata.evaluation.predictions import Predictions, predict
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.evaluation.sums import EvaluationSums, confusion_of
 from fedstrata.federation.messages import ClientId, Weights
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]

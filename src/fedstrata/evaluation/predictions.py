@@ -14,7 +14,7 @@ from torch import nn
 
 from fedstrata.data.dataset import Dataset, Split
 from fedstrata.federation.messages import Weights
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]

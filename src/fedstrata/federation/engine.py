@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.partitions.server_data import ServerData
 from fedstrata.settings import Privacy, Training
 

@@ -24,7 +24,7 @@ from fedstrata.federation.messages import (
     fit_changes,
     sample_gradients,
 )
-from fedstrata.nn.averagednorm import averaged
+from fedstrata.models.averagednorm import averaged
 from fedstrata.objectives.base import Context
 from fedstrata.training.local import LocalData
 from fedstrata.training.sgd import SGD

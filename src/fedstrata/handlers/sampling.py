@@ -10,7 +10,7 @@ from pydantic import PrivateAttr
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.handlers.fit import starting_point
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.sampling.client_sizes import randomised_size
 from fedstrata.sampling.messages import (

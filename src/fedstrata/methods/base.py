@@ -19,7 +19,7 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights
 from fedstrata.federation.questions import SHARE, Agreed, Fact, Question, Questions, asks_no_more, joined, seen
-from fedstrata.nn.batchnorm import has_batchnorm
+from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 

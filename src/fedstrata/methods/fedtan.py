@@ -10,7 +10,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, training_metrics
-from fedstrata.nn.batchnorm import has_batchnorm
+from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.base import AllData
 

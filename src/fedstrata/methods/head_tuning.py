@@ -13,7 +13,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.nn.batchnorm import has_batchnorm
+from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):

@@ -20,7 +20,7 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.federation.questions import Fact
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
 from fedstrata.federation.messages import FitReply, Params
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, PerSample
 
 EXCLUDED = -1e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedstrata.base.records import Tree
 from fedstrata.federation.messages import Extra, Params, Weights
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.prototypes import evaluating
 

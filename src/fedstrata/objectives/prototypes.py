@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.messages import Params
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batches
 
 Table = dict[str, Tensor]

@@ -27,7 +27,7 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
 from fedstrata.federation.questions import Fact
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.calibrated import idle_clients, log_prior
 from fedstrata.objectives.prototypes import averaged, class_means, feature_size, merged, no_prototypes, of_enough

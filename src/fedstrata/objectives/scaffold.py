@@ -10,7 +10,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Context, Objective, Trained
 
 

@@ -19,8 +19,8 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles, handles_sum
 from fedstrata.federation.messages import ClientId, Params, Reply
-from fedstrata.nn.batchnorm import federated
-from fedstrata.nn.model import Model
+from fedstrata.models.batchnorm import federated
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.stratify.messages import (
     GatheredReply,

@@ -18,7 +18,7 @@ from fedstrata.clients.handling import handles_hop, handles_relay
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.stratify.client_batch import STATE, Pool, new_pool, refilled
 from fedstrata.stratify.messages import Steps, StepsReply

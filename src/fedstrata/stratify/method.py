@@ -15,7 +15,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Fact, Questions, by_round
 from fedstrata.methods.base import Method
-from fedstrata.nn.batchnorm import has_batchnorm
+from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.batch import BatchPlan, batch_epoch, rate
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 from fedstrata.stratify.masking.enrolment import check as check_masking

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.context import ClientContext
 from fedstrata.data.dataset import Dataset
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 
 CPU = torch.device("cpu")
 

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedstrata.nn.model import Params
-from fedstrata.nn.zoo import Classifier
+from fedstrata.models.model import Params
+from fedstrata.models.zoo import Classifier
 
 _THRESHOLD = torch.ops.aten.threshold_backward.default
 

@@ -18,7 +18,7 @@ from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import Engine, Failure, FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.nn.model import Model
+from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.partitions import Assignment
 from fedstrata.settings import Training

@@ -12,7 +12,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import WireError
 from fedstrata.engines.nvflare.turns import Turns
 from fedstrata.engines.nvflare.wire import Part, Refused, SiteRefusedError, Total, read
-from fedstrata.nn.batchnorm import GroupBrokenError, LocalGroup
+from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 
 SHARE = 0.4
 """The part of a call's time that the members of a group wait for each other at one sum."""

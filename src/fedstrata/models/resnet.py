@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedstrata.nn.zoo import Classifier, ModelSpec, check_image
+from fedstrata.models.zoo import Classifier, ModelSpec, check_image
 
 Norm = Literal["bn", "gn"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.nn.memory_format import lay_out
+from fedstrata.models.memory_format import lay_out
 
 
 class Flat(nn.Module):

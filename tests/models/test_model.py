@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fedstrata.base.errors import SpecError
-from fedstrata.nn import CNN, MLP, Model, make_model
+from fedstrata.models import CNN, MLP, Model, make_model
 
 
 class OwnModule(nn.Module):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedstrata.base.errors import SpecError
-from fedstrata.nn import (
+from fedstrata.models import (
     FederatedBatchNorm2d,
     GroupBrokenError,
     LocalGroup,

@@ -20,8 +20,8 @@ from fedstrata.base.config import FromRegistry, Registry, Setting, build, load_o
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.process import memory
 from fedstrata.base.rng import torch_seeded
-from fedstrata.nn.memory_format import lay_out
-from fedstrata.nn.model import Model
+from fedstrata.models.memory_format import lay_out
+from fedstrata.models.model import Model
 
 
 class ModelSpec(Setting):
@@ -169,14 +169,14 @@ MODELS = _Models(
     "model",
     ModelSpec,  # type: ignore[type-abstract]
     {
-        "mlp": "fedstrata.nn.zoo:MLP",
-        "cnn": "fedstrata.nn.zoo:CNN",
-        "cnn64": "fedstrata.nn.zoo:CNN64",
-        "resnet9": "fedstrata.nn.resnet:ResNet9",
-        "resnet18": "fedstrata.nn.resnet:ResNet18",
-        "resnet20": "fedstrata.nn.resnet:ResNet20",
-        "tabular": "fedstrata.nn.zoo:Tabular",
-        "custom": "fedstrata.nn.zoo:CustomModel",
+        "mlp": "fedstrata.models.zoo:MLP",
+        "cnn": "fedstrata.models.zoo:CNN",
+        "cnn64": "fedstrata.models.zoo:CNN64",
+        "resnet9": "fedstrata.models.resnet:ResNet9",
+        "resnet18": "fedstrata.models.resnet:ResNet18",
+        "resnet20": "fedstrata.models.resnet:ResNet20",
+        "tabular": "fedstrata.models.zoo:Tabular",
+        "custom": "fedstrata.models.zoo:CustomModel",
     },
 )
 """The models that a spec can name."""

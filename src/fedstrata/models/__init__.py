@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstrata.nn.batchnorm import (
+from fedstrata.models.batchnorm import (
     FederatedBatchNorm1d,
     FederatedBatchNorm2d,
     GroupBrokenError,
@@ -12,8 +12,8 @@ from fedstrata.nn.batchnorm import (
     federated,
     has_batchnorm,
 )
-from fedstrata.nn.model import Model, Params
-from fedstrata.nn.zoo import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, make_model
+from fedstrata.models.model import Model, Params
+from fedstrata.models.zoo import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, make_model
 
 __all__ = [
     "CNN",
