@@ -30,13 +30,13 @@ from torch import nn
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import from_arrays
+from fedstrata.data.partitions import Assignment
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.partitions import Assignment
 from fedstrata.settings import Training
 from fedstrata.simulation import HANDLERS
 from fedstrata.stratify.masking.enrolment import Masking, enrol

@@ -20,6 +20,7 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
+from fedstrata.data.partitions import Assignment, draw_partition
 from fedstrata.data.sources import Data
 from fedstrata.engines import team
 from fedstrata.engines.local import LocalEngine
@@ -31,7 +32,6 @@ from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.partitions import Assignment, draw_partition
 from fedstrata.preparation import prepare
 from fedstrata.settings import Training
 from fedstrata.simulation import HANDLERS, Simulation

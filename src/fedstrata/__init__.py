@@ -27,6 +27,18 @@ if TYPE_CHECKING:
     from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
+    from fedstrata.data.partitions import IID as IID
+    from fedstrata.data.partitions import Assignment as Assignment
+    from fedstrata.data.partitions import Classes as Classes
+    from fedstrata.data.partitions import Dirichlet as Dirichlet
+    from fedstrata.data.partitions import Domains as Domains
+    from fedstrata.data.partitions import Given as Given
+    from fedstrata.data.partitions import Groups as Groups
+    from fedstrata.data.partitions import Natural as Natural
+    from fedstrata.data.partitions import Partition as Partition
+    from fedstrata.data.partitions import PowerLaw as PowerLaw
+    from fedstrata.data.partitions import Shards as Shards
+    from fedstrata.data.partitions import SingleClient as SingleClient
     from fedstrata.data.schema import Schema as Schema
     from fedstrata.data.sources import Data as Data
     from fedstrata.data.tables import from_dataframe as from_dataframe
@@ -71,18 +83,6 @@ if TYPE_CHECKING:
     from fedstrata.methods.sfl import SFL as SFL
     from fedstrata.models import Model as Model
     from fedstrata.objectives.base import Objective as Objective
-    from fedstrata.partitions import IID as IID
-    from fedstrata.partitions import Assignment as Assignment
-    from fedstrata.partitions import Classes as Classes
-    from fedstrata.partitions import Dirichlet as Dirichlet
-    from fedstrata.partitions import Domains as Domains
-    from fedstrata.partitions import Given as Given
-    from fedstrata.partitions import Groups as Groups
-    from fedstrata.partitions import Natural as Natural
-    from fedstrata.partitions import Partition as Partition
-    from fedstrata.partitions import PowerLaw as PowerLaw
-    from fedstrata.partitions import Shards as Shards
-    from fedstrata.partitions import SingleClient as SingleClient
     from fedstrata.predictor import Predictor as Predictor
     from fedstrata.predictor import load as load
     from fedstrata.preparation import prepare as prepare
@@ -136,18 +136,18 @@ _HOMES = {
     "from_arrays": "data.dataset",
     "from_dataframe": "data.tables",
     "Schema": "data.schema",
-    "Partition": "partitions",
-    "Assignment": "partitions",
-    "IID": "partitions",
-    "Dirichlet": "partitions",
-    "Classes": "partitions",
-    "Shards": "partitions",
-    "Groups": "partitions",
-    "Domains": "partitions",
-    "PowerLaw": "partitions",
-    "Given": "partitions",
-    "Natural": "partitions",
-    "SingleClient": "partitions",
+    "Partition": "data.partitions",
+    "Assignment": "data.partitions",
+    "IID": "data.partitions",
+    "Dirichlet": "data.partitions",
+    "Classes": "data.partitions",
+    "Shards": "data.partitions",
+    "Groups": "data.partitions",
+    "Domains": "data.partitions",
+    "PowerLaw": "data.partitions",
+    "Given": "data.partitions",
+    "Natural": "data.partitions",
+    "SingleClient": "data.partitions",
     "Always": "federation.availability",
     "Availability": "federation.availability",
     "Population": "federation.availability",

@@ -23,8 +23,8 @@ from torch import Tensor
 from fedstrata.base.config import MayChange, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset
+from fedstrata.data.partitions import Assignment
 from fedstrata.models.model import Model
-from fedstrata.partitions import Assignment
 from fedstrata.spec import Experiment
 
 RESULTS = 2

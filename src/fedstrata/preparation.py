@@ -19,6 +19,8 @@ from fedstrata.base.config import under
 from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.fitting import Statistics, fit
+from fedstrata.data.partitions import Assignment, Partition, SingleClient
+from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
 from fedstrata.federation.availability import Population
@@ -28,8 +30,6 @@ from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
 from fedstrata.models.zoo import CustomModel, make_model
-from fedstrata.partitions import Assignment, Partition, SingleClient
-from fedstrata.partitions.server_data import ServerData
 from fedstrata.spec import Experiment
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")

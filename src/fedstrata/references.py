@@ -15,12 +15,12 @@ import numpy as np
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.jsonl import MetricsLog, replace_file, write_json
+from fedstrata.data.partitions import SingleClient
 from fedstrata.evaluation.evaluator import over_clients
 from fedstrata.evaluation.metrics import nan_for_none
 from fedstrata.federation.availability import Always
 from fedstrata.history import History, Record
 from fedstrata.methods.fedavg import FedAvg
-from fedstrata.partitions import SingleClient
 from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import METRICS, SPEC, SUMMARY
 from fedstrata.spec import Experiment

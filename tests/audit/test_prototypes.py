@@ -21,8 +21,8 @@ from fedstrata.base import records
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
+from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.objectives.prototypes import class_means
-from fedstrata.partitions.server_data import ServerData
 from fedstrata.preparation import prepare
 from fedstrata.run_folder import SPEC
 from fedstrata.spec import Experiment

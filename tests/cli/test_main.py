@@ -209,7 +209,7 @@ def test_usage_errors_have_code_2(capsys):
         ),
         ("fedstrata.papers.running.run", ["reproduce"], "; go on from the last checkpoint with the same command"),
         ("fedstrata.deploy.submit.submit", ["submit", "k", "--out", "o"], "; the job goes on; the same command stays"),
-        ("fedstrata.partitions.draw_partition", ["partition", "--set", "data=digits"], "\n"),
+        ("fedstrata.data.partitions.draw_partition", ["partition", "--set", "data=digits"], "\n"),
     ],
 )
 def test_an_interrupted_command_says_how_it_goes_on(work, arguments, after, capsys, monkeypatch):

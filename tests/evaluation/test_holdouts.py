@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
+from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.evaluation.holdouts import held_by_label
-from fedstrata.partitions.server_data import ServerData
 
 DIGITS = fs.Data().load()
 LABELS = DIGITS.y_train.numpy()

@@ -26,7 +26,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
 from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Split
-from fedstrata.partitions.server_data import ServerData
+from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.preparation import Prepared
 from fedstrata.run_folder import prepare_again, spec_of
 

@@ -149,7 +149,7 @@ def _partition(options: argparse.Namespace) -> int:
     import rich
 
     from fedstrata.base.config import under
-    from fedstrata.partitions import draw_partition, label_table, render_table
+    from fedstrata.data.partitions import draw_partition, label_table, render_table
 
     spec = experiment(options)
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):

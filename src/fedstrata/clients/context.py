@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstrata.communication.codecs import Communication
 from fedstrata.data.dataset import Dataset
+from fedstrata.data.partitions.base import Assignment
 from fedstrata.evaluation.holdouts import HeldOut
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.partitions.base import Assignment
 from fedstrata.settings import Privacy
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.fitting import Statistics, Unfitted, fit
+from fedstrata.data.partitions import Assignment
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 from fedstrata.data.sources import Data, read_arrays
 from fedstrata.data.tables import SUFFIXES, read_table
@@ -32,7 +33,6 @@ from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.wire import Begin, Survey
 from fedstrata.evaluation.holdouts import hold_out
 from fedstrata.evaluation.metrics import METRICS, Metric
-from fedstrata.partitions import Assignment
 from fedstrata.preparation import Prepared, assemble, prepare, trained_on
 from fedstrata.simulation import make_context
 from fedstrata.spec import Experiment, parse_toml

@@ -16,8 +16,8 @@ from torch import Tensor
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng, uniforms
 from fedstrata.data.dataset import Dataset, Split
+from fedstrata.data.partitions import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
-from fedstrata.partitions import UNUSED, Assignment
 
 PLACES = 2**32
 """More samples than a client has."""

@@ -30,7 +30,7 @@ from pydantic import (
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import uniforms
-from fedstrata.partitions import Assignment
+from fedstrata.data.partitions import Assignment
 
 Clients = NDArray[np.int64]
 

@@ -10,10 +10,10 @@ from typing import ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.models.model import Model
-from fedstrata.partitions.server_data import ServerData
 from fedstrata.settings import Privacy, Training
 
 

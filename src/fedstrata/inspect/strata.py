@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from fedstrata import checkpoint
 from fedstrata.base.errors import CheckpointError, SpecError
+from fedstrata.data.partitions import label_table
 from fedstrata.methods.base import Recipe, RecipeState
-from fedstrata.partitions import label_table
 from fedstrata.preparation import Prepared
 from fedstrata.run_folder import prepare_again
 from fedstrata.simulation import Simulation

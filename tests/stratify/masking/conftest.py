@@ -13,6 +13,7 @@ from fedstrata.base import records
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import from_arrays
+from fedstrata.data.partitions import Assignment
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import Engine, Failure, FederationConfig
@@ -20,7 +21,6 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.partitions import Assignment
 from fedstrata.settings import Training
 from fedstrata.simulation import HANDLERS
 from fedstrata.stratify.masking.key_store import KeyRing

@@ -11,9 +11,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from fedstrata.base.errors import DataError, SpecError
-from fedstrata.data.sources import read_arrays
-from fedstrata.data.subsets import largest_remainder
-from fedstrata.partitions.assign import (
+from fedstrata.data.partitions.assign import (
     cut_by_dirichlet,
     deal_by_mix,
     log_dirichlet,
@@ -21,7 +19,9 @@ from fedstrata.partitions.assign import (
     taken_from_largest,
     top_up,
 )
-from fedstrata.partitions.base import Assignment, Ints, Partition
+from fedstrata.data.partitions.base import Assignment, Ints, Partition
+from fedstrata.data.sources import read_arrays
+from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fedstrata.base.config import build
 from fedstrata.base.errors import SpecError
-from fedstrata.partitions import (
+from fedstrata.data.partitions import (
     IID,
     PARTITIONS,
     UNUSED,

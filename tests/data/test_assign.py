@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.partitions.assign import deal_by_mix, hold_classes, log_dirichlet, taken_from_largest
+from fedstrata.data.partitions.assign import deal_by_mix, hold_classes, log_dirichlet, taken_from_largest
 
 
 @pytest.mark.parametrize("alpha", [1e-9, 1e-3, 1.0, 1e9])

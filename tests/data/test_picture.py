@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fedstrata.partitions import Dirichlet, Given, draw_partition, label_table, render_table
+from fedstrata.data.partitions import Dirichlet, Given, draw_partition, label_table, render_table
 
 
 def read(table):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lazy import Lazy
 
-from fedstrata.partitions import IID, Classes, Dirichlet, Shards
+from fedstrata.data.partitions import IID, Classes, Dirichlet, Shards
 
 pytestmark = pytest.mark.slow
 partitioner, datasets = Lazy("flwr_datasets.partitioner"), Lazy("datasets")

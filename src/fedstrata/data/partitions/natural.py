@@ -12,7 +12,7 @@ from pydantic import NonNegativeInt
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
-from fedstrata.partitions.base import UNUSED, AnyPartition, Assignment, Clients, Ints, Partition
+from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Clients, Ints, Partition
 
 
 class Natural(Partition):

@@ -188,7 +188,7 @@ class Partition(Setting):
         return assignment
 
 
-_SCHEMES, _HOLDING = "fedstrata.partitions.schemes", "fedstrata.partitions.label_skew"
+_SCHEMES, _HOLDING = "fedstrata.data.partitions.schemes", "fedstrata.data.partitions.label_skew"
 
 PARTITIONS = Registry(
     "partition",
@@ -202,8 +202,8 @@ PARTITIONS = Registry(
         "domain": f"{_HOLDING}:Domains",
         "power-law": f"{_SCHEMES}:PowerLaw",
         "given": f"{_SCHEMES}:Given",
-        "natural": "fedstrata.partitions.natural:Natural",
-        "single-client": "fedstrata.partitions.natural:SingleClient",
+        "natural": "fedstrata.data.partitions.natural:Natural",
+        "single-client": "fedstrata.data.partitions.natural:SingleClient",
     },
 )
 """What ``[partition] name`` may say."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.data.dataset import Dataset
-from fedstrata.partitions.base import Assignment
+from fedstrata.data.partitions.base import Assignment
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

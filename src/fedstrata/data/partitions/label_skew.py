@@ -10,9 +10,9 @@ from pydantic import Field, PositiveInt, model_validator
 
 from fedstrata.base.config import Setting
 from fedstrata.base.errors import SpecError
-from fedstrata.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, numbered, top_up
-from fedstrata.partitions.base import Clients, Ints, Partition
-from fedstrata.partitions.schemes import Alpha, Generator
+from fedstrata.data.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, numbered, top_up
+from fedstrata.data.partitions.base import Clients, Ints, Partition
+from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.data.dataset import Dataset
-from fedstrata.partitions.base import Assignment
+from fedstrata.data.partitions.base import Assignment
 
 
 @dataclass(frozen=True, eq=False)
