@@ -248,8 +248,8 @@ def speed() -> list[str]:
     """Milliseconds to encode and to decode a million parameters, and what travels of them."""
     import numpy as np
 
-    from fedstrata.communication.codecs import CODECS as NAMED
-    from fedstrata.communication.codecs import pack, unpack
+    from fedstrata.federation.communication.codecs import CODECS as NAMED
+    from fedstrata.federation.communication.codecs import pack, unpack
 
     torch.set_num_threads(1)
     change = {"w": torch.randn(1000, 990), "b": torch.randn(10_000)}

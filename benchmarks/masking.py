@@ -35,9 +35,9 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
+from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.settings import Training
 from fedstrata.simulation import HANDLERS
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 

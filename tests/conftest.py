@@ -28,12 +28,12 @@ from fedstrata.federation.availability import Always, Availability
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Weights
+from fedstrata.federation.settings import Training
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.preparation import prepare
-from fedstrata.settings import Training
 from fedstrata.simulation import HANDLERS, Simulation
 
 # For the processes that tests start: two of them on two cores must not fight.

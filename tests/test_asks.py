@@ -19,8 +19,8 @@ import fedstrata as fs
 from fedstrata.asks import Declaration, declaration_of, hash_of
 from fedstrata.cli import main
 from fedstrata.clients.client import Client
-from fedstrata.communication.messages import Coefficients
 from fedstrata.deploy.policy import RuleError
+from fedstrata.federation.communication.messages import Coefficients
 from fedstrata.federation.messages import Request
 from fedstrata.methods.base import METHODS
 from fedstrata.models.batchnorm import ReduceGroup

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from fedstrata.callbacks import Callback as Callback
     from fedstrata.callbacks import EarlyStopping as EarlyStopping
     from fedstrata.callbacks import KeepBest as KeepBest
-    from fedstrata.communication.codecs import Codec as Codec
-    from fedstrata.communication.codecs import Communication as Communication
     from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
@@ -53,9 +51,13 @@ if TYPE_CHECKING:
     from fedstrata.federation.availability import Persistent as Persistent
     from fedstrata.federation.availability import Population as Population
     from fedstrata.federation.availability import Trace as Trace
+    from fedstrata.federation.communication.codecs import Codec as Codec
+    from fedstrata.federation.communication.codecs import Communication as Communication
     from fedstrata.federation.federation import Federation as Federation
     from fedstrata.federation.messages import Fit as Fit
     from fedstrata.federation.messages import Weights as Weights
+    from fedstrata.federation.settings import Privacy as Privacy
+    from fedstrata.federation.settings import Training as Training
     from fedstrata.grid_search import sweep as sweep
     from fedstrata.history import History as History
     from fedstrata.history import numbers as numbers
@@ -92,8 +94,6 @@ if TYPE_CHECKING:
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
     from fedstrata.sampling.base import Selection as Selection
-    from fedstrata.settings import Privacy as Privacy
-    from fedstrata.settings import Training as Training
     from fedstrata.simulation import Simulation as Simulation
     from fedstrata.spec import Experiment as Experiment
     from fedstrata.stratify.method import Stratify as Stratify
@@ -119,13 +119,13 @@ _HOMES = {
     "Experiment": "spec",
     "History": "history",
     "numbers": "history",
-    "Training": "settings",
-    "Privacy": "settings",
+    "Training": "federation.settings",
+    "Privacy": "federation.settings",
     "Evaluation": "evaluation.settings",
     "Metric": "evaluation.metrics",
     "Predictions": "evaluation.predictions",
-    "Codec": "communication.codecs",
-    "Communication": "communication.codecs",
+    "Codec": "federation.communication.codecs",
+    "Communication": "federation.communication.codecs",
     "Callback": "callbacks",
     "EarlyStopping": "callbacks",
     "KeepBest": "callbacks",

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedstrata.communication.questions import encoded
 from fedstrata.evaluation.questions import evaluation_questions
+from fedstrata.federation.communication.questions import encoded
 from fedstrata.federation.questions import PHASES, Agreed, Fact, Phase, Question, Questions, Terms, joined
-from fedstrata.settings import Privacy
+from fedstrata.federation.settings import Privacy
 from fedstrata.spec import Experiment
 
 UNDECLARED = "does not declare what it asks (Method.questions), so that no site answers it; simulations run it"

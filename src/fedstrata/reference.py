@@ -16,18 +16,18 @@ from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.base.config import Registry, Setting, plain
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.callbacks import CALLBACKS
-from fedstrata.communication.codecs import CODECS, Communication
 from fedstrata.data.partitions import PARTITIONS
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.metrics import METRICS
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
+from fedstrata.federation.communication.codecs import CODECS, Communication
+from fedstrata.federation.settings import Privacy, Training
 from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.models.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
-from fedstrata.settings import Privacy, Training
 from fedstrata.tracking import MLflow, TensorBoard, Tracking
 
 SECTIONS: dict[str, type[Setting] | Registry[Any]] = {

@@ -22,10 +22,10 @@ from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
-from fedstrata.communication.channel import Channel, ChannelState
 from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
 from fedstrata.evaluation.messages import Evaluate, Evaluated
+from fedstrata.federation.communication.channel import Channel, ChannelState
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Listener
 from fedstrata.federation.messages import ClientId, Weights

@@ -16,16 +16,16 @@ from pydantic import Field
 from fedstrata.base.config import Setting, build, from_word
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.callbacks import AnyCallback
-from fedstrata.communication.codecs import Communication
 from fedstrata.data.partitions.base import AnyPartition
 from fedstrata.data.partitions.schemes import Dirichlet
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import Always, AnyAvailability
+from fedstrata.federation.communication.codecs import Communication
+from fedstrata.federation.settings import Privacy, Training
 from fedstrata.methods.base import METHODS, AnyMethod
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.models.zoo import MLP, AnyModel
-from fedstrata.settings import Privacy, Training
 from fedstrata.tracking import Tracking
 
 COMPARE = "compare"

@@ -11,8 +11,8 @@ import fedstrata as fs
 from fedstrata.base.config import FromRegistry, Registry, Setting, from_word, load_object, plain
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.settings import Evaluation
+from fedstrata.federation.settings import Training
 from fedstrata.methods.base import METHODS
-from fedstrata.settings import Training
 from fedstrata.spec import Experiment
 
 

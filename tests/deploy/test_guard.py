@@ -20,13 +20,13 @@ from asked import CLIENTS, Site
 import fedstrata as fs
 from fedstrata.asks import hash_of
 from fedstrata.base import records
-from fedstrata.communication.codecs import PowerSGD, pack
-from fedstrata.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.deploy.guard import Spent, admitted
 from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.engines.nvflare.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
 from fedstrata.evaluation.messages import Evaluate
+from fedstrata.federation.communication.codecs import PowerSGD, pack
+from fedstrata.federation.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
 from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.handlers.sequential import Visit

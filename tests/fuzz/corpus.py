@@ -228,8 +228,8 @@ DATA_ARRAYS: dict[str, dict[str, np.ndarray[Any, Any]]] = {
 
 def messages() -> list[Any]:
     """Trees of every kind that crosses."""
-    from fedstrata.communication.codecs import PowerSGD, TopK, pack
-    from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
+    from fedstrata.federation.communication.codecs import PowerSGD, TopK, pack
+    from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
     from fedstrata.federation.messages import Fit, FitReply, Weights
     from fedstrata.sampling.messages import LossReply
     from fedstrata.stratify.messages import LabelReply, Reserve

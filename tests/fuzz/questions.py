@@ -18,7 +18,6 @@ from tests.fuzz.cases import RAN, REFUSED, Family, SilentDifferenceError, damage
 
 from fedstrata.base import records
 from fedstrata.base.errors import WireError
-from fedstrata.communication.messages import Coefficients, Encoded
 from fedstrata.deploy.host import SERVER
 from fedstrata.engines.nvflare.wire import (
     Ask,
@@ -34,6 +33,7 @@ from fedstrata.engines.nvflare.wire import (
     Survey,
 )
 from fedstrata.evaluation.messages import Evaluate
+from fedstrata.federation.communication.messages import Coefficients, Encoded
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.handlers.sequential import Visit
 from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch

@@ -18,16 +18,16 @@ from tests.fuzz.corpus import BIG, HUGE, SPEC_SETTINGS, SPEC_TEXTS
 
 from fedstrata.base.config import Registry
 from fedstrata.base.errors import FedstrataError
-from fedstrata.communication.codecs import CODECS
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import PARTITIONS
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.availability import AVAILABILITIES
+from fedstrata.federation.communication.codecs import CODECS
+from fedstrata.federation.settings import Training
 from fedstrata.methods.base import METHODS
 from fedstrata.models.zoo import MODELS
 from fedstrata.preparation import prepare
-from fedstrata.settings import Training
 from fedstrata.simulation import Simulation
 from fedstrata.spec import Experiment
 

@@ -11,10 +11,10 @@ import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit
+from fedstrata.federation.settings import Privacy
 from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.handlers.sequential import Visit
 from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
-from fedstrata.settings import Privacy
 from fedstrata.stratify.messages import LabelReport, Reserve, Steps
 
 NONE = torch.empty(0, dtype=torch.int64)

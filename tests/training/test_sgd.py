@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedstrata.settings import Training
+from fedstrata.federation.settings import Training
 from fedstrata.training.sgd import SGD, clipped
 
 

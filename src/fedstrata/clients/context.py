@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fedstrata.communication.codecs import Communication
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 from fedstrata.evaluation.holdouts import HeldOut
 from fedstrata.evaluation.settings import Evaluation
+from fedstrata.federation.communication.codecs import Communication
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.settings import Privacy
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.settings import Privacy
 
 if TYPE_CHECKING:
     from fedstrata.clients.handling import Handlers

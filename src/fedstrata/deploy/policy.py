@@ -13,7 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 from fedstrata.asks import UNDECLARED, Declaration
 from fedstrata.base.config import Setting, build
 from fedstrata.base.errors import FedstrataError, SpecError
-from fedstrata.settings import Privacy
+from fedstrata.federation.settings import Privacy
 from fedstrata.spec import line_of, placed, read_toml
 
 FILE = Path("local") / "policy.toml"

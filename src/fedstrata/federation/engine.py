@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
+from fedstrata.federation.settings import Privacy, Training
 from fedstrata.models.model import Model
-from fedstrata.settings import Privacy, Training
 
 
 @dataclass(frozen=True)

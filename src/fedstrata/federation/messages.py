@@ -99,7 +99,7 @@ class ModelRequest(Request):
     """A question about a model that comes along.
 
     The model may travel as what its client missed of it, and the change that an answer tells of may travel encoded:
-    ``fedstrata.communication``.
+    ``fedstrata.federation.communication``.
     """
 
     weights: Weights

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fedstrata.federation.messages import ModelRequest, Request
-from fedstrata.settings import Privacy, Training
+from fedstrata.federation.settings import Privacy, Training
 
 Phase = Literal["enrolment", "round", "evaluation"]
 """Before the first round; in a round; after it, to measure a model."""

@@ -15,9 +15,9 @@ from fedstrata.base.records import Tree, record
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles
-from fedstrata.communication.changes import digest_of, parted, renewed
-from fedstrata.communication.codecs import PowerSGD, Uncompressed, WithMemory, pack, unpack, with_frame
-from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
+from fedstrata.federation.communication.changes import digest_of, parted, renewed
+from fedstrata.federation.communication.codecs import PowerSGD, Uncompressed, WithMemory, pack, unpack, with_frame
+from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
 

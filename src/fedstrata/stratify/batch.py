@@ -15,8 +15,8 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.accounting import Summed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.federation.settings import Training
 from fedstrata.models.batchnorm import has_batchnorm
-from fedstrata.settings import Training
 from fedstrata.stratify.messages import GatheredReply, Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.selection import select_batches

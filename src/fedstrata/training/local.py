@@ -16,10 +16,10 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.federation.messages import Extra, Params, Weights
+from fedstrata.federation.settings import Training
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
-from fedstrata.settings import Training
 from fedstrata.training.devices import CPU, moved, placed
 from fedstrata.training.manual_sgd import ManualSGD
 from fedstrata.training.sgd import SGD

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedstrata.settings import Training
+from fedstrata.federation.settings import Training
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 

@@ -19,9 +19,9 @@ from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import Engine, Failure, FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.settings import Training
 from fedstrata.simulation import HANDLERS
 from fedstrata.stratify.masking.key_store import KeyRing
 

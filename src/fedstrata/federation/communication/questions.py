@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fedstrata.communication.codecs import Communication, PowerSGD, Uncompressed, WithMemory
-from fedstrata.communication.messages import Coefficients, Encoded
+from fedstrata.federation.communication.codecs import Communication, PowerSGD, Uncompressed, WithMemory
+from fedstrata.federation.communication.messages import Coefficients, Encoded
 from fedstrata.federation.messages import ModelRequest, Request
 from fedstrata.federation.questions import Bound, Question, Questions, Rule, by_round
 

@@ -495,11 +495,11 @@ CODECS: Registry[Codec] = Registry(
     "codec",
     Codec,  # type: ignore[type-abstract]
     {
-        "none": "fedstrata.communication.codecs:Uncompressed",
-        "bf16": "fedstrata.communication.codecs:BFloat16",
-        "qsgd": "fedstrata.communication.codecs:QSGD",
-        "top-k": "fedstrata.communication.codecs:TopK",
-        "powersgd": "fedstrata.communication.codecs:PowerSGD",
+        "none": "fedstrata.federation.communication.codecs:Uncompressed",
+        "bf16": "fedstrata.federation.communication.codecs:BFloat16",
+        "qsgd": "fedstrata.federation.communication.codecs:QSGD",
+        "top-k": "fedstrata.federation.communication.codecs:TopK",
+        "powersgd": "fedstrata.federation.communication.codecs:PowerSGD",
     },
 )
 

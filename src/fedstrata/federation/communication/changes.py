@@ -7,7 +7,7 @@ import hashlib
 from torch import Tensor
 
 from fedstrata.base import records
-from fedstrata.communication.codecs import Codec, WithMemory, unpack
+from fedstrata.federation.communication.codecs import Codec, WithMemory, unpack
 from fedstrata.federation.messages import Params
 from fedstrata.objectives.base import Objective
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError
-from fedstrata.communication.codecs import (
+from fedstrata.federation.communication.codecs import (
     CODECS,
     QSGD,
     BFloat16,

@@ -16,10 +16,10 @@ from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.clients.store import StateStore
-from fedstrata.communication.channel import Channel
-from fedstrata.communication.codecs import Communication
-from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply
 from fedstrata.engines.local import LocalEngine
+from fedstrata.federation.communication.channel import Channel
+from fedstrata.federation.communication.codecs import Communication
+from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights

@@ -15,8 +15,9 @@ from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.base.rng import rng
-from fedstrata.communication.changes import digest_of, parted, renewed
-from fedstrata.communication.codecs import (
+from fedstrata.federation.accounting import Summed
+from fedstrata.federation.communication.changes import digest_of, parted, renewed
+from fedstrata.federation.communication.codecs import (
     Codec,
     Communication,
     Forms,
@@ -28,8 +29,7 @@ from fedstrata.communication.codecs import (
     unpack,
     with_frame,
 )
-from fedstrata.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
-from fedstrata.federation.accounting import Summed
+from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.federation.federation import AskOptions, Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import finite
