@@ -39,7 +39,7 @@ from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
 import fedstrata as fs
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "rebafl.json"

@@ -229,7 +229,7 @@ def test_a_function_that_raises_is_named_too():
             {"validation": None},
             "callbacks: early-stopping looks at validation samples and never at",
         ),
-        (["fedstrata.history:History"], {}, "fedstrata.history:History is no callback"),
+        (["fedstrata.evaluation.history:History"], {}, "fedstrata.evaluation.history:History is no callback"),
     ],
 )
 def test_what_does_not_fit(callbacks, evaluation, problem):

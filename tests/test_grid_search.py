@@ -11,8 +11,8 @@ import pytest
 import fedstrata as fs
 from fedstrata.base.config import build
 from fedstrata.base.errors import SpecError
+from fedstrata.evaluation.history import History
 from fedstrata.grid_search import BEST, FIGURES, MEASURE, TABLE, Cell, cells, figures, judge, to_markdown
-from fedstrata.history import History
 from fedstrata.spec import Experiment
 
 TABLES = {

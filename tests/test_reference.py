@@ -10,7 +10,7 @@ import pytest
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
-from fedstrata.history import STANDARD, summarise
+from fedstrata.evaluation.history import STANDARD, summarise
 from fedstrata.reference import SECTIONS, kinds, markdown, own, rows
 
 DOCS = Path(__file__).parent.parent / "docs"

@@ -11,7 +11,7 @@ import pytest
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.comparison import compare
-from fedstrata.history import numbers
+from fedstrata.evaluation.history import numbers
 from fedstrata.identity import identity_of
 from fedstrata.spec import variants
 

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from fedstrata.data.schema import Schema as Schema
     from fedstrata.data.sources import Data as Data
     from fedstrata.data.tables import from_dataframe as from_dataframe
+    from fedstrata.evaluation.history import History as History
+    from fedstrata.evaluation.history import numbers as numbers
     from fedstrata.evaluation.metrics import Metric as Metric
     from fedstrata.evaluation.predictions import Predictions as Predictions
     from fedstrata.evaluation.settings import Evaluation as Evaluation
@@ -59,8 +61,6 @@ if TYPE_CHECKING:
     from fedstrata.federation.settings import Privacy as Privacy
     from fedstrata.federation.settings import Training as Training
     from fedstrata.grid_search import sweep as sweep
-    from fedstrata.history import History as History
-    from fedstrata.history import numbers as numbers
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
     from fedstrata.methods.base import setting_of as setting_of
@@ -117,8 +117,8 @@ _HOMES = {
     "Simulation": "simulation",
     "RunFolder": "run_folder",
     "Experiment": "spec",
-    "History": "history",
-    "numbers": "history",
+    "History": "evaluation.history",
+    "numbers": "evaluation.history",
     "Training": "federation.settings",
     "Privacy": "federation.settings",
     "Evaluation": "evaluation.settings",

@@ -18,9 +18,9 @@ from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.jsonl import replace_file
 from fedstrata.base.records import Tree
+from fedstrata.evaluation.history import History
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.messages import Weights
-from fedstrata.history import History
 
 BEST = "best.safetensors"
 """In a run folder: the model that ``KeepBest`` keeps."""

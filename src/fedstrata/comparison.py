@@ -19,8 +19,8 @@ from fedstrata.base.config import build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.pool import Pool, Task, can_fork
 from fedstrata.callbacks import Callback
+from fedstrata.evaluation.history import History
 from fedstrata.experiment import carry_out
-from fedstrata.history import History
 from fedstrata.models.model import Model
 from fedstrata.preparation import Arrays, Prepared, prepare
 from fedstrata.references import fold, reference_runs

@@ -13,7 +13,7 @@ from torch import nn
 from fedstrata.base.errors import SpecError
 from fedstrata.callbacks import Callback
 from fedstrata.deploy.simulator import simulate
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.models.model import Model
 from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import rounds_done

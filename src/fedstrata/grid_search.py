@@ -12,7 +12,7 @@ from typing import Any
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.comparison import Watcher, compare
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.spec import Experiment, set_key
 from fedstrata.statistics import Estimate
 

@@ -23,7 +23,7 @@ from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import jsonable, replace_file, write_json
 from fedstrata.data.arrays import Array, checked_inputs
 from fedstrata.data.dataset import Dataset
-from fedstrata.history import MODEL, WEIGHTS, read_weights
+from fedstrata.evaluation.history import MODEL, WEIGHTS, read_weights
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model

@@ -17,9 +17,9 @@ from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.jsonl import MetricsLog, replace_file, write_json
 from fedstrata.data.partitions import SingleClient
 from fedstrata.evaluation.evaluator import over_clients
+from fedstrata.evaluation.history import History, Record
 from fedstrata.evaluation.metrics import nan_for_none
 from fedstrata.federation.availability import Always
-from fedstrata.history import History, Record
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import METRICS, SPEC, SUMMARY

@@ -20,9 +20,9 @@ from fedstrata.base.locking import occupied
 from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.store import StateStore
 from fedstrata.data.partitions import Given, draw_partition
+from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, Confusion, History, read_weights, write_evaluations
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
-from fedstrata.history import CLIENTS, EVALUATIONS, Confusion, History, read_weights, write_evaluations
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.predictor import write_model
 from fedstrata.preparation import Prepared, prepare

@@ -24,13 +24,13 @@ from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
+from fedstrata.evaluation.history import Confusion, History
 from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.federation.communication.channel import Channel, ChannelState
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Listener
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
-from fedstrata.history import Confusion, History
 from fedstrata.preparation import Prepared
 from fedstrata.run_folder import RunFolder
 from fedstrata.stratify import client_batch, client_single

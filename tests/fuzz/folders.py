@@ -20,7 +20,7 @@ from tests.fuzz.cases import RAN, REFUSED, Family, SilentDifferenceError, damage
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report.summary import failures, summary_lines
 
 ROUNDS, STOPPED = 4, 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report import charts
 from fedstrata.report.charts import FATE_NAMES, chart_data, curve_names, fates
 from fedstrata.report.runs import Run, load_runs

@@ -11,7 +11,7 @@ from rich.console import Console
 from scipy import stats
 
 from fedstrata.base.errors import SpecError
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report import contrasts
 from fedstrata.report.contrasts import accuracy_at, caption, contrast, to_csv, to_json, to_latex, to_markdown, to_rich
 from fedstrata.report.tables import compare_table

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedstrata.base.errors import DataError
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report import html
 from fedstrata.report.html import constants, write_comparison, write_report
 from fedstrata.report.runs import keep_order

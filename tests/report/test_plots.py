@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report.draw import (
     COLOURS,
     draw_communication,

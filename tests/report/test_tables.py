@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report.tables import compare_table, keys, show, to_json, to_markdown, to_rich
 
 

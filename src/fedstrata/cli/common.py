@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fedstrata.base.errors import SpecError
 
 if TYPE_CHECKING:
-    from fedstrata.history import History
+    from fedstrata.evaluation.history import History
     from fedstrata.spec import Experiment
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -55,7 +55,7 @@ def _deploy(options: argparse.Namespace) -> int:
     from fedstrata.deploy.federation import Sites
     from fedstrata.deploy.local_deployment import try_out
     from fedstrata.deploy.provision import provision
-    from fedstrata.history import History
+    from fedstrata.evaluation.history import History
 
     spec = experiment(options)
     sites = Sites.read(options.sites)
@@ -89,7 +89,7 @@ def add_submit(commands: Commands) -> None:
 
 def _submit(options: argparse.Namespace) -> int:
     from fedstrata.deploy.submit import submit
-    from fedstrata.history import History
+    from fedstrata.evaluation.history import History
 
     folder = submit(options.admin, options.out, wait=options.wait, tell=_tell(options))
     return show_run(History.load(folder), options.json)

@@ -23,7 +23,7 @@ from fedstrata.cli.common import (
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
-    from fedstrata.history import History
+    from fedstrata.evaluation.history import History
     from fedstrata.simulation import Watcher
     from fedstrata.spec import Experiment
 

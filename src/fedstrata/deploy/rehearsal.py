@@ -11,7 +11,7 @@ from fedstrata.deploy.federation import Sites, policy_of
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.preparation import prepare
 from fedstrata.simulation import Watcher, run_prepared
 from fedstrata.spec import Experiment

@@ -23,7 +23,7 @@ from fedstrata.base.jsonl import read_jsonl, write_json
 from fedstrata.deploy.configuration import CLASSES, ERROR, raised, write_job
 from fedstrata.deploy.processes import end, start
 from fedstrata.deploy.settings import LOCAL, PATIENCE, JobSpec, SiteSettings
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.preparation import prepare
 from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
 from fedstrata.simulation import refuse_elsewhere

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fedstrata.base.errors import SpecError
-from fedstrata.history import MODEL, STANDARD, History
+from fedstrata.evaluation.history import MODEL, STANDARD, History
 from fedstrata.report.contrasts import BUDGETS
 from fedstrata.report.draw import FATES, Dash, Floats, Quantity, look, over_seeds, quantity, spent
 from fedstrata.report.runs import Run, histories

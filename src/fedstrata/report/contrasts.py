@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report.draw import TRAFFIC, Floats, quantity, spent
 from fedstrata.report.tables import (
     MEASURES,

@@ -13,7 +13,7 @@ from fedstrata.base.errors import SpecError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from fedstrata.history import History
+    from fedstrata.evaluation.history import History
 
 Floats = NDArray[np.float64]
 Curves: TypeAlias = "Mapping[str, Sequence[History]]"

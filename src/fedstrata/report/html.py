@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.jsonl import replace_file, write_json
-from fedstrata.history import STANDARD, History
+from fedstrata.evaluation.history import STANDARD, History
 from fedstrata.report import contrasts, plots, tables
 from fedstrata.report.charts import DASHES, FATE_NAMES, chart_data, is_own
 from fedstrata.report.draw import look

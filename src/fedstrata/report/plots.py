@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fedstrata.history import History
+    from fedstrata.evaluation.history import History
 
 
 def plot(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import DataError
 from fedstrata.base.jsonl import read_jsonl, write_json
-from fedstrata.history import History, Record, frame
+from fedstrata.evaluation.history import History, Record, frame
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.history import History
+from fedstrata.evaluation.history import History
 from fedstrata.report.tables import MISSING
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fedstrata.history import History, target_text
+from fedstrata.evaluation.history import History, target_text
 from fedstrata.statistics import Estimate
 
 if TYPE_CHECKING:

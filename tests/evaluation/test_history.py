@@ -13,7 +13,7 @@ import torch
 
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import MetricsLog, write_json
-from fedstrata.history import History, summarise
+from fedstrata.evaluation.history import History, summarise
 
 RECORDS = [
     {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},
