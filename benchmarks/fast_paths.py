@@ -56,7 +56,7 @@ def stepping(made: Simulation) -> Callable[[], None]:
 
 def manual(model: str) -> Works:
     """Backward passes written by hand against autograd."""
-    from fedstrata.training.local import manual_sgd_of
+    from fedstrata.clients.training.local import manual_sgd_of
 
     plain = simulation(10, 300, model=model)
     plain.context.prepared[manual_sgd_of] = None

@@ -20,8 +20,10 @@ from fedstrata.base.records import Tree, record
 from fedstrata.callbacks import Callback, named
 from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
 from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
+from fedstrata.clients.training.devices import placed
 from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
 from fedstrata.evaluation.history import Confusion, History
@@ -30,12 +32,10 @@ from fedstrata.federation.communication.channel import Channel, ChannelState
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Listener
 from fedstrata.federation.messages import ClientId, Weights
-from fedstrata.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
 from fedstrata.preparation import Prepared
 from fedstrata.run_folder import RunFolder
 from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
-from fedstrata.training.devices import placed
 
 Watcher = Callable[[Mapping[str, Any]], None]
 """Told the record of every round; the plainest callback."""

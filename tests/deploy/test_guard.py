@@ -20,6 +20,8 @@ from asked import CLIENTS, Site
 import fedstrata as fs
 from fedstrata.asks import hash_of
 from fedstrata.base import records
+from fedstrata.clients.handlers.fedtan import FitTogether
+from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.deploy.guard import Spent, admitted
 from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
@@ -28,8 +30,6 @@ from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.communication.codecs import PowerSGD, pack
 from fedstrata.federation.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
-from fedstrata.handlers.fedtan import FitTogether
-from fedstrata.handlers.sequential import Visit
 from fedstrata.methods.base import effort
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
 from fedstrata.stratify.messages import Gradient, GradientReply, LabelReport, Reserve, Steps

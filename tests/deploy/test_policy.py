@@ -17,13 +17,13 @@ import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
+from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.deploy.host import SERVER, Host
 from fedstrata.deploy.policy import FILE, Policy, approve
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import Begun, Fetch, Hopped, Refused, Survey
 from fedstrata.federation.messages import Fit, FitReply, Weights
-from fedstrata.handlers.sequential import Visit
 from fedstrata.methods.base import effort
 from fedstrata.simulation import run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing

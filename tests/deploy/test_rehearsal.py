@@ -12,7 +12,7 @@ import torch
 import fedstrata as fs
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
-from fedstrata.training import local as training
+from fedstrata.clients.training import local as training
 
 HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"
 MODEL = "model.safetensors"
@@ -86,7 +86,7 @@ def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, m
         torch.set_num_threads(2)  # as a thread has it that began before
         return line.hosts[site].call("server", data)
 
-    monkeypatch.setattr("fedstrata.handlers.fit.train", counted)
+    monkeypatch.setattr("fedstrata.clients.handlers.fit.train", counted)
     monkeypatch.setattr("fedstrata.deploy.rehearsal._Line.send", send)
     rehearse(place, "there")
     assert found == [1] * 4

@@ -14,6 +14,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.records import record
 from fedstrata.clients.client import Client
+from fedstrata.clients.handlers.encoded import MEMORY, MODEL, PENDING
 from fedstrata.clients.handling import handles
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
@@ -23,7 +24,6 @@ from fedstrata.federation.communication.messages import Coefficients, Encoded, E
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
-from fedstrata.handlers.encoded import MEMORY, MODEL, PENDING
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.simulation import Simulation, make_context
 from fedstrata.stratify.messages import GradientReply

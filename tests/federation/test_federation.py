@@ -14,12 +14,12 @@ import fedstrata as fs
 from fedstrata.base.errors import ClientsFailedError, FedstrataError, QuorumError, ReplyRefusedError
 from fedstrata.base.records import encode, record, unsent
 from fedstrata.clients.client import Client
+from fedstrata.clients.handlers.fit import fit
 from fedstrata.clients.handling import handles, handles_hop
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Reply, Request, Weights
-from fedstrata.handlers.fit import fit
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.messages import SizeReply, SizeReport
 from fedstrata.simulation import make_context

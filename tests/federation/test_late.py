@@ -4,7 +4,7 @@ import numpy as np
 
 import fedstrata as fs
 from fedstrata.base import records
-from fedstrata.handlers.sequential import Visit
+from fedstrata.clients.handlers.sequential import Visit
 
 
 def test_what_is_sent_to_a_late_hop_counts(tiny):

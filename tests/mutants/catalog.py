@@ -46,9 +46,9 @@ rebafl = _of("objectives/rebafl.py", "objectives/test_rebafl.py", "methods/test_
 prototypes = _of("objectives/prototypes.py", "objectives/test_prototypes.py", "methods/test_rebafl.py")
 aggregation = _of("aggregation/base.py", "aggregation/test_base.py")
 server = _of("aggregation/optimizers.py", "aggregation/test_optimizers.py")
-sgd = _of("training/sgd.py", "training/test_sgd.py", "training/test_local.py")
-local = _of("training/local.py", "training/test_local.py")
-settings = _of("federation/settings.py", "test_spec.py", "training/test_local.py")
+sgd = _of("clients/training/sgd.py", "clients/test_sgd.py", "clients/test_local.py")
+local = _of("clients/training/local.py", "clients/test_local.py")
+settings = _of("federation/settings.py", "test_spec.py", "clients/test_local.py")
 randomness = _of("base/rng.py", "base/test_rng.py")
 allocation = _of("sampling/allocation.py", "sampling/test_allocation.py")
 stratified = _of("sampling/stratified.py", "sampling/test_stratified.py", "methods/test_fedstas.py")
@@ -66,9 +66,11 @@ single = _of("stratify/single.py", "stratify/test_single.py")
 selection = _of("stratify/selection.py", "stratify/test_selection.py")
 stratify = _of("stratify/method.py", "stratify/test_batch.py", "stratify/test_single.py")
 norm = _of("models/batchnorm.py", "models/test_batchnorm.py")
-fedtan = _of("handlers/fedtan.py", "handlers/test_fedtan.py")
-averaged = _of("models/averagednorm.py", "handlers/test_fedtan.py", "models/test_batchnorm.py")
-fit = _of("handlers/fit.py", "handlers/test_fit.py", "training/test_local.py", "integration/test_private_sizes.py")
+fedtan = _of("clients/handlers/fedtan.py", "clients/test_fedtan.py")
+averaged = _of("models/averagednorm.py", "clients/test_fedtan.py", "models/test_batchnorm.py")
+fit = _of(
+    "clients/handlers/fit.py", "clients/test_fit.py", "clients/test_local.py", "integration/test_private_sizes.py"
+)
 federation = _of("federation/federation.py", "federation/test_federation.py")
 relay = _of("federation/engine.py", "federation/test_engine.py", "federation/test_federation.py")
 checks = _of("federation/reply_checks.py", "federation/test_federation.py")
@@ -85,7 +87,7 @@ folder = _of("run_folder.py", "test_run_folder.py", "test_experiment.py")
 recipe = _of("methods/base.py", "methods/test_recipe.py")
 sfl = _of("methods/sfl.py", "methods/test_sfl.py")
 head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/test_fedavg_ft.py")
-predictions = _of("evaluation/predictions.py", "evaluation/test_predictions.py", "training/test_local.py")
+predictions = _of("evaluation/predictions.py", "evaluation/test_predictions.py", "clients/test_local.py")
 division = _of("data/partitions/schemes.py", "data/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
 fitting = _of("data/fitting.py", "data/test_fitting.py")
@@ -270,9 +272,9 @@ MUTANTS = [
     selection("pools of everybody", "np.ceil(retain * able.sum", "np.ceil(able.sum"),
     selection("the shortest run", "longest = lengths.max(axis=1)", "longest = lengths.min(axis=1)"),
     stratify("the stream's part comes too early", "part * (round - before - 1)", "part * (round - before)"),
-    norm("the centre", "if centre is not mean:", "if False:", "models/test_batchnorm.py", "handlers/test_fedtan.py"),
+    norm("the centre", "if centre is not mean:", "if False:", "models/test_batchnorm.py", "clients/test_fedtan.py"),
     norm(
-        "the share", "local * scale * ctx.share", "local * scale", "models/test_batchnorm.py", "handlers/test_fedtan.py"
+        "the share", "local * scale * ctx.share", "local * scale", "models/test_batchnorm.py", "clients/test_fedtan.py"
     ),
     norm("a biased variance is remembered", "var * (count / (count - 1))", "var * 1.0"),
     norm("squares about zero", "squares.double() + count * mean.square()", "squares.double()"),
@@ -283,9 +285,9 @@ MUTANTS = [
         "the statistics are told",
         "result = Weights(result.params, {**result.buffers, **came})",
         "pass",
-        "training/test_local.py",
+        "clients/test_local.py",
         "models/test_batchnorm.py",
-        "handlers/test_fit.py",
+        "clients/test_fit.py",
     ),
     fit("counters are told", "result = Weights(result.params, {**result.buffers, **counters})", "pass"),
     fit("samples are told", "if request.counts else (0, 0, 0)", "if True else (0, 0, 0)"),

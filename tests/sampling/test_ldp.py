@@ -11,7 +11,7 @@ import pytest
 
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.client import Client
-from fedstrata.handlers.sampling import report_size
+from fedstrata.clients.handlers.sampling import report_size
 from fedstrata.sampling.client_sizes import estimated_total, randomised_size, truth_probability
 from fedstrata.sampling.fedsampling import FedSamplingData
 from fedstrata.sampling.ldp import FedSTaSData

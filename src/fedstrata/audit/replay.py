@@ -17,8 +17,8 @@ from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import rng
 from fedstrata.checkpoint import Checkpoint
+from fedstrata.clients.handlers.fit import BUFFERS, OBJECTIVE
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.handlers.fit import BUFFERS, OBJECTIVE
 from fedstrata.objectives.prototypes import Table
 from fedstrata.preparation import Prepared
 from fedstrata.simulation import Simulation

@@ -13,12 +13,12 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
+from fedstrata.clients.training.devices import CPU, placed
 from fedstrata.engines.team import Answer, State, Team, can_fork
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
-from fedstrata.training.devices import CPU, placed
 
 TEAM_PAYS, ASKING_PAYS = 0.2, 0.01
 """Seconds of work beyond which worker processes are started, and beyond which those that there are get some of it.

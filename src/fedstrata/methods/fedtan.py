@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from fedstrata.base.errors import SpecError
+from fedstrata.clients.handlers.fedtan import FitTogether
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.questions import Agreed, Question, Questions
-from fedstrata.handlers.fedtan import FitTogether
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, training_metrics
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy

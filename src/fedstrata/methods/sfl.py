@@ -6,12 +6,12 @@ from typing import Any
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
+from fedstrata.clients.handlers.sequential import Visit, VisitReply
 from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Question, Questions, asks_no_more, joined, seen
-from fedstrata.handlers.sequential import Visit, VisitReply
 from fedstrata.methods.base import ASKING, Method, effort
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base.records import Tree
+from fedstrata.clients.training.sgd import clipped
 from fedstrata.federation.accounting import Summed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
@@ -20,7 +21,6 @@ from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.messages import GatheredReply, Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.selection import select_batches
-from fedstrata.training.sgd import clipped
 
 Ints = NDArray[np.int64]
 

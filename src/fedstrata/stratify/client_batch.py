@@ -18,6 +18,7 @@ from fedstrata.base.rng import SERVER, torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles, handles_sum
+from fedstrata.clients.training.local import is_plain, manual_sgd_of
 from fedstrata.federation.messages import ClientId, Params, Reply
 from fedstrata.models.batchnorm import federated
 from fedstrata.models.model import Model
@@ -31,7 +32,6 @@ from fedstrata.stratify.messages import (
     ReserveReply,
     Steps,
 )
-from fedstrata.training.local import is_plain, manual_sgd_of
 
 Ints = NDArray[np.int64]
 Q = TypeVar("Q", bound=Gradient)

@@ -15,6 +15,8 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles_hop, handles_relay
+from fedstrata.clients.training.sgd import SGD
+from fedstrata.clients.training.traced_sgd import TracedSGD
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
@@ -22,8 +24,6 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.stratify.client_batch import STATE, Pool, new_pool, refilled
 from fedstrata.stratify.messages import Steps, StepsReply
-from fedstrata.training.sgd import SGD
-from fedstrata.training.traced_sgd import TracedSGD
 
 Ints = NDArray[np.int64]
 
@@ -234,7 +234,7 @@ def _loss(shared: ClientContext, model: Model, params: Params, x: Tensor, y: Ten
 
 
 class TracedStepper:
-    """Steps without autograd; see ``fedstrata.training.traced_sgd``."""
+    """Steps without autograd; see ``fedstrata.clients.training.traced_sgd``."""
 
     def __init__(self, context: ClientContext, model: Model) -> None:
         x, y = context.data.inputs(slice(0, 1)), context.data.labels(slice(0, 1))

@@ -91,7 +91,7 @@ def test_tuning_serves_clients_that_differ():
 
 def test_fedbabu_tunes_the_head_alone():
     from fedstrata.clients.client import Client
-    from fedstrata.handlers.evaluation import personal
+    from fedstrata.clients.handlers.evaluation import personal
 
     for method, moved in (("fedbabu", "head"), ("fedavg", "all")):
         with started(method) as simulation:

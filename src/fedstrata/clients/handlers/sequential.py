@@ -10,8 +10,8 @@ from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles_hop
+from fedstrata.clients.training.local import LocalData, train
 from fedstrata.federation.messages import Reply, Request, Weights, sample_gradients
-from fedstrata.training.local import LocalData, train
 
 
 @record("VisitReply")

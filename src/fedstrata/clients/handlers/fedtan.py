@@ -14,6 +14,8 @@ from fedstrata.base.records import record
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
+from fedstrata.clients.training.local import LocalData
+from fedstrata.clients.training.sgd import SGD
 from fedstrata.federation.messages import (
     FitReply,
     ModelRequest,
@@ -26,8 +28,6 @@ from fedstrata.federation.messages import (
 )
 from fedstrata.models.averagednorm import averaged
 from fedstrata.objectives.base import Context
-from fedstrata.training.local import LocalData
-from fedstrata.training.sgd import SGD
 
 
 @record("FitTogether")

@@ -11,11 +11,11 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
+from fedstrata.clients.training.local import LocalData, manual_sgd_of, train
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.messages import Compress, LossReport
 from fedstrata.sampling.quantization import pack, project, quantize
-from fedstrata.training.local import LocalData, manual_sgd_of, train
 
 
 def one_fit(federation, client=0, **change):
@@ -135,7 +135,7 @@ def test_an_epoch_sees_every_sample_once_in_a_new_order(tiny):
 
 def test_large_inputs_are_read_batch_by_batch_and_give_the_same(tiny, monkeypatch):
     whole = one_fit(tiny(sizes=[10]))
-    monkeypatch.setattr("fedstrata.training.local.GATHER_LIMIT", 0)
+    monkeypatch.setattr("fedstrata.clients.training.local.GATHER_LIMIT", 0)
     parts = one_fit(tiny(sizes=[10]))
     assert all(torch.equal(w, parts.weights.params[name]) for name, w in whole.weights.params.items())
 

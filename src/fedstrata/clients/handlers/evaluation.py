@@ -13,14 +13,14 @@ from fedstrata.base.errors import FedstrataError
 from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
+from fedstrata.clients.handlers.fit import BUFFERS, starting_point, statistics
 from fedstrata.clients.handling import handles
+from fedstrata.clients.training.devices import placed
+from fedstrata.clients.training.local import LocalData, train
 from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.evaluation.predictions import predict
 from fedstrata.evaluation.sums import sums_of
 from fedstrata.federation.messages import Weights
-from fedstrata.handlers.fit import BUFFERS, starting_point, statistics
-from fedstrata.training.devices import placed
-from fedstrata.training.local import LocalData, train
 
 
 @handles(Evaluate)

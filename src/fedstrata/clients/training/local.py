@@ -15,14 +15,14 @@ from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
+from fedstrata.clients.training.devices import CPU, moved, placed
+from fedstrata.clients.training.manual_sgd import ManualSGD
+from fedstrata.clients.training.sgd import SGD
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.federation.settings import Training
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
-from fedstrata.training.devices import CPU, moved, placed
-from fedstrata.training.manual_sgd import ManualSGD
-from fedstrata.training.sgd import SGD
 
 GATHER_LIMIT = 128 << 20
 """Bytes of inputs up to which a client's samples are made floats once a round, and not once a batch."""

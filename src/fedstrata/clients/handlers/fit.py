@@ -9,14 +9,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import handles
+from fedstrata.clients.training.devices import CPU, moved, placed
+from fedstrata.clients.training.local import LocalData, Outcome, computing, train
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.sampling.messages import (
     Compress,
     LossReport,
 )
-from fedstrata.training.devices import CPU, moved, placed
-from fedstrata.training.local import LocalData, Outcome, computing, train
 
 OBJECTIVE, BUFFERS = "objective", "buffers"
 """Names under which a client keeps its state."""

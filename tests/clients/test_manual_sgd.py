@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedstrata.clients.training.manual_sgd import ManualSGD
 from fedstrata.models.zoo import MLP, Tabular
-from fedstrata.training.manual_sgd import ManualSGD
 
 
 def mlp(hidden=(7, 5)):

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fedstrata.clients.training.traced_sgd import TracedSGD
 from fedstrata.models.model import Model
 from fedstrata.models.zoo import CNN, MLP
-from fedstrata.training.traced_sgd import TracedSGD
 
 
 class Residual(nn.Module):

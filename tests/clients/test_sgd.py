@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedstrata.clients.training.sgd import SGD, clipped
 from fedstrata.federation.settings import Training
-from fedstrata.training.sgd import SGD, clipped
 
 
 def test_the_correction_is_clipped_with_the_gradient_and_the_decay_is_not():

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from pydantic import PrivateAttr
 
 from fedstrata.clients.client import Client
+from fedstrata.clients.handlers.fit import starting_point
 from fedstrata.clients.handling import handles
-from fedstrata.handlers.fit import starting_point
+from fedstrata.clients.training.local import LocalData, is_plain, train
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
 from fedstrata.sampling.client_sizes import randomised_size
@@ -25,7 +26,6 @@ from fedstrata.sampling.messages import (
 )
 from fedstrata.sampling.quantization import pack, project, quantize
 from fedstrata.sampling.sketches import sketch
-from fedstrata.training.local import LocalData, is_plain, train
 
 
 @handles(SizeReport)

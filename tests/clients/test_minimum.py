@@ -9,11 +9,11 @@ import torch
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
+from fedstrata.clients.handlers.fedtan import FitTogether
+from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit
 from fedstrata.federation.settings import Privacy
-from fedstrata.handlers.fedtan import FitTogether
-from fedstrata.handlers.sequential import Visit
 from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
 from fedstrata.stratify.messages import LabelReport, Reserve, Steps
 
