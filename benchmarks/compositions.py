@@ -26,8 +26,8 @@ from marks import write
 from rebafl_tables import validation_arrays
 
 import fedstrata as fs
-from fedstrata.callbacks import Watched
 from fedstrata.papers.judging import difference_text, order_of
+from fedstrata.spec.callbacks import Watched
 from fedstrata.statistics import paired_difference, t_interval
 
 HERE = Path(__file__).parent

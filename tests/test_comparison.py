@@ -16,7 +16,7 @@ from processes import started
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.comparison import compare, rounds_done
-from fedstrata.spec import variants
+from fedstrata.spec.experiment import variants
 
 pytestmark = pytest.mark.slow
 SPEC = """
@@ -305,7 +305,7 @@ def test_a_script_needs_no_main_guard(tmp_path):
     (tmp_path / "script.py").write_text(f"""
 import tomllib
 import fedstrata as fs
-from fedstrata.spec import variants
+from fedstrata.spec.experiment import variants
 
 print("once")
 table = tomllib.loads({SPEC!r})

@@ -13,7 +13,7 @@ from fedstrata.base.config import build
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
 from fedstrata.grid_search import BEST, FIGURES, MEASURE, TABLE, Cell, cells, figures, judge, to_markdown
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 TABLES = {
     "partition": {"clients": 5},

@@ -16,7 +16,7 @@ from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.cli import main
 from fedstrata.grid_search import BEST, FIGURES, TABLE
 from fedstrata.run_folder import rounds_done
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 from fedstrata.tuning import PRUNED, STUDY, Range, called, opened
 
 optuna = pytest.importorskip("optuna")

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from fedstrata.base.errors import SpecError as SpecError
     from fedstrata.base.records import record as record
     from fedstrata.base.rng import uniforms as uniforms
-    from fedstrata.callbacks import Callback as Callback
-    from fedstrata.callbacks import EarlyStopping as EarlyStopping
-    from fedstrata.callbacks import KeepBest as KeepBest
     from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
@@ -95,10 +92,13 @@ if TYPE_CHECKING:
     from fedstrata.sampling.base import DataSampler as DataSampler
     from fedstrata.sampling.base import Selection as Selection
     from fedstrata.simulation import Simulation as Simulation
-    from fedstrata.spec import Experiment as Experiment
+    from fedstrata.spec.callbacks import Callback as Callback
+    from fedstrata.spec.callbacks import EarlyStopping as EarlyStopping
+    from fedstrata.spec.callbacks import KeepBest as KeepBest
+    from fedstrata.spec.experiment import Experiment as Experiment
+    from fedstrata.spec.tracking import MLflow as MLflow
+    from fedstrata.spec.tracking import TensorBoard as TensorBoard
     from fedstrata.stratify.method import Stratify as Stratify
-    from fedstrata.tracking import MLflow as MLflow
-    from fedstrata.tracking import TensorBoard as TensorBoard
     from fedstrata.tuning import search as search
 
 __version__ = "0.1.0"
@@ -116,7 +116,7 @@ _HOMES = {
     "prepare": "preparation",
     "Simulation": "simulation",
     "RunFolder": "run_folder",
-    "Experiment": "spec",
+    "Experiment": "spec.experiment",
     "History": "evaluation.history",
     "numbers": "evaluation.history",
     "Training": "federation.settings",
@@ -126,11 +126,11 @@ _HOMES = {
     "Predictions": "evaluation.predictions",
     "Codec": "federation.communication.codecs",
     "Communication": "federation.communication.codecs",
-    "Callback": "callbacks",
-    "EarlyStopping": "callbacks",
-    "KeepBest": "callbacks",
-    "MLflow": "tracking",
-    "TensorBoard": "tracking",
+    "Callback": "spec.callbacks",
+    "EarlyStopping": "spec.callbacks",
+    "KeepBest": "spec.callbacks",
+    "MLflow": "spec.tracking",
+    "TensorBoard": "spec.tracking",
     "Data": "data.sources",
     "Dataset": "data.dataset",
     "from_arrays": "data.dataset",

@@ -11,7 +11,7 @@ from fedstrata.evaluation.questions import evaluation_questions
 from fedstrata.federation.communication.questions import encoded
 from fedstrata.federation.questions import PHASES, Agreed, Fact, Phase, Question, Questions, Terms, joined
 from fedstrata.federation.settings import Privacy
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 UNDECLARED = "does not declare what it asks (Method.questions), so that no site answers it; simulations run it"
 

@@ -18,7 +18,6 @@ from torch import nn
 from fedstrata.base.config import build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.pool import Pool, Task, can_fork
-from fedstrata.callbacks import Callback
 from fedstrata.evaluation.history import History
 from fedstrata.experiment import carry_out
 from fedstrata.models.model import Model
@@ -26,7 +25,8 @@ from fedstrata.preparation import Arrays, Prepared, prepare
 from fedstrata.references import fold, reference_runs
 from fedstrata.report.runs import keep_order
 from fedstrata.run_folder import SUMMARY, refuse_foreign, rounds_done
-from fedstrata.spec import Experiment
+from fedstrata.spec.callbacks import Callback
+from fedstrata.spec.experiment import Experiment
 
 Runs = dict[str, list[History]]
 Key = tuple[str, int]

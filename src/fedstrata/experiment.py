@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from fedstrata.base.errors import SpecError
-from fedstrata.callbacks import Callback
 from fedstrata.deploy.simulator import simulate
 from fedstrata.evaluation.history import History
 from fedstrata.models.model import Model
 from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import rounds_done
 from fedstrata.simulation import Watcher, run_prepared
-from fedstrata.spec import Experiment
+from fedstrata.spec.callbacks import Callback
+from fedstrata.spec.experiment import Experiment
 
 
 def run(

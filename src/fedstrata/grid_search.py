@@ -13,7 +13,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.comparison import Watcher, compare
 from fedstrata.evaluation.history import History
-from fedstrata.spec import Experiment, set_key
+from fedstrata.spec.experiment import Experiment, set_key
 from fedstrata.statistics import Estimate
 
 MEASURE = "validation.accuracy"

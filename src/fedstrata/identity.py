@@ -25,7 +25,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions import Assignment
 from fedstrata.models.model import Model
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
 """Raised by the commit that moves results, and by no other: see ``tests/integration/test_golden.py``.

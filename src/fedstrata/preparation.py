@@ -30,7 +30,7 @@ from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
 from fedstrata.models.zoo import CustomModel, make_model
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 Arrays = Dataset | Mapping[str, Any] | Sequence[Any]

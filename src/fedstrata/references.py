@@ -23,7 +23,7 @@ from fedstrata.federation.availability import Always
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.preparation import Arrays, prepare
 from fedstrata.run_folder import METRICS, SPEC, SUMMARY
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 REFERENCES = ("local", "centralised")
 """What ``compare(references=…)`` takes."""

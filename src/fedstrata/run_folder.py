@@ -26,7 +26,7 @@ from fedstrata.federation.messages import Weights
 from fedstrata.identity import environment, require_same, well_formed
 from fedstrata.predictor import write_model
 from fedstrata.preparation import Prepared, prepare
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
     "run.json",

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
 from fedstrata.base.records import Tree, record
-from fedstrata.callbacks import Callback, named
 from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
@@ -34,6 +33,7 @@ from fedstrata.federation.federation import Federation, Listener
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.preparation import Prepared
 from fedstrata.run_folder import RunFolder
+from fedstrata.spec.callbacks import Callback, named
 from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
 

@@ -22,14 +22,14 @@ from fedstrata.base.errors import ExtraMissingError, SpecError, nearest
 from fedstrata.base.locking import occupied
 from fedstrata.base.pool import Pool
 from fedstrata.base.rng import SERVER, rng
-from fedstrata.callbacks import Callback, Watched
 from fedstrata.comparison import Watcher, check, checked_seeds, folder_of, forks, is_done, refuse_lost, run_to_end
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.grid_search import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
 from fedstrata.preparation import prepare
 from fedstrata.report.runs import keep_order
 from fedstrata.run_folder import SUMMARY, refuse_foreign, rounds_done
-from fedstrata.spec import Experiment, parse_value, set_key, split_values
+from fedstrata.spec.callbacks import Callback, Watched
+from fedstrata.spec.experiment import Experiment, parse_value, set_key, split_values
 
 if TYPE_CHECKING:
     import optuna

@@ -25,7 +25,7 @@ from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.objectives.prototypes import class_means
 from fedstrata.preparation import prepare
 from fedstrata.run_folder import SPEC
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 pytestmark = pytest.mark.slow
 STEPS = 50

@@ -13,7 +13,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.settings import Training
 from fedstrata.methods.base import METHODS
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 
 class Shape(Setting):

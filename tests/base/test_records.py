@@ -202,7 +202,8 @@ def skeleton(text: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "name", ["builtins.eval", "subprocess.Popen", f"{__name__}.Pair", f"{__name__}.Bomb", "fedstrata.spec.Data"]
+    "name",
+    ["builtins.eval", "subprocess.Popen", f"{__name__}.Pair", f"{__name__}.Bomb", "fedstrata.spec.experiment.Data"],
 )
 def test_a_record_that_was_not_declared_is_refused(name):
     with pytest.raises(WireError, match=f"unknown record '{name}'"):

@@ -9,7 +9,7 @@ import pytest
 
 from fedstrata.cli import main
 from fedstrata.report.runs import keep_order
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 
 def write_run(folder: Path, accuracies: list[float], *, over: bool = True, data: str = "digits") -> None:

@@ -30,7 +30,7 @@ import pytest
 
 from fedstrata.base.errors import SpecError
 from fedstrata.cli.main import parser
-from fedstrata.spec import Experiment, variants
+from fedstrata.spec.experiment import Experiment, variants
 
 ROOT = Path(__file__).parents[2]
 COPIES = {f"docs/project/{name}.md" for name in ("architecture", "changelog", "contributing", "security")}

@@ -7,7 +7,7 @@ import pytest
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.metrics import FunctionMetric
-from fedstrata.reference import rows
+from fedstrata.spec.reference import rows
 
 
 def test_what_a_spec_says_is_read_back():

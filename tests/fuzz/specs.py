@@ -29,7 +29,7 @@ from fedstrata.methods.base import METHODS
 from fedstrata.models.zoo import MODELS
 from fedstrata.preparation import prepare
 from fedstrata.simulation import Simulation
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
 

@@ -11,7 +11,7 @@ from skewed import LEFT_OVER
 
 import fedstrata as fs
 from fedstrata.aggregation.base import AGGREGATORS
-from fedstrata.spec import variants
+from fedstrata.spec.experiment import variants
 
 
 @pytest.mark.parametrize("optimizer", [{"optimizer": "sgd", "momentum": 0.9}, "adam", "adagrad", "yogi"])

@@ -16,7 +16,7 @@ from fedstrata.base.errors import SpecError
 
 if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
-    from fedstrata.spec import Experiment
+    from fedstrata.spec.experiment import Experiment
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
     """Where a command adds its parser."""
@@ -92,7 +92,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 def read_spec(path: str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The tables of the spec file, or none without one, with overrides applied."""
-    from fedstrata.spec import apply_override, read_table
+    from fedstrata.spec.experiment import apply_override, read_table
 
     if path is not None:
         return read_table(path, overrides)
@@ -104,7 +104,7 @@ def read_spec(path: str | None, overrides: Sequence[str] = ()) -> dict[str, Any]
 
 def experiment(options: argparse.Namespace) -> Experiment:
     """The experiment of ``SPEC`` and ``--set``."""
-    from fedstrata.spec import Experiment
+    from fedstrata.spec.experiment import Experiment
 
     table = read_spec(options.spec, options.overrides)
     return located(options, lambda: Experiment.from_table(table))
@@ -112,7 +112,7 @@ def experiment(options: argparse.Namespace) -> Experiment:
 
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
     """``work()``, whose errors name the line of the spec file."""
-    from fedstrata.spec import placed
+    from fedstrata.spec.experiment import placed
 
     try:
         return work()

@@ -336,7 +336,7 @@ def add_approve(commands: Commands) -> None:
 def _approve(options: argparse.Namespace) -> int:
     from fedstrata.asks import hash_of
     from fedstrata.deploy.policy import FILE, approve, require_hash
-    from fedstrata.spec import Experiment
+    from fedstrata.spec.experiment import Experiment
 
     file = Path(options.job)
     job = hash_of(Experiment.from_toml(file)) if file.is_file() else require_hash(options.job)

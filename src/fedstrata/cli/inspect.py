@@ -88,7 +88,7 @@ def _settings(options: argparse.Namespace) -> int:
             found = find_kind(options.section, options.name)
         print_json(found)
     elif options.markdown:
-        from fedstrata.reference import markdown
+        from fedstrata.spec.reference import markdown
 
         print(markdown())
     elif options.section is None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fedstrata.base.config import Setting
-    from fedstrata.reference import Row
+    from fedstrata.spec.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2}
 """Sections that take functions of the user's own, and how many arguments those are called with in any case."""
@@ -68,7 +68,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
     kinds = find_section(section)["kinds"]
     if ":" in name:
         from fedstrata.base.config import Registry
-        from fedstrata.reference import SECTIONS
+        from fedstrata.spec.reference import SECTIONS
 
         if isinstance(registry := SECTIONS[section], Registry):
             return _described(registry.find(name))
@@ -117,9 +117,8 @@ def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
 
 def collect() -> dict[str, Any]:
     """The table as the code says it now."""
-    from fedstrata import reference
     from fedstrata.methods.base import METHODS
-    from fedstrata.spec import Experiment
+    from fedstrata.spec.experiment import Experiment, reference
 
     methods = [(name, METHODS.find(name)) for name in METHODS]
     return {
@@ -136,7 +135,7 @@ def collect() -> dict[str, Any]:
 
 
 def _described(kind: type[Setting]) -> dict[str, Any]:
-    from fedstrata.reference import rows, summary
+    from fedstrata.spec.reference import rows, summary
 
     return {"about": summary(kind).replace("``", ""), "keys": _told(rows(kind))}
 

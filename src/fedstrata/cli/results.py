@@ -134,7 +134,7 @@ def add_sweep(commands: Commands) -> None:
 
 def _sweep(options: argparse.Namespace) -> int:
     from fedstrata.grid_search import figures, to_markdown
-    from fedstrata.spec import Experiment
+    from fedstrata.spec.experiment import Experiment
 
     jobs, seeds = common.jobs(options), common.seeds(options)
     fixed, grid = _grid(options.overrides)
@@ -202,7 +202,7 @@ def _search(options: argparse.Namespace, table: dict[str, Any], out: Path, seeds
 
 def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """Overrides of one value, and the values of those that have several."""
-    from fedstrata.spec import parse_value, split_values
+    from fedstrata.spec.experiment import parse_value, split_values
 
     fixed, grid = [], dict[str, list[Any]]()
     for override in overrides:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
     from fedstrata.evaluation.history import History
     from fedstrata.simulation import Watcher
-    from fedstrata.spec import Experiment
+    from fedstrata.spec.experiment import Experiment
 
 
 def add_run(commands: Commands) -> None:
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     from fedstrata.report.plots import plot_run
     from fedstrata.report.progress import Progress
     from fedstrata.run_folder import rounds_done, spec_of
-    from fedstrata.spec import COMPARE, Experiment
+    from fedstrata.spec.experiment import COMPARE, Experiment
 
     out, resume = options.out, options.resume is not None
     if resume:
@@ -130,7 +130,7 @@ def _compare(options: argparse.Namespace) -> int:
     from fedstrata.report import contrasts
     from fedstrata.report.progress import Progress
     from fedstrata.report.tables import compare_table, to_json, to_rich
-    from fedstrata.spec import variants
+    from fedstrata.spec.experiment import variants
 
     jobs, seeds = common.jobs(options), common.seeds(options)
     labels = [label.strip() for label in options.methods.split(",")] if options.methods else None

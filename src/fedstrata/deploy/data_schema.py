@@ -35,7 +35,7 @@ from fedstrata.evaluation.holdouts import hold_out
 from fedstrata.evaluation.metrics import METRICS, Metric
 from fedstrata.preparation import Prepared, assemble, prepare, trained_on
 from fedstrata.simulation import make_context
-from fedstrata.spec import Experiment, parse_toml
+from fedstrata.spec.experiment import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
 LOG = logging.getLogger(__name__)

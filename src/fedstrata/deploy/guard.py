@@ -20,7 +20,7 @@ from fedstrata.deploy.ledger import Entry
 from fedstrata.deploy.policy import Policy, RuleError
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
-from fedstrata.spec import Experiment, parse_toml
+from fedstrata.spec.experiment import Experiment, parse_toml
 
 BUNDLED = ("digits",)
 """Data sets that come with scikit-learn, so that naming one reads nothing of a site's."""

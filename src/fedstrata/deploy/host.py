@@ -60,7 +60,7 @@ from fedstrata.engines.nvflare.wire import (
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
-from fedstrata.spec import Experiment, parse_toml
+from fedstrata.spec.experiment import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
 LOG = logging.getLogger(__name__)

@@ -36,9 +36,9 @@ from fedstrata.engines.nvflare.wire import Refused, SiteLostError
 from fedstrata.preparation import prepare
 from fedstrata.run_folder import METRICS, SPEC, is_over
 from fedstrata.simulation import run_prepared
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
+from fedstrata.spec.tracking import Tracking
 from fedstrata.stratify.masking.key_store import KeyRing
-from fedstrata.tracking import Tracking
 
 LOG = logging.getLogger(__name__)
 

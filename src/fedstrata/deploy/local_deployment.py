@@ -11,7 +11,7 @@ from fedstrata.deploy.federation import Sites
 from fedstrata.deploy.processes import end, start
 from fedstrata.deploy.provision import ADMIN, SERVER, provision
 from fedstrata.deploy.submit import Tell, submit
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 
 def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, tell: Tell = print) -> Path:

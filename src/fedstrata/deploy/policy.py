@@ -14,7 +14,7 @@ from fedstrata.asks import UNDECLARED, Declaration
 from fedstrata.base.config import Setting, build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.federation.settings import Privacy
-from fedstrata.spec import line_of, placed, read_toml
+from fedstrata.spec.experiment import line_of, placed, read_toml
 
 FILE = Path("local") / "policy.toml"
 """Inside a site's folder; never part of a job."""
@@ -144,7 +144,7 @@ class Policy(Setting):
 
 
 def _commented(policy: Policy) -> Iterator[str]:
-    from fedstrata.reference import rows
+    from fedstrata.spec.reference import rows
 
     meanings = {key: meaning.replace("``", "'") for key, _, _, meaning in rows(Policy)}
     yield "# What this site accepts, whatever a job says. The site may change any line; it is read when a job begins."

@@ -26,7 +26,7 @@ from fedstrata.deploy.policy import FILE as POLICY
 from fedstrata.deploy.policy import RuleError
 from fedstrata.deploy.settings import LOCAL, USER, JobSpec, SiteSettings, run_of
 from fedstrata.deploy.simulator import require_nvflare
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
 """Folders beside those of the sites; the job is the administrator's."""

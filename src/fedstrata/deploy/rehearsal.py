@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedstrata.callbacks import Callback
 from fedstrata.deploy.data_schema import prepare_server, surveyed
 from fedstrata.deploy.federation import Sites, policy_of
 from fedstrata.deploy.host import SERVER, Host
@@ -14,7 +13,8 @@ from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.evaluation.history import History
 from fedstrata.preparation import prepare
 from fedstrata.simulation import Watcher, run_prepared
-from fedstrata.spec import Experiment
+from fedstrata.spec.callbacks import Callback
+from fedstrata.spec.experiment import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
 
 STATES = "sites"

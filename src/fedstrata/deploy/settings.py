@@ -14,7 +14,7 @@ from pydantic import PositiveFloat
 from fedstrata.base.config import Setting, build, plain
 from fedstrata.base.errors import SpecError
 from fedstrata.engines.nvflare.engine import Fewer
-from fedstrata.spec import placed, read_toml
+from fedstrata.spec.experiment import placed, read_toml
 
 LOCAL = Path("local") / "fedstrata.toml"
 """A site's own settings, inside its folder; never part of a job."""

@@ -27,7 +27,7 @@ from fedstrata.evaluation.history import History
 from fedstrata.preparation import prepare
 from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
 from fedstrata.simulation import refuse_elsewhere
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 Callback = Callable[[Mapping[str, Any]], None]
 

@@ -16,7 +16,7 @@ from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.preparation import Prepared
 from fedstrata.run_folder import prepare_again
 from fedstrata.simulation import Simulation
-from fedstrata.spec import Experiment
+from fedstrata.spec.experiment import Experiment
 
 
 @dataclass(frozen=True)

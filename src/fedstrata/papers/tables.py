@@ -12,7 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.spec import Experiment, parse_toml
+from fedstrata.spec.experiment import Experiment, parse_toml
 
 PAPERS = {
     "stratify": "Stratify (Wong, Lim, Chan)",

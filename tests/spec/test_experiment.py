@@ -7,7 +7,15 @@ from fedstrata.base.errors import SpecError
 from fedstrata.data.partitions import PARTITIONS
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS
-from fedstrata.spec import LARGEST_SEED, Experiment, apply_override, line_of, parse_toml, read_table, variants
+from fedstrata.spec.experiment import (
+    LARGEST_SEED,
+    Experiment,
+    apply_override,
+    line_of,
+    parse_toml,
+    read_table,
+    variants,
+)
 
 TEXT = """seed = 4  # of everything
 

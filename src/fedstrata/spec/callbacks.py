@@ -194,7 +194,7 @@ class KeepBest(_Best):
 CALLBACKS: Registry[Callback] = Registry(
     "callback",
     Callback,
-    {"early-stopping": "fedstrata.callbacks:EarlyStopping", "keep-best": "fedstrata.callbacks:KeepBest"},
+    {"early-stopping": "fedstrata.spec.callbacks:EarlyStopping", "keep-best": "fedstrata.spec.callbacks:KeepBest"},
 )
 
 AnyCallback = Annotated[Callback, FromRegistry(CALLBACKS)]

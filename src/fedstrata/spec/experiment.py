@@ -15,7 +15,6 @@ from pydantic import Field
 
 from fedstrata.base.config import Setting, build, from_word
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.callbacks import AnyCallback
 from fedstrata.data.partitions.base import AnyPartition
 from fedstrata.data.partitions.schemes import Dirichlet
 from fedstrata.data.sources import Data
@@ -26,7 +25,8 @@ from fedstrata.federation.settings import Privacy, Training
 from fedstrata.methods.base import METHODS, AnyMethod
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.models.zoo import MLP, AnyModel
-from fedstrata.tracking import Tracking
+from fedstrata.spec.callbacks import AnyCallback
+from fedstrata.spec.tracking import Tracking
 
 COMPARE = "compare"
 """The section of a spec file with what differs between the methods that ``fedstrata compare`` runs."""

@@ -11,7 +11,7 @@ import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
 from fedstrata.evaluation.history import STANDARD, summarise
-from fedstrata.reference import SECTIONS, kinds, markdown, own, rows
+from fedstrata.spec.reference import SECTIONS, kinds, markdown, own, rows
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = DOCS / "spec.md"

@@ -13,7 +13,7 @@ from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.comparison import compare
 from fedstrata.evaluation.history import numbers
 from fedstrata.identity import identity_of
-from fedstrata.spec import variants
+from fedstrata.spec.experiment import variants
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("mlflow")

@@ -28,9 +28,9 @@ from pydantic import BeforeValidator
 from fedstrata.base.config import MayChange, Setting, from_word
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.base.jsonl import write_json
-from fedstrata.callbacks import Callback, Watched
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.evaluation.settings import Evaluation
+from fedstrata.spec.callbacks import Callback, Watched
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

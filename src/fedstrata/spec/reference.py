@@ -15,7 +15,6 @@ from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.base.config import Registry, Setting, plain
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.callbacks import CALLBACKS
 from fedstrata.data.partitions import PARTITIONS
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
@@ -28,7 +27,8 @@ from fedstrata.methods.base import METHODS, Recipe
 from fedstrata.models.zoo import MODELS
 from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
-from fedstrata.tracking import MLflow, TensorBoard, Tracking
+from fedstrata.spec.callbacks import CALLBACKS
+from fedstrata.spec.tracking import MLflow, TensorBoard, Tracking
 
 SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "data": Data,
