@@ -25,7 +25,7 @@ import torch
 from paired import Ratio, in_turns, ratio_of
 
 import fedstrata as fs
-from fedstrata.simulation import Simulation
+from fedstrata.runs.simulation import Simulation
 
 Works = tuple[Callable[[], float | None], Callable[[], float | None]]
 """The plain path and the fast one."""

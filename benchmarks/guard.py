@@ -23,7 +23,7 @@ from fedstrata.deploy.ledger import Ledger
 from fedstrata.deploy.policy import Policy
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
-from fedstrata.simulation import Simulation
+from fedstrata.runs.simulation import Simulation
 
 CHECKS = ("check", "take", "answered", "begin_exchange", "leave", "hop", "save", "fetched_by_server")
 JOBS: dict[str, dict[str, Any]] = {

@@ -38,7 +38,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.simulation import HANDLERS
+from fedstrata.runs.simulation import HANDLERS
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 
 CELLS = ((2, 1), (10, 5), (100, 50))

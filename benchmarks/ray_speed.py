@@ -27,9 +27,9 @@ import torch
 import fedstrata as fs
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.ray import RayEngine, WorkerPool
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import Simulation, make_context
 from fedstrata.sampling.messages import SizeReport
-from fedstrata.simulation import Simulation, make_context
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -27,6 +27,7 @@ from marks import write
 import fedstrata as fs
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
 from fedstrata.federation.messages import Fit, Weights
+from fedstrata.runs.simulation import Simulation
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import Selection
 from fedstrata.sampling.clustered import by_group, by_size, counted, group
@@ -37,7 +38,6 @@ from fedstrata.sampling.sketches import sketch
 from fedstrata.sampling.stratified import draw, stratify
 from fedstrata.sampling.variance import moments, scattered
 from fedstrata.sampling.weighted import with_replacement, without_replacement
-from fedstrata.simulation import Simulation
 
 N, M, STRATA = 100, 10, 10
 Draw = Callable[[np.random.Generator], np.ndarray]

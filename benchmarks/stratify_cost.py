@@ -29,8 +29,8 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.preparation import Prepared, prepare
-from fedstrata.simulation import make_context
+from fedstrata.runs.preparation import Prepared, prepare
+from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.client_single import stepper_of
 from fedstrata.stratify.messages import StepsReply
 from fedstrata.stratify.schedule import Holders, schedule

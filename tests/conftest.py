@@ -15,7 +15,6 @@ from hypothesis import settings
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import run_folder
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
@@ -33,8 +32,9 @@ from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy, Objective
-from fedstrata.preparation import prepare
-from fedstrata.simulation import HANDLERS, Simulation
+from fedstrata.runs import run_folder
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import HANDLERS, Simulation
 
 # For the processes that tests start: two of them on two cores must not fight.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

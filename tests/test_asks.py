@@ -24,8 +24,8 @@ from fedstrata.federation.communication.messages import Coefficients
 from fedstrata.federation.messages import Request
 from fedstrata.methods.base import METHODS
 from fedstrata.models.batchnorm import ReduceGroup
+from fedstrata.runs.simulation import Simulation
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS, Uniform
-from fedstrata.simulation import Simulation
 from fedstrata.stratify.messages import Gradient
 
 HOSPITALS = Path(__file__).parents[1] / "examples" / "hospitals" / "hospitals.toml"

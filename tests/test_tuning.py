@@ -15,7 +15,7 @@ import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.cli import main
 from fedstrata.grid_search import BEST, FIGURES, TABLE
-from fedstrata.run_folder import rounds_done
+from fedstrata.runs.run_folder import rounds_done
 from fedstrata.spec.experiment import Experiment
 from fedstrata.tuning import PRUNED, STUDY, Range, called, opened
 

@@ -24,8 +24,8 @@ from work import SETTINGS, Setting, arrays
 
 import fedstrata as fs
 from fedstrata.base.process import prepare_process
-from fedstrata.preparation import prepare
-from fedstrata.simulation import Simulation
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import Simulation
 
 PARTS = {
     "local training": ("local.py", "train"),

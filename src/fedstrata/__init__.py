@@ -82,16 +82,16 @@ if TYPE_CHECKING:
     from fedstrata.methods.sfl import SFL as SFL
     from fedstrata.models import Model as Model
     from fedstrata.objectives.base import Objective as Objective
-    from fedstrata.predictor import Predictor as Predictor
-    from fedstrata.predictor import load as load
-    from fedstrata.preparation import prepare as prepare
     from fedstrata.report.plots import plot as plot
     from fedstrata.report.runs import load_runs as load_runs
-    from fedstrata.run_folder import RunFolder as RunFolder
+    from fedstrata.runs.predictor import Predictor as Predictor
+    from fedstrata.runs.predictor import load as load
+    from fedstrata.runs.preparation import prepare as prepare
+    from fedstrata.runs.run_folder import RunFolder as RunFolder
+    from fedstrata.runs.simulation import Simulation as Simulation
     from fedstrata.sampling.base import ClientSampler as ClientSampler
     from fedstrata.sampling.base import DataSampler as DataSampler
     from fedstrata.sampling.base import Selection as Selection
-    from fedstrata.simulation import Simulation as Simulation
     from fedstrata.spec.callbacks import Callback as Callback
     from fedstrata.spec.callbacks import EarlyStopping as EarlyStopping
     from fedstrata.spec.callbacks import KeepBest as KeepBest
@@ -110,12 +110,12 @@ _HOMES = {
     "search": "tuning",
     "plot": "report.plots",
     "run": "experiment",
-    "load": "predictor",
+    "load": "runs.predictor",
     "load_runs": "report.runs",
-    "Predictor": "predictor",
-    "prepare": "preparation",
-    "Simulation": "simulation",
-    "RunFolder": "run_folder",
+    "Predictor": "runs.predictor",
+    "prepare": "runs.preparation",
+    "Simulation": "runs.simulation",
+    "RunFolder": "runs.run_folder",
     "Experiment": "spec.experiment",
     "History": "evaluation.history",
     "numbers": "evaluation.history",

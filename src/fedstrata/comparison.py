@@ -21,10 +21,10 @@ from fedstrata.base.pool import Pool, Task, can_fork
 from fedstrata.evaluation.history import History
 from fedstrata.experiment import carry_out
 from fedstrata.models.model import Model
-from fedstrata.preparation import Arrays, Prepared, prepare
 from fedstrata.references import fold, reference_runs
 from fedstrata.report.runs import keep_order
-from fedstrata.run_folder import SUMMARY, refuse_foreign, rounds_done
+from fedstrata.runs.preparation import Arrays, Prepared, prepare
+from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
 from fedstrata.spec.callbacks import Callback
 from fedstrata.spec.experiment import Experiment
 

@@ -21,8 +21,8 @@ from fedstrata.evaluation.history import History, Record
 from fedstrata.evaluation.metrics import nan_for_none
 from fedstrata.federation.availability import Always
 from fedstrata.methods.fedavg import FedAvg
-from fedstrata.preparation import Arrays, prepare
-from fedstrata.run_folder import METRICS, SPEC, SUMMARY
+from fedstrata.runs.preparation import Arrays, prepare
+from fedstrata.runs.run_folder import METRICS, SPEC, SUMMARY
 from fedstrata.spec.experiment import Experiment
 
 REFERENCES = ("local", "centralised")

@@ -25,9 +25,9 @@ from fedstrata.base.rng import SERVER, rng
 from fedstrata.comparison import Watcher, check, checked_seeds, folder_of, forks, is_done, refuse_lost, run_to_end
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.grid_search import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
-from fedstrata.preparation import prepare
 from fedstrata.report.runs import keep_order
-from fedstrata.run_folder import SUMMARY, refuse_foreign, rounds_done
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
 from fedstrata.spec.callbacks import Callback, Watched
 from fedstrata.spec.experiment import Experiment, parse_value, set_key, split_values
 

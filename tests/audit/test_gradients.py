@@ -27,7 +27,7 @@ from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.base.rng import torch_seeded
 from fedstrata.cli import main
 from fedstrata.models.model import Model
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 
 
 def spec(least: int = 1, **changes: object) -> fs.Experiment:

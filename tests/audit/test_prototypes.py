@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import checkpoint
 from fedstrata.audit import outcome, prototypes
 from fedstrata.audit.pixels import Pixels
 from fedstrata.audit.prototypes import BASELINE, CLASSES, DRAWS, SIZES, Audit, Target, audit_prototypes, found
@@ -23,8 +22,9 @@ from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
 from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.objectives.prototypes import class_means
-from fedstrata.preparation import prepare
-from fedstrata.run_folder import SPEC
+from fedstrata.runs import checkpoint
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.run_folder import SPEC
 from fedstrata.spec.experiment import Experiment
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.training.devices import CPU, device_of, moved, placed
-from fedstrata.simulation import make_context
+from fedstrata.runs.simulation import make_context
 
 TABLE = {"partition": {"name": "iid", "clients": 4}, "training": {"rounds": 2, "local_epochs": 1}}
 

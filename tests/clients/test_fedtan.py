@@ -15,7 +15,7 @@ import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.models.averagednorm import averaged
 from fedstrata.models.batchnorm import LocalGroup, federate_batchnorm
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 
 
 def module(seed: int = 0) -> nn.Module:

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import checkpoint
 from fedstrata.base import records
+from fedstrata.runs import checkpoint
 
 
 def test_with_local_statistics_only_batchnorms_buffers_stay_with_the_client(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.handling import Handlers, handles, handles_hop, handles_relay, handles_sum
 from fedstrata.federation.messages import Request
-from fedstrata.simulation import HANDLERS
+from fedstrata.runs.simulation import HANDLERS
 from fedstrata.stratify.messages import Gradient, Steps
 
 

@@ -13,7 +13,7 @@ from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data.partitions import draw_partition, render_table
 from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.data.sources import Data
-from fedstrata.identity import fingerprint_of_data
+from fedstrata.runs.identity import fingerprint_of_data
 
 OWNERS = ["zoe", "ann", "ann", "bob", "zoe", "ann", "ann", "zoe", "eve"]
 

@@ -7,7 +7,7 @@ import torch
 from skewed import LEFT_OVER
 
 import fedstrata as fs
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 
 
 def test_the_servers_samples_are_balanced_and_nobody_elses():

@@ -32,7 +32,7 @@ from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.provision import provision
 from fedstrata.deploy.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.deploy.simulator import _sites_before
-from fedstrata.run_folder import WEIGHTS
+from fedstrata.runs.run_folder import WEIGHTS
 
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
 HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"

@@ -20,8 +20,8 @@ from fedstrata.deploy.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledge
 from fedstrata.deploy.policy import Policy
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
-from fedstrata.preparation import prepare
-from fedstrata.simulation import run_prepared
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import run_prepared
 
 WRITER = """
 import sys

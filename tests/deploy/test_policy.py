@@ -25,7 +25,7 @@ from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import Begun, Fetch, Hopped, Refused, Survey
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.methods.base import effort
-from fedstrata.simulation import run_prepared
+from fedstrata.runs.simulation import run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing
 from fedstrata.stratify.messages import LabelReport
 

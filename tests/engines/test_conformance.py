@@ -20,8 +20,8 @@ from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation
-from fedstrata.preparation import Prepared
-from fedstrata.simulation import make_context
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.simulation import make_context
 
 sys.path.insert(0, str(Path(__file__).parent))
 from probes import Meet, Probe, Walk

@@ -28,7 +28,6 @@ from torch import nn
 from workers import two_workers
 
 import fedstrata as fs
-from fedstrata import simulation
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.context import ClientContext
@@ -38,8 +37,9 @@ from fedstrata.engines import make_engine
 from fedstrata.federation.engine import Engine, HopByHop
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.preparation import prepare
-from fedstrata.simulation import make_context, run_prepared
+from fedstrata.runs import simulation
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import make_context, run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing
 
 ray = Lazy("ray")

@@ -25,7 +25,7 @@ from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.simulation import Simulation, make_context
+from fedstrata.runs.simulation import Simulation, make_context
 from fedstrata.stratify.messages import GradientReply
 
 N = 4

@@ -21,8 +21,8 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, Reply, Request, Weights
 from fedstrata.objectives.base import CrossEntropy
+from fedstrata.runs.simulation import make_context
 from fedstrata.sampling.messages import SizeReply, SizeReport
-from fedstrata.simulation import make_context
 from fedstrata.stratify.messages import Gradient, LabelReply, LabelReport, Reserve
 
 

@@ -17,8 +17,8 @@ from tests.fuzz.cases import RAN, Family, SilentDifferenceError
 from tests.fuzz.folders import METHODS, TINY, empty_folder, ending, spec_of, undisturbed
 
 import fedstrata as fs
-from fedstrata import run_folder
 from fedstrata.engines import local
+from fedstrata.runs import run_folder
 
 SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER``: orphans come to this process, which can then see them."""

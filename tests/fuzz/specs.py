@@ -27,8 +27,8 @@ from fedstrata.federation.communication.codecs import CODECS
 from fedstrata.federation.settings import Training
 from fedstrata.methods.base import METHODS
 from fedstrata.models.zoo import MODELS
-from fedstrata.preparation import prepare
-from fedstrata.simulation import Simulation
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import Simulation
 from fedstrata.spec.experiment import Experiment
 
 os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"

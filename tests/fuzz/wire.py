@@ -24,8 +24,8 @@ from fedstrata.base.records import RECORDS
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure
-from fedstrata.preparation import prepare
-from fedstrata.simulation import Simulation, make_context
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import Simulation, make_context
 
 LIARS = 25
 """One in so many cases is a whole run in which clients lie."""

@@ -18,7 +18,7 @@ from fedstrata.deploy.local_deployment import Processes
 from fedstrata.deploy.policy import FILE, Policy
 from fedstrata.deploy.provision import ADMIN, SERVER, provision
 from fedstrata.deploy.submit import submit
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 
 PARTY = Path(__file__).parent / "party"
 SPEC = fs.Experiment.from_table(

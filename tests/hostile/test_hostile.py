@@ -25,7 +25,7 @@ from fedstrata.base import records
 from fedstrata.engines.nvflare.wire import Ask, Failed, Fetch, Hopped
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.methods.base import effort
-from fedstrata.preparation import Prepared, prepare
+from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.stratify.messages import Gradient, LabelReport, Reserve, Steps
 

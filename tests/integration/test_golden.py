@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import fedstrata as fs
-from fedstrata.identity import RESULTS, environment
+from fedstrata.runs.identity import RESULTS, environment
 
 FILE = Path(__file__).with_name("golden.json")
 CNN = {"name": "cnn", "channels": [4, 8], "hidden": 16}

@@ -21,7 +21,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.deploy.simulator import simulate
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Weights
-from fedstrata.simulation import Simulation, make_context, run_prepared
+from fedstrata.runs.simulation import Simulation, make_context, run_prepared
 from fedstrata.stratify import client_single
 from fedstrata.stratify.client_single import AutogradStepper, TracedStepper
 
@@ -218,8 +218,8 @@ def reachable() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def on_ray(reachable: None) -> Iterator[Callable[[fs.Experiment], fs.History]]:
     """``fedstrata.run`` on two workers of Ray's."""
-    from fedstrata import simulation
     from fedstrata.engines.ray import RayEngine
+    from fedstrata.runs import simulation
 
     with two_workers() as pool:
 

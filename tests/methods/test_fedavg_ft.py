@@ -11,7 +11,7 @@ import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.methods.fedavg_ft import FedAvgFT
-from fedstrata.preparation import assemble
+from fedstrata.runs.preparation import assemble
 
 
 def test_the_head_is_trained_at_the_server_and_the_body_is_not(start):

@@ -7,10 +7,10 @@ import torch
 from skewed import LEFT_OVER, ONE_CLASS
 
 import fedstrata as fs
-from fedstrata import checkpoint
 from fedstrata.base.errors import SpecError
 from fedstrata.methods.head_tuning import HeadTuning
-from fedstrata.preparation import prepare
+from fedstrata.runs import checkpoint
+from fedstrata.runs.preparation import prepare
 
 SERVER = {"name": "size", "server": {"optimizer": "adam", "lr": 0.1, "weight_decay": 0.1}}
 

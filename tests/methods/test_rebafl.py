@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import checkpoint
 from fedstrata.base.errors import ClientsFailedError, ReplyRefusedError, SpecError
 from fedstrata.base.rng import rng
 from fedstrata.clients.store import StateStore
 from fedstrata.federation.messages import Fit, FitReply
 from fedstrata.objectives.rebafl import Rebalanced
-from fedstrata.preparation import prepare
+from fedstrata.runs import checkpoint
+from fedstrata.runs.preparation import prepare
 
 SKEWED = {
     "data": {"name": "digits", "limit": 400},

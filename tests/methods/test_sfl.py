@@ -10,7 +10,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 
 
 def spec_of(**training: object) -> fs.Experiment:

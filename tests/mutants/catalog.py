@@ -80,10 +80,10 @@ engine = _of(
     "engines/local.py", "engines/test_local.py", "federation/test_federation.py", "engines/test_conformance.py"
 )
 store = _of("clients/store.py", "clients/test_store.py")
-checkpoint = _of("checkpoint.py", "test_checkpoint.py")
-identity = _of("identity.py", "test_identity.py")
-logs = _of("base/jsonl.py", "base/test_jsonl.py", "test_identity.py")
-folder = _of("run_folder.py", "test_run_folder.py", "test_experiment.py")
+checkpoint = _of("runs/checkpoint.py", "runs/test_checkpoint.py")
+identity = _of("runs/identity.py", "runs/test_identity.py")
+logs = _of("base/jsonl.py", "base/test_jsonl.py", "runs/test_identity.py")
+folder = _of("runs/run_folder.py", "runs/test_run_folder.py", "test_experiment.py")
 recipe = _of("methods/base.py", "methods/test_recipe.py")
 sfl = _of("methods/sfl.py", "methods/test_sfl.py")
 head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/test_fedavg_ft.py")
@@ -92,7 +92,7 @@ division = _of("data/partitions/schemes.py", "data/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
 fitting = _of("data/fitting.py", "data/test_fitting.py")
 sites_data = _of("deploy/data_schema.py", "engines/nvflare/test_sites.py")
-loop = _of("simulation.py", "test_simulation.py", "test_experiment.py")
+loop = _of("runs/simulation.py", "runs/test_simulation.py", "test_experiment.py")
 
 MUTANTS = [
     scaffold("K is one too many", "1 / (trained.steps * context.lr)", "1 / ((trained.steps + 1) * context.lr)"),
@@ -370,20 +370,23 @@ MUTANTS = [
         "later records stay",
         "truncate_after(done if done else -1)",
         "truncate_after(10**9)",
-        "test_run_folder.py",
-        "test_checkpoint.py",
+        "runs/test_run_folder.py",
+        "runs/test_checkpoint.py",
     ),
     folder(
-        "lost events are not missed", "if last and not self._logs[name].holds(last):", "if False:", "test_identity.py"
+        "lost events are not missed",
+        "if last and not self._logs[name].holds(last):",
+        "if False:",
+        "runs/test_identity.py",
     ),
     folder(
         "other records go on",
         "if name == METRICS:\n                    raise",
         "if False:\n                    raise",
-        "test_identity.py",
+        "runs/test_identity.py",
     ),
-    folder("long lists stay", "> LONG:", "> 10**9:", "test_identity.py"),
-    checkpoint("it knows no logs", '"logs": dict(logs or {})', '"logs": {}', "test_run_folder.py"),
+    folder("long lists stay", "> LONG:", "> 10**9:", "runs/test_identity.py"),
+    checkpoint("it knows no logs", '"logs": dict(logs or {})', '"logs": {}', "runs/test_run_folder.py"),
     division("offsets that fall", "(np.diff(ends) >= 0).all()", "True"),
     recipe(
         "frozen parameters move",

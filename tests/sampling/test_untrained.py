@@ -8,10 +8,10 @@ import pytest
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.federation.messages import Fit
+from fedstrata.runs.simulation import Simulation
 from fedstrata.sampling.clustered import Clustered
 from fedstrata.sampling.fedssar import FedSSARSampler
 from fedstrata.sampling.stratified import Stratified
-from fedstrata.simulation import Simulation
 
 SAMPLERS = {
     "fedsts": Stratified(strata=2, refresh="participants"),

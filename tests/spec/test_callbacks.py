@@ -12,9 +12,10 @@ import torch
 import watching
 
 import fedstrata as fs
-from fedstrata import checkpoint, comparison
+from fedstrata import comparison
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import read_jsonl
+from fedstrata.runs import checkpoint
 
 TABLE = {
     "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 6},

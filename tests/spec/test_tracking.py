@@ -12,7 +12,7 @@ import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.comparison import compare
 from fedstrata.evaluation.history import numbers
-from fedstrata.identity import identity_of
+from fedstrata.runs.identity import identity_of
 from fedstrata.spec.experiment import variants
 
 pytest.importorskip("tensorboard")
@@ -100,7 +100,7 @@ class KilledAfter(fs.Callback):
 def unclosed(monkeypatch):
     """Nothing is closed at the end, as after a kill."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("fedstrata.simulation._close", lambda *_: None)
+    patch.setattr("fedstrata.runs.simulation._close", lambda *_: None)
     yield patch
     patch.undo()
 

@@ -20,8 +20,8 @@ from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.models.batchnorm import federate_batchnorm
-from fedstrata.preparation import prepare
-from fedstrata.simulation import make_context
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.batch import BatchPlan
 from fedstrata.stratify.client_batch import new_pool
 from fedstrata.stratify.messages import Gradient, Reserve

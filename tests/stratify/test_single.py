@@ -15,7 +15,7 @@ import fedstrata as fs
 from fedstrata.base.errors import ClientsFailedError, SpecError
 from fedstrata.federation.engine import HopByHop
 from fedstrata.models.zoo import MLP
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.single import Route
 

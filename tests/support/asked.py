@@ -23,7 +23,7 @@ from fedstrata.engines.nvflare.wire import (
     Settled,
 )
 from fedstrata.federation.messages import Request, Weights
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 
 CLIENTS = 2
 

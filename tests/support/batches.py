@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 
 PARTITIONS = {
     "#C=1": {"name": "classes", "per_client": 1},

@@ -29,8 +29,8 @@ from fedstrata.data.sources import Data
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure, FederationConfig
 from fedstrata.methods.base import CHOICES, METHODS
-from fedstrata.preparation import prepare
-from fedstrata.simulation import Simulation, make_context
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import Simulation, make_context
 
 Row = dict[str, str]
 OWN = "own"

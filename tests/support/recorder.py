@@ -14,8 +14,8 @@ from fedstrata.deploy.policy import Policy
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine, Failure
 from fedstrata.federation.questions import Question
-from fedstrata.preparation import Prepared
-from fedstrata.simulation import Simulation, make_context
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.simulation import Simulation, make_context
 
 
 class Watching(Engine):

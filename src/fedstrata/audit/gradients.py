@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from fedstrata import checkpoint
 from fedstrata.audit.attacks import total_variation
 from fedstrata.audit.pixels import Pixels
 from fedstrata.audit.replay import Watch
@@ -39,9 +38,10 @@ from fedstrata.federation.engine import Engine, Failure, RelaySession
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
-from fedstrata.preparation import Prepared
-from fedstrata.run_folder import prepare_again, spec_of
-from fedstrata.simulation import Simulation
+from fedstrata.runs import checkpoint
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.run_folder import prepare_again, spec_of
+from fedstrata.runs.simulation import Simulation
 from fedstrata.stratify.client_batch import STATE
 from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps
 

@@ -27,8 +27,8 @@ from fedstrata.base.process import training_process
 from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Split
 from fedstrata.data.partitions.server_data import ServerData
-from fedstrata.preparation import Prepared
-from fedstrata.run_folder import prepare_again, spec_of
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.run_folder import prepare_again, spec_of
 
 HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"

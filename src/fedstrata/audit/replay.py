@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedstrata import checkpoint
 from fedstrata.base import records
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import rng
-from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.handlers.fit import BUFFERS, OBJECTIVE
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.objectives.prototypes import Table
-from fedstrata.preparation import Prepared
-from fedstrata.simulation import Simulation
+from fedstrata.runs import checkpoint
+from fedstrata.runs.checkpoint import Checkpoint
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.simulation import Simulation
 
 PROTOTYPES = "prototypes"
 """What an objective calls its table in a message."""

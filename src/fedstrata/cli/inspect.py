@@ -185,7 +185,7 @@ def add_strata(commands: Commands) -> None:
 
 def _strata(options: argparse.Namespace) -> int:
     from fedstrata.inspect.strata import draw, strata_after, strata_of_folder
-    from fedstrata.preparation import prepare
+    from fedstrata.runs.preparation import prepare
 
     if options.rounds < 1:
         raise SpecError("--rounds", "expected a whole number of at least 1", options.rounds)

@@ -24,7 +24,7 @@ from fedstrata.cli.common import (
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
     from fedstrata.evaluation.history import History
-    from fedstrata.simulation import Watcher
+    from fedstrata.runs.simulation import Watcher
     from fedstrata.spec.experiment import Experiment
 
 
@@ -55,7 +55,7 @@ def _run(options: argparse.Namespace) -> int:
     from fedstrata.experiment import run
     from fedstrata.report.plots import plot_run
     from fedstrata.report.progress import Progress
-    from fedstrata.run_folder import rounds_done, spec_of
+    from fedstrata.runs.run_folder import rounds_done, spec_of
     from fedstrata.spec.experiment import COMPARE, Experiment
 
     out, resume = options.out, options.resume is not None

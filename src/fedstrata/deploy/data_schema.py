@@ -33,8 +33,8 @@ from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.wire import Begin, Survey
 from fedstrata.evaluation.holdouts import hold_out
 from fedstrata.evaluation.metrics import METRICS, Metric
-from fedstrata.preparation import Prepared, assemble, prepare, trained_on
-from fedstrata.simulation import make_context
+from fedstrata.runs.preparation import Prepared, assemble, prepare, trained_on
+from fedstrata.runs.simulation import make_context
 from fedstrata.spec.experiment import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 

@@ -14,7 +14,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.deploy.policy import Policy
 from fedstrata.deploy.settings import PATIENCE
 from fedstrata.engines.nvflare.engine import Fewer
-from fedstrata.preparation import prepare
+from fedstrata.runs.preparation import prepare
 from fedstrata.spec.experiment import Experiment, placed, read_toml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from fedstrata import checkpoint
 from fedstrata.asks import Declaration, declaration_of
 from fedstrata.base import records
 from fedstrata.base.config import only_from
@@ -60,6 +59,7 @@ from fedstrata.engines.nvflare.wire import (
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
+from fedstrata.runs import checkpoint
 from fedstrata.spec.experiment import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 

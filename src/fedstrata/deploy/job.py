@@ -33,9 +33,9 @@ from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.turns import Turns, beat
 from fedstrata.engines.nvflare.wire import Refused, SiteLostError
-from fedstrata.preparation import prepare
-from fedstrata.run_folder import METRICS, SPEC, is_over
-from fedstrata.simulation import run_prepared
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.run_folder import METRICS, SPEC, is_over
+from fedstrata.runs.simulation import run_prepared
 from fedstrata.spec.experiment import Experiment
 from fedstrata.spec.tracking import Tracking
 from fedstrata.stratify.masking.key_store import KeyRing

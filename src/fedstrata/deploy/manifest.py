@@ -14,7 +14,7 @@ from fedstrata.base.errors import DataError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.deploy.certificates import ROOT, own, read
 from fedstrata.deploy.settings import USER
-from fedstrata.run_folder import RUN, SPEC, WEIGHTS
+from fedstrata.runs.run_folder import RUN, SPEC, WEIGHTS
 
 LOG = logging.getLogger(__name__)
 

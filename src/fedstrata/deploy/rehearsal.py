@@ -11,8 +11,8 @@ from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.evaluation.history import History
-from fedstrata.preparation import prepare
-from fedstrata.simulation import Watcher, run_prepared
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import Watcher, run_prepared
 from fedstrata.spec.callbacks import Callback
 from fedstrata.spec.experiment import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing

@@ -17,16 +17,16 @@ from typing import Any
 import safetensors.torch
 import tomli_w
 
-from fedstrata import checkpoint
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl, write_json
 from fedstrata.deploy.configuration import CLASSES, ERROR, raised, write_job
 from fedstrata.deploy.processes import end, start
 from fedstrata.deploy.settings import LOCAL, PATIENCE, JobSpec, SiteSettings
 from fedstrata.evaluation.history import History
-from fedstrata.preparation import prepare
-from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
-from fedstrata.simulation import refuse_elsewhere
+from fedstrata.runs import checkpoint
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
+from fedstrata.runs.simulation import refuse_elsewhere
 from fedstrata.spec.experiment import Experiment
 
 Callback = Callable[[Mapping[str, Any]], None]

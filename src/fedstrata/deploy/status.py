@@ -18,7 +18,7 @@ from fedstrata.deploy.progress import STATUS, Progress, shown
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.simulator import require_nvflare
 from fedstrata.deploy.submit import COMPLETED, POLL, Tell, Watch, refuse_expired
-from fedstrata.run_folder import METRICS, SPEC, WEIGHTS, spec_of
+from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS, spec_of
 
 NOTHING = "no run is at work"
 

@@ -25,7 +25,7 @@ from fedstrata.deploy.progress import FEDSTRATA, headline
 from fedstrata.deploy.provision import JOB
 from fedstrata.deploy.settings import USER
 from fedstrata.deploy.simulator import require_nvflare
-from fedstrata.run_folder import EVENTS, WEIGHTS
+from fedstrata.runs.run_folder import EVENTS, WEIGHTS
 
 RESULT = "fedstrata"
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"

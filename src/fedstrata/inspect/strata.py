@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata import checkpoint
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.data.partitions import label_table
 from fedstrata.methods.base import Recipe, RecipeState
-from fedstrata.preparation import Prepared
-from fedstrata.run_folder import prepare_again
-from fedstrata.simulation import Simulation
+from fedstrata.runs import checkpoint
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.run_folder import prepare_again
+from fedstrata.runs.simulation import Simulation
 from fedstrata.spec.experiment import Experiment
 
 

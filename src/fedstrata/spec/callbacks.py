@@ -40,7 +40,7 @@ class Watched(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What the run is: see ``fedstrata.identity``."""
+        """What the run is: see ``fedstrata.runs.identity``."""
 
     def evaluated(self) -> Weights:
         """The global model as it is evaluated."""

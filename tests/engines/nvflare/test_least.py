@@ -19,8 +19,8 @@ from fedstrata.engines.nvflare import engine as engines
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import Ask, Envelope, Hop, SiteLostError, read
-from fedstrata.preparation import prepare
-from fedstrata.simulation import run_prepared
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import run_prepared
 
 
 class Line:

@@ -16,8 +16,8 @@ from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.engines.nvflare.wire import Ask, Envelope, Hop, SiteLostError, read
-from fedstrata.preparation import prepare
-from fedstrata.simulation import run_prepared
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import run_prepared
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the model, which sites load by its name
 

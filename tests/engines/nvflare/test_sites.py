@@ -47,9 +47,9 @@ from fedstrata.federation.availability import Trace
 from fedstrata.federation.messages import Weights
 from fedstrata.methods.fedavg import FedAvg
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.preparation import Prepared, prepare
+from fedstrata.runs.preparation import Prepared, prepare
+from fedstrata.runs.simulation import run_prepared
 from fedstrata.sampling.messages import SizeReply, SizeReport
-from fedstrata.simulation import run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing
 
 PATIENCE = 120.0

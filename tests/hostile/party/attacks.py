@@ -12,8 +12,8 @@ import torch
 from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Request, Weights
-from fedstrata.preparation import Prepared
-from fedstrata.simulation import Simulation
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.simulation import Simulation
 from fedstrata.stratify.messages import Gradient, LabelReport, Reserve
 
 NONE = torch.zeros(0, dtype=torch.int64)

@@ -22,7 +22,7 @@ from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
-from fedstrata.simulation import HANDLERS
+from fedstrata.runs.simulation import HANDLERS
 from fedstrata.stratify.masking.key_store import KeyRing
 
 

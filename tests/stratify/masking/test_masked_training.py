@@ -23,7 +23,7 @@ from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.simulation import Simulation, make_context, run_prepared
+from fedstrata.runs.simulation import Simulation, make_context, run_prepared
 from fedstrata.stratify.masking.key_store import KeyRing, Keys
 from fedstrata.stratify.masking.messages import PublicKeys
 from fedstrata.stratify.messages import Reserve

@@ -13,19 +13,19 @@ import safetensors.torch
 import tomli_w
 import torch
 
-from fedstrata import checkpoint
 from fedstrata.base.errors import CheckpointError, DataError, SpecError
 from fedstrata.base.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.base.locking import occupied
-from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.store import StateStore
 from fedstrata.data.partitions import Given, draw_partition
 from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, Confusion, History, read_weights, write_evaluations
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.messages import Weights
-from fedstrata.identity import environment, require_same, well_formed
-from fedstrata.predictor import write_model
-from fedstrata.preparation import Prepared, prepare
+from fedstrata.runs import checkpoint
+from fedstrata.runs.checkpoint import Checkpoint
+from fedstrata.runs.identity import environment, require_same, well_formed
+from fedstrata.runs.predictor import write_model
+from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.spec.experiment import Experiment
 
 RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
@@ -47,7 +47,7 @@ LONG = 100
 
 
 class Running(Protocol):
-    """What a folder records of a run: see ``fedstrata.simulation.Simulation``."""
+    """What a folder records of a run: see ``fedstrata.runs.simulation.Simulation``."""
 
     round: int
     state: Any

@@ -25,11 +25,11 @@ from fedstrata.data.sources import Data
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without
 from fedstrata.federation.availability import Population
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.identity import about_data, about_model, identity_of
 from fedstrata.models.batchnorm import federate_batchnorm, has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
 from fedstrata.models.zoo import CustomModel, make_model
+from fedstrata.runs.identity import about_data, about_model, identity_of
 from fedstrata.spec.experiment import Experiment
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
@@ -56,7 +56,7 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the run is; see ``fedstrata.identity``."""
+        """What the run is; see ``fedstrata.runs.identity``."""
         return identity_of(self.spec, self.data, self.config.model, self.assignment)
 
 

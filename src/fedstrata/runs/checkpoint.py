@@ -94,7 +94,7 @@ def save(
         state: The server's state.
         store: The clients' states; those that changed since the last checkpoint are written.
         remote: Whether clients keep their states where they live, so that ``store`` has none.
-        identity: What the run is; see ``fedstrata.identity``.
+        identity: What the run is; see ``fedstrata.runs.identity``.
         logs: The checksum of the last line of each file of records, by the file's name.
         own: What the loop remembers beside the method's state.
     """

@@ -12,11 +12,11 @@ import pytest
 from torch import nn
 
 import fedstrata as fs
-from fedstrata import identity
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
-from fedstrata.run_folder import prepare_again
+from fedstrata.runs import identity
+from fedstrata.runs.run_folder import prepare_again
 
 X = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
 Y = np.arange(60) % 3

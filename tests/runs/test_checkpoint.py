@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import fedstrata as fs
-from fedstrata import checkpoint
 from fedstrata.base.errors import CheckpointError
 from fedstrata.base.records import encode
 from fedstrata.cli import main
 from fedstrata.clients.store import StateStore
+from fedstrata.runs import checkpoint
 
 METHODS = {"scaffold": 2, "stratify": 1}
 """Rounds between two checkpoints."""

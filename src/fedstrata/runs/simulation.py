@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
 from fedstrata.base.records import Tree, record
-from fedstrata.checkpoint import Checkpoint
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
 from fedstrata.clients.handling import Handlers
@@ -31,8 +30,9 @@ from fedstrata.federation.communication.channel import Channel, ChannelState
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Listener
 from fedstrata.federation.messages import ClientId, Weights
-from fedstrata.preparation import Prepared
-from fedstrata.run_folder import RunFolder
+from fedstrata.runs.checkpoint import Checkpoint
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.run_folder import RunFolder
 from fedstrata.spec.callbacks import Callback, named
 from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking

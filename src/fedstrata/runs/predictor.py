@@ -28,7 +28,7 @@ from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
 from fedstrata.models.zoo import MODELS, make_model
-from fedstrata.preparation import Prepared
+from fedstrata.runs.preparation import Prepared
 
 FORMAT = 1
 """Raised when an older fedstrata could not read the file, or would read it wrongly."""

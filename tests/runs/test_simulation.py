@@ -7,11 +7,11 @@ import pytest
 import safetensors.torch
 
 import fedstrata as fs
-from fedstrata import checkpoint
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.simulation import make_context
+from fedstrata.runs import checkpoint
+from fedstrata.runs.simulation import make_context
 
 TABLE = {
     "partition": {"name": "iid", "clients": 4},

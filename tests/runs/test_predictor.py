@@ -16,7 +16,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import write_json
-from fedstrata.predictor import describe_model
+from fedstrata.runs.predictor import describe_model
 
 DIGITS = fs.Data().load()
 IMAGES = {"x_train": DIGITS.x_train[:200].numpy(), "y_train": DIGITS.y_train[:200].numpy()}

@@ -8,9 +8,9 @@ import json
 import pytest
 
 import fedstrata as fs
-from fedstrata import checkpoint
 from fedstrata.base import jsonl
 from fedstrata.base.errors import DataError, SpecError
+from fedstrata.runs import checkpoint
 
 SPEC = fs.Experiment.from_table(
     {

@@ -1,0 +1,1 @@
+"""One run: its preparation, its loop, its folder and checkpoints, and the model that it leaves."""
