@@ -13,7 +13,7 @@ import warnings
 import numpy as np
 from scipy.stats import bootstrap
 
-from fedstrata.statistics import LEVEL, RESAMPLES
+from fedstrata.reporting.statistics import LEVEL, RESAMPLES
 
 
 def covered(method: str, values: np.ndarray) -> float:

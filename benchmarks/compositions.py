@@ -27,8 +27,8 @@ from rebafl_tables import validation_arrays
 
 import fedstrata as fs
 from fedstrata.papers.judging import difference_text, order_of
+from fedstrata.reporting.statistics import paired_difference, t_interval
 from fedstrata.spec.callbacks import Watched
-from fedstrata.statistics import paired_difference, t_interval
 
 HERE = Path(__file__).parent
 PLAN: dict[str, Any] = tomllib.loads((HERE / "study" / "candidates.toml").read_text(encoding="utf-8"))

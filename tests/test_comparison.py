@@ -67,7 +67,7 @@ def in_turn(tmp_path_factory):
 @pytest.fixture
 def unreported(monkeypatch):
     """No tables and pictures, which take longer than these runs."""
-    monkeypatch.setattr("fedstrata.report.html.write_comparison", lambda out: None)
+    monkeypatch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)
 
 
 def test_every_method_runs_with_every_seed(in_turn):
@@ -217,7 +217,7 @@ def test_a_failing_comparison_ends_its_own_processes_alone(unreported, tmp_path)
 
 def test_a_run_that_was_broken_off_is_in_no_table(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedstrata.report.html.write_comparison", lambda out: None)
+        patch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)
         compare(variants(tomllib.loads(SPEC), ["fedavg"]), out=tmp_path, jobs=1)
     other = tmp_path / "prox" / "seed-0"
     other.mkdir(parents=True)

@@ -14,8 +14,8 @@ Forty clients, one label each:
 import matplotlib.pyplot as plt
 
 import fedstrata as fs
-from fedstrata.inspect.strata import strata_after
-from fedstrata.report.strata import plane
+from fedstrata.reporting.replayed_strata import strata_after
+from fedstrata.reporting.strata import plane
 
 spec = fs.Experiment(
     partition=fs.Classes(clients=40, per_client=1),

@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import fedstrata as fs
-from fedstrata.inspect.strata import strata_of
-from fedstrata.report.strata import plane
+from fedstrata.reporting.replayed_strata import strata_of
+from fedstrata.reporting.strata import plane
 from fedstrata.sampling.allocation import neyman, spread
 
 spec = fs.Experiment(

@@ -82,8 +82,8 @@ if TYPE_CHECKING:
     from fedstrata.methods.sfl import SFL as SFL
     from fedstrata.models import Model as Model
     from fedstrata.objectives.base import Objective as Objective
-    from fedstrata.report.plots import plot as plot
-    from fedstrata.report.runs import load_runs as load_runs
+    from fedstrata.reporting.plots import plot as plot
+    from fedstrata.reporting.runs import load_runs as load_runs
     from fedstrata.runs.predictor import Predictor as Predictor
     from fedstrata.runs.predictor import load as load
     from fedstrata.runs.preparation import prepare as prepare
@@ -108,10 +108,10 @@ _HOMES = {
     "compare": "comparison",
     "sweep": "grid_search",
     "search": "tuning",
-    "plot": "report.plots",
+    "plot": "reporting.plots",
     "run": "experiment",
     "load": "runs.predictor",
-    "load_runs": "report.runs",
+    "load_runs": "reporting.runs",
     "Predictor": "runs.predictor",
     "prepare": "runs.preparation",
     "Simulation": "runs.simulation",

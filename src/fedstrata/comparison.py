@@ -22,7 +22,7 @@ from fedstrata.evaluation.history import History
 from fedstrata.experiment import carry_out
 from fedstrata.models.model import Model
 from fedstrata.references import fold, reference_runs
-from fedstrata.report.runs import keep_order
+from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
 from fedstrata.spec.callbacks import Callback
@@ -92,7 +92,7 @@ def compare(
     keep_order(out, dict.fromkeys(label for label, _ in rows))
     with ExitStack() as shown:
         if progress:
-            from fedstrata.report.progress import Progress
+            from fedstrata.reporting.progress import Progress
 
             bars = shown.enter_context(Progress())
             watch = bars.of_runs({key: spec.training.rounds for key, spec in planned.items()})
@@ -105,7 +105,7 @@ def compare(
     for label, seed in rows:
         result.setdefault(label, []).append(History.load(folder_of(out, (label, seed))))
     if report:
-        from fedstrata.report.html import write_comparison
+        from fedstrata.reporting.html import write_comparison
 
         write_comparison(out)
     for label, histories in result.items():

@@ -58,7 +58,7 @@ def run(
     watching = list(callbacks)
     with ExitStack() as shown:
         if progress:
-            from fedstrata.report.progress import Progress
+            from fedstrata.reporting.progress import Progress
 
             bars = shown.enter_context(Progress())
             done = rounds_done(Path(out)) if resume and out is not None else 0

@@ -13,8 +13,8 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.comparison import Watcher, compare
 from fedstrata.evaluation.history import History
+from fedstrata.reporting.statistics import Estimate
 from fedstrata.spec.experiment import Experiment, set_key
-from fedstrata.statistics import Estimate
 
 MEASURE = "validation.accuracy"
 """What a cell is judged by: the accuracy on the validation samples in the last evaluated round."""
@@ -175,7 +175,7 @@ def figures(found: Sweep) -> dict[str, Any]:
 
 def to_markdown(found: Sweep) -> str:
     """The table in Markdown, with the best cell and its test accuracy below."""
-    from fedstrata.report.tables import Measure, shown
+    from fedstrata.reporting.tables import Measure, shown
 
     how = Measure("validation accuracy, %", 100, 2)
     keys = list(next(iter(found.cells.values())).settings) if found.cells else []

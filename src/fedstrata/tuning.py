@@ -25,7 +25,7 @@ from fedstrata.base.rng import SERVER, rng
 from fedstrata.comparison import Watcher, check, checked_seeds, folder_of, forks, is_done, refuse_lost, run_to_end
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.grid_search import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
-from fedstrata.report.runs import keep_order
+from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
 from fedstrata.spec.callbacks import Callback, Watched
@@ -169,7 +169,7 @@ def search(
     with occupied(setup.out), ExitStack() as shown:
         study = shown.enter_context(opened(setup.out / STUDY, setup.about))
         if progress:
-            from fedstrata.report.progress import Progress
+            from fedstrata.reporting.progress import Progress
 
             most = max(trials, len(study.get_trials(deepcopy=False)))
             keys = [(called(number), seed) for number in range(most) for seed in setup.seeds]

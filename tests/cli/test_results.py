@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedstrata.cli import main
-from fedstrata.report.runs import keep_order
+from fedstrata.reporting.runs import keep_order
 from fedstrata.spec.experiment import Experiment
 
 

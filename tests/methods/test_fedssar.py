@@ -9,8 +9,8 @@ import torch
 import fedstrata as fs
 from fedstrata.aggregation.base import HorvitzThompson
 from fedstrata.base.errors import SpecError
-from fedstrata.inspect.strata import strata_after
 from fedstrata.methods.fedssar import FedSSAR
+from fedstrata.reporting.replayed_strata import strata_after
 
 
 @pytest.fixture(scope="module")

@@ -218,7 +218,7 @@ def test_several_at_once_make_a_store_of_their_own(tmp_path, monkeypatch):
     """Two processes begin with neither a store nor an experiment."""
     uri = f"sqlite:///{tmp_path / 'new.db'}"
     table = {**TABLE, "tracking": {"mlflow": {"uri": uri, "experiment": "several", "artifacts": False}}}
-    monkeypatch.setattr("fedstrata.report.html.write_comparison", lambda out: None)
+    monkeypatch.setattr("fedstrata.reporting.html.write_comparison", lambda out: None)
     monkeypatch.chdir(tmp_path)
     found = compare(variants(table, ["fedavg", "scaffold"]), out=tmp_path / "out", jobs=2)
     client = MlflowClient(uri)

@@ -203,7 +203,7 @@ def show_run(history: History, as_json: bool = False) -> int:
         return NO_STEP if history.warning else 0
     import rich
 
-    from fedstrata.report.summary import failures, summary_panel
+    from fedstrata.reporting.summary import failures, summary_panel
 
     rich.print(summary_panel(history))
     if (problems := failures(history)) is not None:

@@ -184,7 +184,7 @@ def add_strata(commands: Commands) -> None:
 
 
 def _strata(options: argparse.Namespace) -> int:
-    from fedstrata.inspect.strata import draw, strata_after, strata_of_folder
+    from fedstrata.reporting.replayed_strata import draw, strata_after, strata_of_folder
     from fedstrata.runs.preparation import prepare
 
     if options.rounds < 1:
@@ -257,7 +257,7 @@ def _add_audit_gradients(kinds: Commands) -> None:
 
 def _audit_gradients(options: argparse.Namespace) -> int:
     from fedstrata.audit.gradients import SIZES, audit_gradients, to_json, to_markdown, write
-    from fedstrata.report.progress import Progress
+    from fedstrata.reporting.progress import Progress
 
     with Progress(options.quiet) as progress:
         audit = audit_gradients(
@@ -284,7 +284,7 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
 
     from fedstrata.audit.outcome import caption, to_json, to_rich, write
     from fedstrata.audit.prototypes import audit_prototypes
-    from fedstrata.report.progress import Progress
+    from fedstrata.reporting.progress import Progress
 
     with Progress(options.quiet) as progress:
         audit = audit_prototypes(
@@ -320,7 +320,7 @@ def add_report(commands: Commands) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from fedstrata.report.html import write_report
+    from fedstrata.reporting.html import write_report
 
     page = write_report(options.folders, options.out or options.folders[0] / "report.html")
     if options.json:

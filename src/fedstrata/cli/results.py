@@ -48,8 +48,8 @@ def add_table(commands: Commands) -> None:
 def _table(options: argparse.Namespace) -> int:
     import rich
 
-    from fedstrata.report import contrasts
-    from fedstrata.report.runs import by_data, histories, load_runs
+    from fedstrata.reporting import contrasts
+    from fedstrata.reporting.runs import by_data, histories, load_runs
 
     runs = load_runs(options.folders)
     over = runs.finished()
@@ -69,7 +69,7 @@ def _table(options: argparse.Namespace) -> int:
         except SpecError as error:
             raise SpecError(f"--{error.key}", error.problem, error.value) from None
     if options.format == "json":
-        from fedstrata.report.tables import compare_table
+        from fedstrata.reporting.tables import compare_table
 
         of_data = by_data(over)
         print_json(
@@ -166,7 +166,7 @@ def _grid_of(
     jobs: int | None,
 ) -> Sweep:
     from fedstrata.grid_search import cells, sweep
-    from fedstrata.report.progress import Progress
+    from fedstrata.reporting.progress import Progress
 
     planned = located(options, lambda: cells(table, grid))
     rounds = {(label, seed): cell.spec.training.rounds for label, cell in planned.items() for seed in seeds}

@@ -53,8 +53,8 @@ def add_run(commands: Commands) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     from fedstrata.experiment import run
-    from fedstrata.report.plots import plot_run
-    from fedstrata.report.progress import Progress
+    from fedstrata.reporting.plots import plot_run
+    from fedstrata.reporting.progress import Progress
     from fedstrata.runs.run_folder import rounds_done, spec_of
     from fedstrata.spec.experiment import COMPARE, Experiment
 
@@ -127,9 +127,9 @@ def _compare(options: argparse.Namespace) -> int:
     import rich
 
     from fedstrata.comparison import compare, plan
-    from fedstrata.report import contrasts
-    from fedstrata.report.progress import Progress
-    from fedstrata.report.tables import compare_table, to_json, to_rich
+    from fedstrata.reporting import contrasts
+    from fedstrata.reporting.progress import Progress
+    from fedstrata.reporting.tables import compare_table, to_json, to_rich
     from fedstrata.spec.experiment import variants
 
     jobs, seeds = common.jobs(options), common.seeds(options)

@@ -16,8 +16,8 @@ from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import jsonable
 from fedstrata.deploy.status import Source, source_of
 from fedstrata.deploy.submit import POLL, Tell
-from fedstrata.report.html import assets, render, template
-from fedstrata.report.runs import load_runs
+from fedstrata.reporting.html import assets, render, template
+from fedstrata.reporting.runs import load_runs
 
 LOOPBACK = "127.0.0.1"
 

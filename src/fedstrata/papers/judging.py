@@ -19,8 +19,8 @@ from fedstrata.base.errors import SpecError
 from fedstrata.papers.readings import Reading, readings
 from fedstrata.papers.running import Results
 from fedstrata.papers.tables import CLAIMS, PAPERS, Table, tables
+from fedstrata.reporting.statistics import Range, holm, paired_difference, t_interval
 from fedstrata.spec.experiment import parse_toml
-from fedstrata.statistics import Range, holm, paired_difference, t_interval
 
 FEWEST = 3
 """Seeds below which no order is stated."""

@@ -25,7 +25,7 @@ from fedstrata.papers.judging import (
 from fedstrata.papers.readings import FEW_MORE, readings
 from fedstrata.papers.running import Results, known
 from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
-from fedstrata.statistics import Estimate
+from fedstrata.reporting.statistics import Estimate
 
 FIRST, READINGS = "claims.md", "readings.md"
 MADE = "Written by `fedstrata reproduce`; the figures are in `cells/`, one file a table."

@@ -12,10 +12,10 @@ import numpy as np
 
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import MODEL, STANDARD, History
-from fedstrata.report.contrasts import BUDGETS
-from fedstrata.report.draw import FATES, Dash, Floats, Quantity, look, over_seeds, quantity, spent
-from fedstrata.report.runs import Run, histories
-from fedstrata.statistics import Estimate
+from fedstrata.reporting.contrasts import BUDGETS
+from fedstrata.reporting.draw import FATES, Dash, Floats, Quantity, look, over_seeds, quantity, spent
+from fedstrata.reporting.runs import Run, histories
+from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
 """Of all curves of a data set together, about; a page stays small enough to be sent by mail."""

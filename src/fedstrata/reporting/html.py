@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.evaluation.history import STANDARD, History
-from fedstrata.report import contrasts, plots, tables
-from fedstrata.report.charts import DASHES, FATE_NAMES, chart_data, is_own
-from fedstrata.report.draw import look
-from fedstrata.report.runs import Run, by_data, histories, load_runs
-from fedstrata.report.summary import summary_lines
+from fedstrata.reporting import contrasts, plots, tables
+from fedstrata.reporting.charts import DASHES, FATE_NAMES, chart_data, is_own
+from fedstrata.reporting.draw import look
+from fedstrata.reporting.runs import Run, by_data, histories, load_runs
+from fedstrata.reporting.summary import summary_lines
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -87,7 +87,7 @@ def template(name: str) -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("fedstrata.report"),
+        loader=PackageLoader("fedstrata.reporting"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -137,7 +137,7 @@ def _asset(name: str) -> Markup:
     """The text of a file that comes with the package, which is no untrusted one."""
     from markupsafe import Markup
 
-    return Markup((resources.files("fedstrata.report") / "assets" / name).read_text(encoding="utf-8"))
+    return Markup((resources.files("fedstrata.reporting") / "assets" / name).read_text(encoding="utf-8"))
 
 
 def _embedded(data: object) -> Markup:

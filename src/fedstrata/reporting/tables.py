@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedstrata.evaluation.history import History, target_text
-from fedstrata.statistics import Estimate
+from fedstrata.reporting.statistics import Estimate
 
 if TYPE_CHECKING:
     from rich.table import Table

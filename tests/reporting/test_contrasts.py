@@ -12,9 +12,18 @@ from scipy import stats
 
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
-from fedstrata.report import contrasts
-from fedstrata.report.contrasts import accuracy_at, caption, contrast, to_csv, to_json, to_latex, to_markdown, to_rich
-from fedstrata.report.tables import compare_table
+from fedstrata.reporting import contrasts
+from fedstrata.reporting.contrasts import (
+    accuracy_at,
+    caption,
+    contrast,
+    to_csv,
+    to_json,
+    to_latex,
+    to_markdown,
+    to_rich,
+)
+from fedstrata.reporting.tables import compare_table
 
 
 def run(accuracies: list[float | None], seed: int | None = 0, **costs: float) -> History:

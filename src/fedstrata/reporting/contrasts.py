@@ -12,8 +12,9 @@ import numpy as np
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.evaluation.history import History
-from fedstrata.report.draw import TRAFFIC, Floats, quantity, spent
-from fedstrata.report.tables import (
+from fedstrata.reporting.draw import TRAFFIC, Floats, quantity, spent
+from fedstrata.reporting.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
+from fedstrata.reporting.tables import (
     MEASURES,
     MISSING,
     STUCK,
@@ -26,7 +27,6 @@ from fedstrata.report.tables import (
     reached,
     shown,
 )
-from fedstrata.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -422,7 +422,7 @@ def to_csv(found: Mapping[str, Contrasts]) -> str:
 
 def to_json(rows: Sequence[Row], found: Contrasts) -> list[dict[str, Any]]:
     """What ``tables.to_json`` gives, and in each compared measure its ``interval``, ``budget`` and ``difference``."""
-    from fedstrata.report import tables
+    from fedstrata.reporting import tables
 
     plain = tables.to_json(rows)
     for row in found.rows:

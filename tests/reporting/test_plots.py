@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
-from fedstrata.report.draw import (
+from fedstrata.reporting.draw import (
     COLOURS,
     draw_communication,
     draw_curves,
@@ -18,7 +18,7 @@ from fedstrata.report.draw import (
     over_seeds,
     sent,
 )
-from fedstrata.report.plots import plot_comparison, plot_curves, plot_run
+from fedstrata.reporting.plots import plot_comparison, plot_curves, plot_run
 
 
 def run(values: list[float | None], column: str = "accuracy", **more: float) -> History:

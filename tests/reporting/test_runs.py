@@ -8,7 +8,7 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.base.errors import DataError, ExtraMissingError
-from fedstrata.report.runs import LABELS, Runs, keep_order, load_runs
+from fedstrata.reporting.runs import LABELS, Runs, keep_order, load_runs
 
 
 def test_compare_folder_becomes_its_runs_in_order_of_seeds(compare: Path, make_run: Callable[..., Path]) -> None:

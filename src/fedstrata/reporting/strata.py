@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from fedstrata.report.draw import GRID, INK
+from fedstrata.reporting.draw import GRID, INK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

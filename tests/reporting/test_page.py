@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from browser import Browser
 
-from fedstrata.report.html import PNG, write_report
-from fedstrata.report.runs import keep_order
+from fedstrata.reporting.html import PNG, write_report
+from fedstrata.reporting.runs import keep_order
 
 Maker = Callable[..., Path]
 

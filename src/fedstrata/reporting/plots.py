@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError
-from fedstrata.report.draw import (
+from fedstrata.reporting.draw import (
     INK,
     Curves,
     draw_communication,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedstrata.base.errors import SpecError
-from fedstrata.statistics import Difference, Estimate, bootstrap_interval, holm, paired_difference, t_interval
+from fedstrata.reporting.statistics import Difference, Estimate, bootstrap_interval, holm, paired_difference, t_interval
 
 MINE = dict(enumerate([0.81, 0.84, 0.79, 0.86, 0.83, 0.88]))
 THEIRS = dict(enumerate([0.80, 0.81, 0.77, 0.80, 0.82, 0.81]))

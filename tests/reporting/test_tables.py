@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from fedstrata.evaluation.history import History
-from fedstrata.report.tables import compare_table, keys, show, to_json, to_markdown, to_rich
+from fedstrata.reporting.tables import compare_table, keys, show, to_json, to_markdown, to_rich
 
 
 def run(accuracies: list[float], seed: int = 0) -> History:

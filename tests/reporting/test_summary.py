@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fedstrata.evaluation.history import History
-from fedstrata.report.summary import failures, summary_panel
+from fedstrata.reporting.summary import failures, summary_panel
 
 RECORD = {"round": 3, "accuracy": 0.75, "clients_invited": 10, "clients_returned": 7}
 

@@ -9,8 +9,8 @@ from matplotlib.image import imread
 import fedstrata as fs
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.cli import main
-from fedstrata.inspect.strata import View, strata_after, strata_of_folder
-from fedstrata.report.strata import draw_strata, plane
+from fedstrata.reporting.replayed_strata import View, strata_after, strata_of_folder
+from fedstrata.reporting.strata import draw_strata, plane
 
 
 def spec(method: object, **training: object) -> fs.Experiment:

@@ -95,8 +95,8 @@ def strata_of(prepared: Prepared, state: Any, round: int) -> View:
 
 
 def draw(prepared: Prepared, view: View, path: Path | str) -> None:
-    """Write the picture of a view; see ``fedstrata.report.strata``."""
-    from fedstrata.report.strata import draw_strata
+    """Write the picture of a view; see ``fedstrata.reporting.strata``."""
+    from fedstrata.reporting.strata import draw_strata
 
     spec = prepared.spec
     title = f"{spec.method.name} on {prepared.data.name}, {prepared.config.clients} clients, after round {view.round}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.evaluation.history import History
-from fedstrata.report.tables import MISSING
+from fedstrata.reporting.tables import MISSING
 
 if TYPE_CHECKING:
     from rich.panel import Panel

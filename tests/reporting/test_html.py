@@ -12,9 +12,9 @@ import pytest
 
 from fedstrata.base.errors import DataError
 from fedstrata.evaluation.history import History
-from fedstrata.report import html
-from fedstrata.report.html import constants, write_comparison, write_report
-from fedstrata.report.runs import keep_order
+from fedstrata.reporting import html
+from fedstrata.reporting.html import constants, write_comparison, write_report
+from fedstrata.reporting.runs import keep_order
 
 Maker = Callable[..., Path]
 

@@ -4,7 +4,7 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.report.draw import over_seeds
+from fedstrata.reporting.draw import over_seeds
 
 
 def test_a_seed_that_lacks_a_methods_own_column_does_not_count(tmp_path):

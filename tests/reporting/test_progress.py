@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fedstrata.report.progress import Progress
+from fedstrata.reporting.progress import Progress
 
 RECORD = {"round": 3, "accuracy": 0.75, "clients_invited": 10, "clients_returned": 7}
 

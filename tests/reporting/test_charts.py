@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedstrata.evaluation.history import History
-from fedstrata.report import charts
-from fedstrata.report.charts import FATE_NAMES, chart_data, curve_names, fates
-from fedstrata.report.runs import Run, load_runs
+from fedstrata.reporting import charts
+from fedstrata.reporting.charts import FATE_NAMES, chart_data, curve_names, fates
+from fedstrata.reporting.runs import Run, load_runs
 
 Maker = Callable[..., Path]
 

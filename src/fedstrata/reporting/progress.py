@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from fedstrata.report.summary import percent
-from fedstrata.report.tables import MISSING
+from fedstrata.reporting.summary import percent
+from fedstrata.reporting.tables import MISSING
 
 if TYPE_CHECKING:
     from rich.console import Console

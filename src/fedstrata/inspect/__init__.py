@@ -1,1 +1,0 @@
-"""Looking at what a run does."""
