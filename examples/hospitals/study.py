@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import fedstrata as fs
 from fedstrata.data.schema import Schema, Table, ids
 from fedstrata.data.tables import dataset_of, read_csv
-from fedstrata.references import reference_runs
+from fedstrata.experiments.references import reference_runs
 from fedstrata.spec.experiment import read_table, variants
 
 HERE = Path(__file__).parent

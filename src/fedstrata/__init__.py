@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fedstrata.base.errors import SpecError as SpecError
     from fedstrata.base.records import record as record
     from fedstrata.base.rng import uniforms as uniforms
-    from fedstrata.comparison import compare as compare
     from fedstrata.data.dataset import Dataset as Dataset
     from fedstrata.data.dataset import from_arrays as from_arrays
     from fedstrata.data.partitions import IID as IID
@@ -42,7 +41,10 @@ if TYPE_CHECKING:
     from fedstrata.evaluation.metrics import Metric as Metric
     from fedstrata.evaluation.predictions import Predictions as Predictions
     from fedstrata.evaluation.settings import Evaluation as Evaluation
-    from fedstrata.experiment import run as run
+    from fedstrata.experiments.compare import compare as compare
+    from fedstrata.experiments.run import run as run
+    from fedstrata.experiments.search import search as search
+    from fedstrata.experiments.sweep import sweep as sweep
     from fedstrata.federation.availability import Always as Always
     from fedstrata.federation.availability import Availability as Availability
     from fedstrata.federation.availability import Bernoulli as Bernoulli
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
     from fedstrata.federation.messages import Weights as Weights
     from fedstrata.federation.settings import Privacy as Privacy
     from fedstrata.federation.settings import Training as Training
-    from fedstrata.grid_search import sweep as sweep
     from fedstrata.methods.base import Method as Method
     from fedstrata.methods.base import Recipe as Recipe
     from fedstrata.methods.base import setting_of as setting_of
@@ -99,17 +100,16 @@ if TYPE_CHECKING:
     from fedstrata.spec.tracking import MLflow as MLflow
     from fedstrata.spec.tracking import TensorBoard as TensorBoard
     from fedstrata.stratify.method import Stratify as Stratify
-    from fedstrata.tuning import search as search
 
 __version__ = "0.1.0"
 
 # Where each public name lives: importing fedstrata alone must not wait for PyTorch.
 _HOMES = {
-    "compare": "comparison",
-    "sweep": "grid_search",
-    "search": "tuning",
+    "compare": "experiments.compare",
+    "sweep": "experiments.sweep",
+    "search": "experiments.search",
     "plot": "reporting.plots",
-    "run": "experiment",
+    "run": "experiments.run",
     "load": "runs.predictor",
     "load_runs": "reporting.runs",
     "Predictor": "runs.predictor",

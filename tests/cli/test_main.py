@@ -200,10 +200,14 @@ def test_usage_errors_have_code_2(capsys):
 @pytest.mark.parametrize(
     ("work", "arguments", "after"),
     [
-        ("fedstrata.experiment.run", ["run"], "; go on from the last checkpoint with 'fedstrata run --resume DIR'"),
-        ("fedstrata.comparison.compare", ["compare", "--methods", "fedavg"], f"; {WITH_OUT}"),
         (
-            "fedstrata.grid_search.sweep",
+            "fedstrata.experiments.run.run",
+            ["run"],
+            "; go on from the last checkpoint with 'fedstrata run --resume DIR'",
+        ),
+        ("fedstrata.experiments.compare.compare", ["compare", "--methods", "fedavg"], f"; {WITH_OUT}"),
+        (
+            "fedstrata.experiments.sweep.sweep",
             ["sweep", "--set", "evaluation.validation=0.1", "--set", "training.lr=0.1,0.2"],
             f"; {WITH_OUT}",
         ),

@@ -83,7 +83,7 @@ store = _of("clients/store.py", "clients/test_store.py")
 checkpoint = _of("runs/checkpoint.py", "runs/test_checkpoint.py")
 identity = _of("runs/identity.py", "runs/test_identity.py")
 logs = _of("base/jsonl.py", "base/test_jsonl.py", "runs/test_identity.py")
-folder = _of("runs/run_folder.py", "runs/test_run_folder.py", "test_experiment.py")
+folder = _of("runs/run_folder.py", "runs/test_run_folder.py", "experiments/test_run.py")
 recipe = _of("methods/base.py", "methods/test_recipe.py")
 sfl = _of("methods/sfl.py", "methods/test_sfl.py")
 head = _of("methods/head_tuning.py", "methods/test_head_tuning.py", "methods/test_fedavg_ft.py")
@@ -92,7 +92,7 @@ division = _of("data/partitions/schemes.py", "data/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
 fitting = _of("data/fitting.py", "data/test_fitting.py")
 sites_data = _of("deploy/data_schema.py", "engines/nvflare/test_sites.py")
-loop = _of("runs/simulation.py", "runs/test_simulation.py", "test_experiment.py")
+loop = _of("runs/simulation.py", "runs/test_simulation.py", "experiments/test_run.py")
 
 MUTANTS = [
     scaffold("K is one too many", "1 / (trained.steps * context.lr)", "1 / ((trained.steps + 1) * context.lr)"),

@@ -9,7 +9,7 @@ from filelock import FileLock
 
 from fedstrata.base.errors import DataError
 from fedstrata.evaluation.history import History
-from fedstrata.experiment import carry_out
+from fedstrata.experiments.run import carry_out
 from fedstrata.papers import pages
 from fedstrata.papers.running import figures, keep, known, results_file, run, run_one
 from fedstrata.papers.tables import experiment_of, read

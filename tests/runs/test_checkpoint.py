@@ -67,7 +67,7 @@ CRASH = """
 import os, shutil, signal, sys
 import torch
 import sklearn.datasets
-import fedstrata as fs, fedstrata.experiment
+import fedstrata as fs, fedstrata.experiments.run
 torch.set_num_threads(1)
 root, *methods = sys.argv[1:]
 for method in methods:

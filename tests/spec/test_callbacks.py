@@ -12,9 +12,9 @@ import torch
 import watching
 
 import fedstrata as fs
-from fedstrata import comparison
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import read_jsonl
+from fedstrata.experiments import compare as comparison
 from fedstrata.runs import checkpoint
 
 TABLE = {

@@ -10,8 +10,8 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
-from fedstrata.comparison import compare
 from fedstrata.evaluation.history import numbers
+from fedstrata.experiments.compare import compare
 from fedstrata.runs.identity import identity_of
 from fedstrata.spec.experiment import variants
 

@@ -171,7 +171,7 @@ def jobs(options: argparse.Namespace) -> int | None:
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     """The folder that was given, else a new one under ``runs``: several processes may start within a second."""
-    from fedstrata.comparison import stamp
+    from fedstrata.experiments.compare import stamp
 
     if given is not None:
         yield given

@@ -14,7 +14,7 @@ from fedstrata.cli.common import add_command, add_output, located, print_json, r
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
-    from fedstrata.grid_search import Sweep
+    from fedstrata.experiments.sweep import Sweep
 
 FORMATS = ("console", "markdown", "latex", "csv", "json")
 
@@ -133,7 +133,7 @@ def add_sweep(commands: Commands) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    from fedstrata.grid_search import figures, to_markdown
+    from fedstrata.experiments.sweep import figures, to_markdown
     from fedstrata.spec.experiment import Experiment
 
     jobs, seeds = common.jobs(options), common.seeds(options)
@@ -165,7 +165,7 @@ def _grid_of(
     seeds: list[int],
     jobs: int | None,
 ) -> Sweep:
-    from fedstrata.grid_search import cells, sweep
+    from fedstrata.experiments.sweep import cells, sweep
     from fedstrata.reporting.progress import Progress
 
     planned = located(options, lambda: cells(table, grid))
@@ -176,7 +176,7 @@ def _grid_of(
 
 
 def _search(options: argparse.Namespace, table: dict[str, Any], out: Path, seeds: list[int], jobs: int | None) -> Sweep:
-    from fedstrata.tuning import search
+    from fedstrata.experiments.search import search
 
     space = dict[str, str]()
     for given in options.search:

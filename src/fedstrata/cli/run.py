@@ -52,7 +52,7 @@ def add_run(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from fedstrata.experiment import run
+    from fedstrata.experiments.run import run
     from fedstrata.reporting.plots import plot_run
     from fedstrata.reporting.progress import Progress
     from fedstrata.runs.run_folder import rounds_done, spec_of
@@ -126,7 +126,7 @@ def add_compare(commands: Commands) -> None:
 def _compare(options: argparse.Namespace) -> int:
     import rich
 
-    from fedstrata.comparison import compare, plan
+    from fedstrata.experiments.compare import compare, plan
     from fedstrata.reporting import contrasts
     from fedstrata.reporting.progress import Progress
     from fedstrata.reporting.tables import compare_table, to_json, to_rich

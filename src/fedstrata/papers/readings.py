@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedstrata.aggregation.base import Aggregator, StratumMean
-from fedstrata.experiment import run
+from fedstrata.experiments.run import run
 from fedstrata.sampling.allocation import neyman
 from fedstrata.sampling.client_sizes import truth_probability
 from fedstrata.sampling.fedssar import shares

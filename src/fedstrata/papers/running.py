@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from fedstrata.base.errors import DataError, FedstrataError
 from fedstrata.base.jsonl import replace_file
 from fedstrata.evaluation.history import History
-from fedstrata.experiment import carry_out
+from fedstrata.experiments.run import carry_out
 from fedstrata.papers.tables import Cell, Table, experiment_of
 
 Results = dict[str, dict[str, Any]]

@@ -12,7 +12,7 @@ import torch
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
-from fedstrata.references import reference_runs
+from fedstrata.experiments.references import reference_runs
 
 SPEC = {
     "data": {"name": "digits", "limit": 120},

@@ -22,9 +22,18 @@ from fedstrata.base.errors import ExtraMissingError, SpecError, nearest
 from fedstrata.base.locking import occupied
 from fedstrata.base.pool import Pool
 from fedstrata.base.rng import SERVER, rng
-from fedstrata.comparison import Watcher, check, checked_seeds, folder_of, forks, is_done, refuse_lost, run_to_end
 from fedstrata.evaluation.history import History, numbers
-from fedstrata.grid_search import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
+from fedstrata.experiments.compare import (
+    Watcher,
+    check,
+    checked_seeds,
+    folder_of,
+    forks,
+    is_done,
+    refuse_lost,
+    run_to_end,
+)
+from fedstrata.experiments.sweep import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done

@@ -15,7 +15,7 @@ from processes import started
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.comparison import compare, rounds_done
+from fedstrata.experiments.compare import compare, rounds_done
 from fedstrata.spec.experiment import variants
 
 pytestmark = pytest.mark.slow
@@ -398,7 +398,7 @@ def test_a_notebook_compares_what_it_defines(tmp_path):
 
 
 def test_where_nothing_can_be_forked_runs_take_turns(in_turn, unreported, tmp_path, monkeypatch):
-    monkeypatch.setattr("fedstrata.comparison.can_fork", lambda: False)
+    monkeypatch.setattr("fedstrata.experiments.compare.can_fork", lambda: False)
     data = fs.prepare(variants(TABLE, ["fedavg"])["fedavg"]).data
     with pytest.warns(UserWarning, match="runs take turns in this process, for they use what is its own and this proc"):
         compare(variants(TABLE, METHODS), seeds=(0, 1), data=data, out=tmp_path, jobs=2)

@@ -11,8 +11,8 @@ from typing import Any
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
-from fedstrata.comparison import Watcher, compare
 from fedstrata.evaluation.history import History
+from fedstrata.experiments.compare import Watcher, compare
 from fedstrata.reporting.statistics import Estimate
 from fedstrata.spec.experiment import Experiment, set_key
 

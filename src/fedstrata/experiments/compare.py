@@ -19,9 +19,9 @@ from fedstrata.base.config import build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.pool import Pool, Task, can_fork
 from fedstrata.evaluation.history import History
-from fedstrata.experiment import carry_out
+from fedstrata.experiments.references import fold, reference_runs
+from fedstrata.experiments.run import carry_out
 from fedstrata.models.model import Model
-from fedstrata.references import fold, reference_runs
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import Arrays, Prepared, prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
@@ -61,7 +61,7 @@ def compare(
         model: A module of your own for all of them; see ``prepare``.
         references: What else to compare with: ``"local"``, each client training alone (a run for each of them, whose
             mean is the row), and ``"centralised"``, one client with everybody's samples and as many sample-gradients
-            a round. See ``fedstrata.references``.
+            a round. See ``fedstrata.experiments.references``.
         jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
             processors unless given. Results do not depend on it. With data or a model of your own, or classes of the
             program itself, these are forks of this process; where it cannot be forked, runs take turns in it.

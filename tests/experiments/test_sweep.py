@@ -12,7 +12,7 @@ import fedstrata as fs
 from fedstrata.base.config import build
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
-from fedstrata.grid_search import BEST, FIGURES, MEASURE, TABLE, Cell, cells, figures, judge, to_markdown
+from fedstrata.experiments.sweep import BEST, FIGURES, MEASURE, TABLE, Cell, cells, figures, judge, to_markdown
 from fedstrata.spec.experiment import Experiment
 
 TABLES = {

@@ -14,10 +14,10 @@ from processes import started
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.cli import main
-from fedstrata.grid_search import BEST, FIGURES, TABLE
+from fedstrata.experiments.search import PRUNED, STUDY, Range, called, opened
+from fedstrata.experiments.sweep import BEST, FIGURES, TABLE
 from fedstrata.runs.run_folder import rounds_done
 from fedstrata.spec.experiment import Experiment
-from fedstrata.tuning import PRUNED, STUDY, Range, called, opened
 
 optuna = pytest.importorskip("optuna")
 
