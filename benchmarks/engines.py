@@ -23,14 +23,14 @@ import fedstrata as fs
 from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
-from fedstrata.deploy.federation import Sites
-from fedstrata.deploy.local_deployment import try_out
-from fedstrata.deploy.simulator import simulate
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.methods.base import Method
 from fedstrata.sampling.messages import SizeReport
+from fedstrata.sites.federation import Sites
+from fedstrata.sites.local_deployment import try_out
+from fedstrata.sites.simulator import simulate
 from fedstrata.stratify.messages import Steps
 
 EXCHANGES = 100

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import fedstrata as fs
-from fedstrata.deploy.guard import Guard
-from fedstrata.deploy.host import SERVER, Host
-from fedstrata.deploy.ledger import Ledger
-from fedstrata.deploy.policy import Policy
-from fedstrata.engines.nvflare.engine import NVFlareEngine
-from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.runs.simulation import Simulation
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.guard import Guard
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.ledger import Ledger
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.sums import Sums
 
 CHECKS = ("check", "take", "answered", "begin_exchange", "leave", "hop", "save", "fetched_by_server")
 JOBS: dict[str, dict[str, Any]] = {

@@ -37,13 +37,13 @@ import psutil
 
 import fedstrata as fs
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.deploy import ledger
-from fedstrata.deploy.federation import Sites
-from fedstrata.deploy.local_deployment import Processes
-from fedstrata.deploy.processes import send_signal
-from fedstrata.deploy.provision import ADMIN, SERVER, provision
 from fedstrata.methods.scaffold import SCAFFOLD
 from fedstrata.objectives.scaffold import Scaffold
+from fedstrata.sites import ledger
+from fedstrata.sites.federation import Sites
+from fedstrata.sites.local_deployment import Processes
+from fedstrata.sites.processes import send_signal
+from fedstrata.sites.provision import ADMIN, SERVER, provision
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "kills.json"

@@ -25,8 +25,8 @@ from typing import Any
 from marks import write
 
 import fedstrata as fs
-from fedstrata.audit.gradients import Attacker, Tap
-from fedstrata.audit.pixels import Pixels
+from fedstrata.audits.gradients import Attacker, Tap
+from fedstrata.audits.pixels import Pixels
 from fedstrata.base.jsonl import write_json
 from fedstrata.base.process import training_process
 from fedstrata.engines.local import LocalEngine

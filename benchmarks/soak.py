@@ -25,13 +25,13 @@ from scipy import stats
 
 import fedstrata as fs
 from fedstrata.base.records import record
-from fedstrata.deploy.federation import Sites
-from fedstrata.deploy.local_deployment import try_out
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Question, Questions
 from fedstrata.methods.base import Method
 from fedstrata.sampling.messages import SizeReport
+from fedstrata.sites.federation import Sites
+from fedstrata.sites.local_deployment import try_out
 
 HERE = Path(__file__).parent
 BLOCK = 5.0
@@ -119,7 +119,7 @@ class Looks:
         line = " ".join(words)
         for module, what in (("runner_process", "job"), ("worker_process", "job"), ("server_train", "parent"),
                              ("client_train", "parent")):  # fmt: skip
-            if f"{module} " in f"{line} " and "fedstrata.deploy.processes" not in line and "bash" not in words[0]:
+            if f"{module} " in f"{line} " and "fedstrata.sites.processes" not in line and "bash" not in words[0]:
                 party = next((path.name for path in self.kits.iterdir() if f"{path}" in line.split()), "")
                 return f"{party} {what}" if party else ""
         return ""

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = [
     "tests/engines/test_conformance.py",
-    "tests/deploy/test_conformance_sites.py",
+    "tests/sites/test_conformance_sites.py",
     "tests/integration/test_strangers.py",
 ]
 LETTERS = {
@@ -55,18 +55,18 @@ A row is a case, a column an engine: ✓ passed, ✗ failed, – cannot happen t
 | sites, real | sites of NVFlare, each a process of its own |
 | …, through the server | the same, where messages between clients pass through the server |
 
-The cases are in `tests/engines/test_conformance.py`, those of real sites in `tests/deploy/test_conformance_sites.py`.
+The cases are in `tests/engines/test_conformance.py`, those of real sites in `tests/sites/test_conformance_sites.py`.
 """
 NOT_THERE = """
 Why some cases cannot happen on some engines:
 
 - **A client hangs.** Local, workers and Ray wait for whoever computes: only sites have a deadline in real time. A site
   in this process is a function call, which cannot be given up.
-  `tests/engines/nvflare/test_patience.py` tests its limit.
+  `tests/sites/test_patience.py` tests its limit.
 - **A client dies.** A local client, or a site in this process, would take the test with it.
   `tests/engines/test_team.py` kills workers, `tests/engines/test_ray.py` those of Ray.
 - **A message is garbled.** Local, workers and Ray carry messages only between parties that trust each other.
-  `tests/engines/nvflare/test_sites.py` garbles those of sites in one process.
+  `tests/sites/test_sites.py` garbles those of sites in one process.
 - **An answer in several messages.** The test lowers the limit of a message, which it cannot do in another process. Real
   sites get answers beyond the real limit instead.
 

@@ -13,7 +13,7 @@ import pytest
 
 from fedstrata.cli import main
 from fedstrata.cli.common import WITH_OUT
-from fedstrata.cli.deploy import _tell
+from fedstrata.sites.cli.deploy import _tell
 
 BASE = """[training]
 rounds = 1
@@ -212,7 +212,7 @@ def test_usage_errors_have_code_2(capsys):
             f"; {WITH_OUT}",
         ),
         ("fedstrata.papers.running.run", ["reproduce"], "; go on from the last checkpoint with the same command"),
-        ("fedstrata.deploy.submit.submit", ["submit", "k", "--out", "o"], "; the job goes on; the same command stays"),
+        ("fedstrata.sites.submit.submit", ["submit", "k", "--out", "o"], "; the job goes on; the same command stays"),
         ("fedstrata.data.partitions.draw_partition", ["partition", "--set", "data=digits"], "\n"),
     ],
 )

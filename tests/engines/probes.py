@@ -16,8 +16,8 @@ from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles, handles_hop
-from fedstrata.engines.nvflare.wire import Answers, Hopped
 from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.sites.wire import Answers, Hopped
 
 TAKES = {"slow": 0.1, "hang": 24.0}
 """Seconds that a culprit sleeps before it answers."""

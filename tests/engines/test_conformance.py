@@ -14,14 +14,14 @@ from workers import two_workers
 import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.clients.store import StateStore
-from fedstrata.deploy.host import SERVER, Host
 from fedstrata.engines.local import LocalEngine
-from fedstrata.engines.nvflare.engine import NVFlareEngine
-from fedstrata.engines.nvflare.sums import Sums
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import make_context
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.sums import Sums
 
 sys.path.insert(0, str(Path(__file__).parent))
 from probes import Meet, Probe, Walk
@@ -214,7 +214,7 @@ def test_answers_of_any_size(federation: Federation, size: int) -> None:
 def test_answers_that_do_not_fit_into_one_message_come_in_several(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstrata.deploy.host.LARGEST_ANSWER", 1000)
+    monkeypatch.setattr("fedstrata.sites.host.LARGEST_ANSWER", 1000)
     assert times(federation, Probe(size=200)) == ALL
     assert times(federation, Probe(size=200)) == dict.fromkeys(range(CLIENTS), 2)
 

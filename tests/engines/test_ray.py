@@ -32,7 +32,6 @@ from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
-from fedstrata.deploy.policy import Policy
 from fedstrata.engines import make_engine
 from fedstrata.federation.engine import Engine, HopByHop
 from fedstrata.federation.federation import Federation
@@ -40,6 +39,7 @@ from fedstrata.federation.messages import Weights
 from fedstrata.runs import simulation
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import make_context, run_prepared
+from fedstrata.sites.policy import Policy
 from fedstrata.stratify.masking.key_store import KeyRing
 
 ray = Lazy("ray")

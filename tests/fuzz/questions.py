@@ -19,8 +19,12 @@ from tests.fuzz.cases import RAN, REFUSED, Family, SilentDifferenceError, damage
 from fedstrata.base import records
 from fedstrata.base.errors import WireError
 from fedstrata.clients.handlers.sequential import Visit
-from fedstrata.deploy.host import SERVER
-from fedstrata.engines.nvflare.wire import (
+from fedstrata.evaluation.messages import Evaluate
+from fedstrata.federation.communication.messages import Coefficients, Encoded
+from fedstrata.federation.messages import Fit, Weights
+from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
+from fedstrata.sites.host import SERVER
+from fedstrata.sites.wire import (
     Ask,
     Begin,
     Envelope,
@@ -33,10 +37,6 @@ from fedstrata.engines.nvflare.wire import (
     Settled,
     Survey,
 )
-from fedstrata.evaluation.messages import Evaluate
-from fedstrata.federation.communication.messages import Coefficients, Encoded
-from fedstrata.federation.messages import Fit, Weights
-from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
 from fedstrata.stratify.masking.messages import Assign, CountReport, OpenKeys, ShareReport, TagReport
 from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Reserve, Steps
 

@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedstrata.deploy import host as hosts
-from fedstrata.deploy.guard import Guard
-from fedstrata.deploy.ledger import PLACE, Ledger
-from fedstrata.deploy.policy import Policy
+from fedstrata.sites import host as hosts
+from fedstrata.sites.guard import Guard
+from fedstrata.sites.ledger import PLACE, Ledger
+from fedstrata.sites.policy import Policy
 
 GUARDED = hosts.Guard
 

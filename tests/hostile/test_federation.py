@@ -12,13 +12,13 @@ from waiting import free_port
 
 import fedstrata as fs
 from fedstrata.cli import main
-from fedstrata.deploy.federation import Sites
-from fedstrata.deploy.ledger import PLACE, check
-from fedstrata.deploy.local_deployment import Processes
-from fedstrata.deploy.policy import FILE, Policy
-from fedstrata.deploy.provision import ADMIN, SERVER, provision
-from fedstrata.deploy.submit import submit
 from fedstrata.runs.preparation import prepare
+from fedstrata.sites.federation import Sites
+from fedstrata.sites.ledger import PLACE, check
+from fedstrata.sites.local_deployment import Processes
+from fedstrata.sites.policy import FILE, Policy
+from fedstrata.sites.provision import ADMIN, SERVER, provision
+from fedstrata.sites.submit import submit
 
 PARTY = Path(__file__).parent / "party"
 SPEC = fs.Experiment.from_table(

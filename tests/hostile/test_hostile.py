@@ -20,13 +20,13 @@ from asked import CLIENTS, Answers, Begin, Begun, Done, Refused, Save
 from target import Target, Targets
 
 import fedstrata as fs
-from fedstrata.audit.gradients import EXACT, inputs_from, labels_from
+from fedstrata.audits.gradients import EXACT, inputs_from, labels_from
 from fedstrata.base import records
-from fedstrata.engines.nvflare.wire import Ask, Failed, Fetch, Hopped
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.methods.base import effort
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.sampling.messages import SizeReport
+from fedstrata.sites.wire import Ask, Failed, Fetch, Hopped
 from fedstrata.stratify.messages import Gradient, LabelReport, Reserve, Steps
 
 pytestmark = pytest.mark.slow

@@ -69,7 +69,7 @@ def test_a_step_that_failed_can_be_taken_again():
 
 def test_an_audit_reads_states_that_went_to_disk(tmp_path, monkeypatch):
     """Their files were removed before they were read."""
-    from fedstrata.audit.replay import replay
+    from fedstrata.audits.replay import replay
 
     experiment = spec(
         method={"name": "rebafl"},

@@ -18,10 +18,10 @@ from workers import two_workers
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.store import StateStore
-from fedstrata.deploy.simulator import simulate
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Weights
 from fedstrata.runs.simulation import Simulation, make_context, run_prepared
+from fedstrata.sites.simulator import simulate
 from fedstrata.stratify import client_single
 from fedstrata.stratify.client_single import AutogradStepper, TracedStepper
 

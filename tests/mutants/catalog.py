@@ -91,7 +91,7 @@ predictions = _of("evaluation/predictions.py", "evaluation/test_predictions.py",
 division = _of("data/partitions/schemes.py", "data/test_partitions.py")
 data = _of("data/arrays.py", "data/test_dataset.py")
 fitting = _of("data/fitting.py", "data/test_fitting.py")
-sites_data = _of("deploy/data_schema.py", "engines/nvflare/test_sites.py")
+sites_data = _of("sites/data_schema.py", "sites/test_sites.py")
 loop = _of("runs/simulation.py", "runs/test_simulation.py", "experiments/test_run.py")
 
 MUTANTS = [

@@ -7,9 +7,11 @@ from typing import Any
 
 import fedstrata as fs
 from fedstrata.base import records
-from fedstrata.deploy.host import SERVER, Host
-from fedstrata.deploy.ledger import Entry
-from fedstrata.engines.nvflare.wire import (
+from fedstrata.federation.messages import Request, Weights
+from fedstrata.runs.preparation import prepare
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.ledger import Entry
+from fedstrata.sites.wire import (
     Answers,
     Ask,
     Begin,
@@ -22,8 +24,6 @@ from fedstrata.engines.nvflare.wire import (
     Save,
     Settled,
 )
-from fedstrata.federation.messages import Request, Weights
-from fedstrata.runs.preparation import prepare
 
 CLIENTS = 2
 

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import fedstrata as fs
-from fedstrata.asks import Declaration, declaration_of
 from fedstrata.clients.store import StateStore
-from fedstrata.deploy.guard import Guard, Spent
-from fedstrata.deploy.policy import Policy
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine, Failure
 from fedstrata.federation.questions import Question
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation, make_context
+from fedstrata.sites.asks import Declaration, declaration_of
+from fedstrata.sites.guard import Guard, Spent
+from fedstrata.sites.policy import Policy
 
 
 class Watching(Engine):

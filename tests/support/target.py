@@ -11,7 +11,7 @@ from typing import Any
 
 import asked
 
-from fedstrata.deploy.ledger import PLACE, check
+from fedstrata.sites.ledger import PLACE, check
 
 
 class Line:

@@ -256,7 +256,7 @@ def _add_audit_gradients(kinds: Commands) -> None:
 
 
 def _audit_gradients(options: argparse.Namespace) -> int:
-    from fedstrata.audit.gradients import SIZES, audit_gradients, to_json, to_markdown, write
+    from fedstrata.audits.gradients import SIZES, audit_gradients, to_json, to_markdown, write
     from fedstrata.reporting.progress import Progress
 
     with Progress(options.quiet) as progress:
@@ -282,8 +282,8 @@ def _audit_prototypes(options: argparse.Namespace) -> int:
     import rich
     from rich.text import Text
 
-    from fedstrata.audit.outcome import caption, to_json, to_rich, write
-    from fedstrata.audit.prototypes import audit_prototypes
+    from fedstrata.audits.outcome import caption, to_json, to_rich, write
+    from fedstrata.audits.prototypes import audit_prototypes
     from fedstrata.reporting.progress import Progress
 
     with Progress(options.quiet) as progress:

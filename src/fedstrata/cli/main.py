@@ -17,7 +17,9 @@ from contextlib import suppress
 from fedstrata import __version__
 from fedstrata.base.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
-from fedstrata.cli import deploy, inspect, ledger, papers, results, run, teach
+from fedstrata.cli import inspect, results, run, teach
+from fedstrata.papers import cli as papers
+from fedstrata.sites.cli import deploy, ledger
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 

@@ -88,8 +88,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _rehearse(options: argparse.Namespace, spec: Experiment, folder: Path, resume: bool, watch: Watcher) -> History:
-    from fedstrata.deploy.federation import Sites
-    from fedstrata.deploy.rehearsal import rehearse
+    from fedstrata.sites.federation import Sites
+    from fedstrata.sites.rehearsal import rehearse
 
     if options.engine != "local":
         raise SpecError("--engine", "a rehearsal runs here; accepted with --sites: local", options.engine)

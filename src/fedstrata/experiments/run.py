@@ -11,12 +11,12 @@ from typing import Any
 from torch import nn
 
 from fedstrata.base.errors import SpecError
-from fedstrata.deploy.simulator import simulate
 from fedstrata.evaluation.history import History
 from fedstrata.models.model import Model
 from fedstrata.runs.preparation import Arrays, prepare
 from fedstrata.runs.run_folder import rounds_done
 from fedstrata.runs.simulation import Watcher, run_prepared
+from fedstrata.sites.simulator import simulate
 from fedstrata.spec.callbacks import Callback
 from fedstrata.spec.experiment import Experiment
 

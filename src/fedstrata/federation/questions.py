@@ -1,6 +1,6 @@
 """What a job asks its clients, declared beside the code that asks: which requests, when, how often, within what bounds.
 
-A site answers what its job declares and nothing else (``fedstrata.deploy.guard``), and ``fedstrata asks`` prints it.
+A site answers what its job declares and nothing else (``fedstrata.sites.guard``), and ``fedstrata asks`` prints it.
 """
 
 from __future__ import annotations

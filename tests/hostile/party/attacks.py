@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from fedstrata.engines.nvflare.engine import NVFlareEngine
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation
+from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.stratify.messages import Gradient, LabelReport, Reserve
 
 NONE = torch.zeros(0, dtype=torch.int64)

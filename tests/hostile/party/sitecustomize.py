@@ -10,12 +10,12 @@ PARTY = os.environ.get("FEDSTRATA_PARTY")
 if PARTY == "hostile":
     import attacks
 
-    from fedstrata.deploy import job
+    from fedstrata.sites import job
 
     job.run_prepared = attacks.instead_of_the_job
 elif PARTY == "open":
     from site_process import Absent
 
-    from fedstrata.deploy import host
+    from fedstrata.sites import host
 
     host.Guard = Absent

@@ -1,0 +1,269 @@
+"""What the prototypes of a run give away about clients' images (ReBaFL §5.6).
+
+Every attack meets the same targets: the prototypes that a client sent, and, as a control, means of the features of a
+few of its images, down to a single one, which no client sends. What can be drawn from the control and not from the
+prototypes is what averaging hides; what cannot be drawn from either, the attack does not see.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedstrata.audits.attacks import ATTACKS, TUNING, View, features_of
+from fedstrata.audits.pixels import Pixels
+from fedstrata.audits.replay import Sent, Watch, replay
+from fedstrata.audits.similarity import Likeness, likeness, metrics
+from fedstrata.base.errors import SpecError
+from fedstrata.base.process import training_process
+from fedstrata.base.rng import rng
+from fedstrata.data.dataset import Split
+from fedstrata.data.partitions.server_data import ServerData
+from fedstrata.runs.preparation import Prepared
+from fedstrata.runs.run_folder import prepare_again, spec_of
+
+HeldOut = Literal["test", "spare"]
+BASELINE = "class mean"
+"""The answer that needs no feature: the mean held-out image of the class."""
+SIZES = (1, 5, 25)
+"""Images that a control is the mean feature of."""
+DRAWS = 4
+"""Controls of each size for each class of a client."""
+CLASSES = 4
+"""Classes of a client that are attacked, at most."""
+COMPARED = 1000
+"""Images of a client and class that a reconstruction is compared with, at most."""
+MOST = 10_000
+"""Held-out images that are used, at most."""
+FEWEST = 4 * TUNING
+DRIFT = 1e-3
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A feature to be attacked, and what only the audit knows about it.
+
+    Args:
+        client: Whose.
+        label: Its class.
+        size: Images that it is the mean feature of.
+        sent: Whether it is a prototype that was sent, and not a control.
+        feature: h, (d,).
+        own: Those images, (n, C, H, W) in [0, 1].
+        unseen: As many of the same class that the client does not hold, or fewer where there are not as many.
+    """
+
+    client: int
+    label: int
+    size: int
+    sent: bool
+    feature: Tensor
+    own: Tensor
+    unseen: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Finding:
+    """How near one attack came to one target.
+
+    Args:
+        attack: Its name, or ``BASELINE``.
+        target: The target.
+        image: The reconstruction, (C, H, W).
+        mean: Mean likeness to the images behind the feature.
+        nearest: Likeness to the nearest of them.
+        stranger: Likeness to the nearest of the strangers; None where there are none. An attack that learns nothing
+            about this client comes as near to a stranger as to an image of the client's own.
+        average: Likeness to the mean of the images behind the feature.
+        feature_error: ‖f(x) − h‖ / ‖h‖ of the reconstruction x; None where h = 0.
+    """
+
+    attack: str
+    target: Target
+    image: Tensor
+    mean: Likeness
+    nearest: Likeness
+    stranger: Likeness | None
+    average: Likeness
+    feature_error: float | None
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the audit of a run found.
+
+    Args:
+        method: The run's method.
+        data: Its data set.
+        class_names: The names of the classes.
+        sent: What clients sent, and when.
+        held_out: Where the attacker's own images are from.
+        held_out_images: How many there are.
+        steps: Optimisation steps of each attack.
+        seed: Of all draws.
+        findings: One for every target and attack.
+    """
+
+    method: str
+    data: str
+    class_names: tuple[str, ...]
+    sent: Sequence[Sent]
+    held_out: HeldOut
+    held_out_images: int
+    steps: int
+    seed: int
+    findings: Sequence[Finding]
+
+
+def audit_prototypes(
+    run: str | Path,
+    *,
+    clients: int = 3,
+    steps: int = 300,
+    seed: int = 0,
+    held_out: HeldOut = "test",
+    prepared: Prepared | None = None,
+    watch: Watch | None = None,
+) -> Audit:
+    """Attack the prototypes that clients sent last in a run.
+
+    Args:
+        run: The run's folder.
+        clients: Clients to attack, at most; drawn from those that sent prototypes since the checkpoint before the last.
+        steps: Optimisation steps of each attack.
+        seed: Of all draws; two audits with the same seed find the same.
+        held_out: The attacker's own images: the test set, or the training samples that no client holds.
+        prepared: The run's experiment, where it had data or a model of your own.
+        watch: Told of the progress.
+
+    Raises:
+        SpecError: It is no run, sends or keeps no prototypes, or has no images.
+        CheckpointError: It has no checkpoint.
+        ExtraMissingError: The extra ``audit`` is not installed.
+    """
+    folder = Path(run)
+    spec_of(folder, "audit")
+    for name, value in (("clients", clients), ("steps", steps)):
+        if value < 1:
+            raise SpecError(name, "expected a whole number of at least 1", value)
+    metrics()
+    prepared = prepared or prepare_again(folder, "audit")
+    spec = prepared.spec
+    watch = watch or (lambda done, total, text: None)
+    pixels = Pixels.of(prepared.data)
+    images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
+    findings: list[Finding] = []
+    # The rounds are the same to the bit only with as many threads as the run had.
+    with training_process(spec.training.threads):
+        sent = replay(prepared, folder, clients, seed, watch)
+        if (drift := max(one.difference for one in sent)) > DRIFT:
+            warnings.warn(
+                f"the rounds played again give prototypes that differ by {drift:.1%} from those that the run stored: "
+                "it was made by another version or machine; what is attacked is what came out now",
+                stacklevel=2,
+            )
+        for place, one in enumerate(sent):
+            model = prepared.config.model
+            with model.loaded(one.weights.params, one.weights.buffers) as params:
+                view = View.of(model, params, pixels, images, labels)
+                targets = _targets(prepared, view, one, theirs, seed)
+
+                def tell(done: int, text: str, place: int = place, client: int = one.client) -> None:
+                    parts = len(ATTACKS) + 1
+                    watch(place * parts + done, len(sent) * parts, f"client {client}: {text}")
+
+                findings += _attacked(view, targets, steps, seed, one.client, tell)
+    return Audit(
+        method=spec.method.name,
+        data=prepared.data.name,
+        class_names=prepared.data.class_names,
+        sent=sent,
+        held_out=held_out,
+        held_out_images=len(images),
+        steps=steps,
+        seed=seed,
+        findings=findings,
+    )
+
+
+def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) -> tuple[Tensor, Tensor, Ints]:
+    """The attacker's images and their labels, in random order, and which of the training samples they are."""
+    data = prepared.data
+    split: Split = "test" if held_out == "test" else "train"
+    spare = prepared.config.server_data or ServerData(data, prepared.assignment)
+    indices = np.arange(len(data.y_test)) if held_out == "test" else spare.indices()
+    if len(indices) < FEWEST:
+        problem = f"an attacker needs at least {FEWEST} images of its own, and there are {len(indices)}"
+        raise SpecError("held_out", problem + ("; use 'test'" if held_out == "spare" else ""), held_out)
+    chosen = rng(seed, "audit-held-out").permutation(indices)[:MOST]
+    theirs = chosen if split == "train" else chosen[:0]
+    return pixels.images(torch.from_numpy(chosen), split), data.labels(chosen, split), theirs
+
+
+def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:
+    """The client's prototypes, and controls from the same images; nobody's stranger is an image of the attacker's."""
+    generator = rng(seed, "audit-targets", client=sent.client)
+    labels = prepared.data.y_train.numpy()
+    mine = np.sort(prepared.assignment[sent.client])
+    others = np.ones(len(labels), dtype=bool)
+    others[mine] = others[theirs] = False
+    known = np.flatnonzero(sent.table["samples"].numpy() > 0)
+    found: list[Target] = []
+    for label in np.sort(generator.permutation(known)[:CLASSES]).tolist():
+        own, unseen = mine[labels[mine] == label], np.flatnonzero(others & (labels == label))
+        groups = [own] + [
+            generator.choice(own, size, replace=False) for size in SIZES if size < len(own) for _ in range(DRAWS)
+        ]
+        for number, group in enumerate(groups):
+            is_sent = number == 0
+            images = view.pixels.images(torch.from_numpy(group))
+            # A prototype is what arrived; a data sampler may have left some of these images out.
+            size = int(sent.table["samples"][label]) if is_sent else len(group)
+            feature = (
+                sent.table["means"][label]
+                if is_sent
+                else features_of(view.model, view.params, view.pixels, images).mean(dim=0)
+            )
+            shown = images if len(images) <= COMPARED else images[_some(len(images), generator)]
+            apart = torch.from_numpy(generator.permutation(unseen)[: len(shown)])
+            found.append(Target(sent.client, label, size, is_sent, feature, shown, view.pixels.images(apart)))
+    return found
+
+
+def _some(count: int, generator: np.random.Generator) -> NDArray[np.int64]:
+    return np.sort(generator.choice(count, COMPARED, replace=False))
+
+
+def _attacked(
+    view: View, targets: Sequence[Target], steps: int, seed: int, client: int, tell: Callable[[int, str], None]
+) -> Iterator[Finding]:
+    features = torch.stack([target.feature for target in targets])
+    labels = torch.tensor([target.label for target in targets])
+    drawn = {BASELINE: view.class_means[labels]}
+    for number, (name, attack) in enumerate(ATTACKS):
+        tell(number, name)
+        drawn[name] = attack(view, steps, seed, client)(features, labels)
+    tell(len(ATTACKS), "comparing")
+    for name, images in drawn.items():
+        seen = features_of(view.model, view.params, view.pixels, images)
+        apart, lengths = (seen - features).norm(dim=1).tolist(), features.norm(dim=1).tolist()
+        for target, image, error, length in zip(targets, images, apart, lengths, strict=True):
+            yield found(name, target, image, error / length if length else None)
+
+
+def found(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
+    """Compare a reconstruction with everything that it could be like."""
+    mean, nearest = likeness(image, target.own)
+    _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
+    stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None
+    return Finding(attack, target, image, mean, nearest, stranger, average, feature_error)

@@ -1,0 +1,169 @@
+"""What a party can find out before it starts: about its settings, policy, data, certificates, and its server."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.sites.certificates import ROOT, faults, own
+from fedstrata.sites.policy import FILE as POLICY
+from fedstrata.sites.policy import Policy, RuleError
+from fedstrata.sites.settings import SiteSettings
+
+PART = Path("local") / "part.json"
+"""In a site's folder: the number of its client, how many there are, and whether it must have test samples."""
+
+SPEC = Path("local") / "spec.toml"
+"""Beside it: the experiment."""
+
+CLOCKS = 60.0
+"""Seconds by which two clocks may differ."""
+
+SECONDS = 10.0
+"""For the server to answer."""
+
+
+class Finding(NamedTuple):
+    """What was looked at.
+
+    Args:
+        state: ``ok``, ``warning``, or ``problem``: with one the party cannot take part.
+        text: In words.
+    """
+
+    state: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.state:<8} {self.text}"
+
+
+def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]:
+    """Look at everything that can keep a party from taking part.
+
+    Args:
+        kit: Its folder.
+        server: Whether to call the server.
+        data: Whether to read its data, too. Then a job that its policy refuses is a problem. Otherwise it is a warning:
+            the party may start, for another job.
+
+    Raises:
+        FedstrataError: It is no party's folder.
+    """
+    own(kit)
+    site = (kit / "startup" / "fed_client.json").exists()
+    found = _asked(lambda: _settings(kit))
+    if site:
+        found += _asked(lambda: _policy(kit))
+    if (kit / SPEC).exists() and all(each.state == "ok" for each in found):
+        found += _asked(lambda: _job(kit), "problem" if data else "warning")
+    found += _certificates(kit)
+    if data and (kit / PART).exists():
+        found += _asked(lambda: _data(kit))
+    if server and site:
+        found += _server(kit)
+    return found
+
+
+def _asked(work: Callable[[], str], otherwise: str = "problem") -> list[Finding]:
+    try:
+        return [Finding("ok", work())]
+    except (FedstrataError, ValueError, OSError) as error:
+        return [Finding(otherwise, str(error))]
+
+
+def _settings(kit: Path) -> str:
+    settings = SiteSettings.read(kit)
+    if settings.keys is not None and not settings.keys.is_dir():
+        raise FedstrataError(f"keys = {str(settings.keys)!r}: no such folder")
+    return "settings: local/fedstrata.toml can be read"
+
+
+def _policy(kit: Path) -> str:
+    """A slip in it would be found only when a job begins."""
+    if not (kit / POLICY).exists():
+        return f"policy: there is no {POLICY}, and the defaults hold"
+    Policy.read(kit)
+    return f"policy: {POLICY} can be read"
+
+
+def _job(kit: Path) -> str:
+    """What the site would say to the job that its folder was made for."""
+    from fedstrata.sites.guard import admitted
+
+    settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")
+    clients = json.loads((kit / PART).read_text(encoding="utf-8"))["clients"]
+    try:
+        asked = admitted(text, Policy.read(kit), clients=clients, own_data=True, catalog=settings.catalog)
+    except RuleError as error:
+        raise FedstrataError(f"job of {SPEC}: {error}; this site's policy is {POLICY}") from None
+    except (SpecError, ValueError) as error:
+        raise FedstrataError(f"{SPEC}: {error}") from None
+    return f"job: {asked.job} of {SPEC} is accepted"
+
+
+def _certificates(kit: Path) -> Iterator[Finding]:
+    found = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
+    yield from found or [Finding("ok", "certificates: valid, and of one federation")]
+
+
+def _data(kit: Path) -> str:
+    """What the first question of a run would be answered."""
+    from fedstrata.sites.data_schema import UnusableDataError, survey_of
+    from fedstrata.sites.wire import Survey
+
+    part = json.loads((kit / PART).read_text(encoding="utf-8"))
+    survey = Survey((kit / SPEC).read_text(encoding="utf-8"), [part["client"]], part["clients"], part["tests"])
+    data = SiteSettings.read(kit).data
+    try:
+        survey_of(survey, data)
+    except UnusableDataError as error:
+        raise DataError(str(error.__cause__ or error)) from None  # at its own site a file may be named
+    return f"data: {data} is what the spec says"
+
+
+def _server(kit: Path) -> Iterator[Finding]:
+    target = json.loads((kit / "startup" / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]
+    host, _, port = target["service"]["target"].rpartition(":")
+    path, key = own(kit)
+    where = f"server {host}:{port}"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        context.load_verify_locations(path.with_name(ROOT))
+        context.load_cert_chain(path, key)
+        line = socket.create_connection((host, int(port)), timeout=SECONDS)
+    except ssl.SSLError as error:
+        yield Finding("problem", f"{where}: these certificates cannot be used: {error.reason or error}")
+        return
+    except OSError as error:
+        yield Finding(
+            "problem", f"{where} cannot be reached: {error.strerror or error}; is it started, and its port open?"
+        )
+        return
+    try:
+        with closing(context.wrap_socket(line, server_hostname=host)) as secured:
+            secured.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            answer = secured.recv(4096).decode("latin-1")
+    except ssl.SSLCertVerificationError as error:
+        yield Finding("problem", f"{where} is not this federation's: {error.verify_message}")
+        return
+    except OSError as error:
+        yield Finding("problem", f"{where} turned this party away: {getattr(error, 'reason', '') or error}")
+        return
+    if not answer:
+        yield Finding("problem", f"{where} turned this party away")
+        return
+    yield Finding("ok", f"{where} is there, and of this federation; it takes this party's certificate")
+    dates = [row.partition(":")[2].strip() for row in answer.splitlines() if row.lower().startswith("date:")]
+    if dates:
+        apart = (datetime.now(UTC) - parsedate_to_datetime(dates[0])).total_seconds()
+        text = f"clocks: this machine's is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the server's"
+        yield Finding("warning" if abs(apart) > CLOCKS else "ok", text)

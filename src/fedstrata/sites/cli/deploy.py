@@ -1,0 +1,362 @@
+"""``fedstrata deploy``, ``submit``, ``status`` and ``keys``: real sites."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrata.base.ending import Terminated
+from fedstrata.base.errors import SpecError
+from fedstrata.cli.common import (
+    add_command,
+    add_output,
+    add_overrides,
+    add_spec,
+    experiment,
+    located,
+    print_json,
+    show_run,
+)
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+
+def add_deploy(commands: Commands) -> None:
+    """``fedstrata deploy``."""
+    examples = """
+        fedstrata deploy spec.toml --sites sites.toml --out kits
+        fedstrata deploy spec.toml --sites sites.toml --out trial --try
+    """
+    parser = add_command(
+        commands, "deploy", "certificates, start-up kits and the job for real sites (NVFlare)", examples
+    )
+    parser.add_argument("spec", help="a TOML file")
+    add_overrides(parser)
+    parser.add_argument("--sites", type=Path, required=True, metavar="TOML", help="the server and the sites")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="the folder; one inside it for everybody"
+    )
+    parser.add_argument(
+        "--try",
+        action="store_true",
+        dest="trial",
+        help="start all of it on this machine, run the experiment, fetch the result to DIR/result and shut down",
+    )
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_deploy)
+
+
+def _deploy(options: argparse.Namespace) -> int:
+    from fedstrata.evaluation.history import History
+    from fedstrata.sites.federation import Sites
+    from fedstrata.sites.local_deployment import try_out
+    from fedstrata.sites.provision import provision
+
+    spec = experiment(options)
+    sites = Sites.read(options.sites)
+    if not options.trial:
+        located(options, lambda: provision(spec, sites, options.out))
+        if options.json:
+            print_json({"folder": str(options.out)})
+            return 0
+        print(f"{options.out}: give everybody the folder of their name; its README.md says what to do there")
+        return 0
+    folder = located(
+        options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent, tell=_tell(options))
+    )
+    return show_run(History.load(folder), options.json)
+
+
+def add_submit(commands: Commands) -> None:
+    """``fedstrata submit``."""
+    examples = """
+        fedstrata submit kits/admin --out result
+        fedstrata submit kits/admin --out result --wait 600
+    """
+    parser = add_command(commands, "submit", "bring a deployment's job to its server and fetch the result", examples)
+    parser.add_argument("admin", type=Path, metavar="ADMIN", help="the administrator's folder that deploy wrote")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the run folder goes")
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for sites to join (default: 60)")
+    add_output(parser, progress=False)
+    after = "the job goes on; the same command stays with it again"
+    parser.set_defaults(work=_submit, after_interrupt=after)
+
+
+def _submit(options: argparse.Namespace) -> int:
+    from fedstrata.evaluation.history import History
+    from fedstrata.sites.submit import submit
+
+    folder = submit(options.admin, options.out, wait=options.wait, tell=_tell(options))
+    return show_run(History.load(folder), options.json)
+
+
+def _tell(options: argparse.Namespace) -> Callable[[str], None]:
+    """Where to say what happens: beside the result, where that is JSON."""
+
+    def tell(text: str) -> None:
+        with suppress(BrokenPipeError):  # whoever reads no more still wants the result
+            print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
+
+    return tell
+
+
+def add_status(commands: Commands) -> None:
+    """``fedstrata status``."""
+    examples = """
+        fedstrata status kits/admin
+        fedstrata status kits/hospital-a --watch
+        fedstrata status kits/server --serve
+        fedstrata status result --serve 8080
+    """
+    parser = add_command(
+        commands, "status", "how far a deployment's run is: round, accuracy, sites, time left", examples
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="the administrator's or server's folder, a site's for its part, or a run",
+    )
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--watch",
+        action="store_true",
+        help="look again every two seconds, until the run is over; at a site until Ctrl-C",
+    )
+    how.add_argument(
+        "--serve",
+        type=_port,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="a page with live curves, for this machine alone (default: a free port)",
+    )
+    parser.add_argument("--json", action="store_true", help="as a table for programs; with --watch a line each")
+    parser.set_defaults(work=_status)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a port is a number, and {text!r} is none; put the folder first")
+    return int(text)
+
+
+def _status(options: argparse.Namespace) -> int:
+    if options.serve is not None and options.json:
+        raise SpecError("--json", "not with --serve, whose page is no table")
+    with suppress(KeyboardInterrupt, Terminated):  # how one ends looking
+        if options.serve is not None:
+            from fedstrata.sites.live import serve
+
+            serve(options.folder, options.serve)
+        else:
+            from fedstrata.sites.status import status
+
+            status(options.folder, watch=options.watch, as_json=options.json)
+    return 0
+
+
+def add_check(commands: Commands) -> None:
+    """``fedstrata check``."""
+    examples = """
+        fedstrata check kits/hospital-a
+    """
+    parser = add_command(
+        commands, "check", "whether a site can take part: settings, data, certificates, server, clock", examples
+    )
+    parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_check)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from fedstrata.sites.check import check
+
+    found = check(options.kit)
+    if options.json:
+        print_json([each._asdict() for each in found])
+    else:
+        for each in found:
+            print(each)
+    return int(any(each.state == "problem" for each in found))
+
+
+def add_renew(commands: Commands) -> None:
+    """``fedstrata renew``."""
+    examples = """
+        fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365
+    """
+    parser = add_command(commands, "renew", "new certificates for the same keys, in place of old ones", examples)
+    parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="the folder of the root's private key")
+    parser.add_argument("certificates", type=Path, nargs="+", metavar="CRT", help="what a party has in startup/")
+    parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_renew)
+
+
+def _renew(options: argparse.Namespace) -> int:
+    from fedstrata.sites.certificates import renew
+
+    ends = {path: renew(options.authority, path, options.days) for path in options.certificates}
+    if options.json:
+        print_json({path: end.isoformat() for path, end in ends.items()})
+        return 0
+    for path, end in ends.items():
+        print(f"{path}: valid until {end:%d %B %Y}; put it into the party's folder startup, and start that again")
+    return 0
+
+
+def add_revoke(commands: Commands) -> None:
+    """``fedstrata revoke``."""
+    examples = """
+        fedstrata revoke kits/server hospital-a
+    """
+    parser = add_command(commands, "revoke", "strike a site off the server's list of who may connect", examples)
+    parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
+    parser.add_argument("site", metavar="SITE", help="the site's name")
+    parser.add_argument("--undo", action="store_true", help="put it on the list again")
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_revoke)
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    from fedstrata.sites.members import revoke
+
+    names = revoke(options.server, options.site, undo=options.undo)
+    if options.json:
+        print_json({"members": names})
+    else:
+        print(f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
+    return 0
+
+
+def add_verify(commands: Commands) -> None:
+    """``fedstrata verify``."""
+    examples = """
+        fedstrata verify result --kit kits/hospital-a
+    """
+    parser = add_command(
+        commands, "verify", "whether a result is as the administrator signed it, and what it was made from", examples
+    )
+    parser.add_argument("run", type=Path, metavar="RESULT", help="the folder that 'fedstrata submit' wrote")
+    parser.add_argument(
+        "--kit", type=Path, required=True, metavar="DIR", help="any party's folder, for the federation's root"
+    )
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from fedstrata.sites.manifest import verify
+
+    table = verify(options.run, options.kit)
+    if options.json:
+        print_json(table)
+        return 0
+    print(f"{options.run}: signed by the administrator; {', '.join(table['result']) or 'no file'} as signed")
+    print(f"spec {table['spec']}")
+    for site, fingerprint in table["sites"].items():
+        print(f"data of {site} {fingerprint}")
+    return 0
+
+
+def add_keys(commands: Commands) -> None:
+    """``fedstrata keys``."""
+    examples = """
+        fedstrata keys
+        fedstrata keys --out /secure/keys
+    """
+    parser = add_command(commands, "keys", "make the clients' keys for masked labels", examples)
+    parser.add_argument("--out", type=Path, default=Path("keys"), metavar="DIR", help="the folder (default: keys)")
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_keys)
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from fedstrata.stratify.masking.key_store import VARIABLE, Keys
+
+    path = Keys.make().write(options.out)
+    if options.json:
+        print_json({"file": path, "variable": VARIABLE})
+        return 0
+    print(f"{path}: copy it to every client's site and set {VARIABLE} to its folder there; never give it to the server")
+    return 0
+
+
+def add_asks(commands: Commands) -> None:
+    """``fedstrata asks``."""
+    examples = """
+        fedstrata asks spec.toml
+        fedstrata asks spec.toml --policy kits/hospital-a --json
+    """
+    parser = add_command(commands, "asks", "what a job asks of each site, in plain English", examples)
+    add_spec(parser)
+    parser.add_argument("--json", action="store_true", help="as a table for programs")
+    parser.add_argument(
+        "--policy", type=Path, metavar="KIT", help="say whether a site with this folder would accept it"
+    )
+    parser.set_defaults(work=_asks)
+
+
+def _asks(options: argparse.Namespace) -> int:
+    import json
+
+    from fedstrata.sites.asks import declaration_of
+
+    asked = declaration_of(experiment(options))
+    if options.json:
+        print(json.dumps(asked.table(), indent=2, ensure_ascii=False))
+    else:
+        print("\n".join(asked.lines()))
+    if options.policy is not None:
+        from fedstrata.sites.policy import Policy
+
+        Policy.read(options.policy).check(asked)
+    return 0
+
+
+def add_approve(commands: Commands) -> None:
+    """``fedstrata approve``."""
+    examples = """
+        fedstrata approve spec.toml --kit kits/hospital-a
+        fedstrata approve 0123456789abcdef --kit kits/hospital-a
+    """
+    parser = add_command(commands, "approve", "let a site accept a job, by the hash of its spec", examples)
+    parser.add_argument("job", metavar="HASH|SPEC", help="the hash that 'fedstrata asks' prints, or the spec itself")
+    parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the site's folder that deploy wrote")
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_approve)
+
+
+def _approve(options: argparse.Namespace) -> int:
+    from fedstrata.sites.asks import hash_of
+    from fedstrata.sites.policy import FILE, approve, require_hash
+    from fedstrata.spec.experiment import Experiment
+
+    file = Path(options.job)
+    job = hash_of(Experiment.from_toml(file)) if file.is_file() else require_hash(options.job)
+    new = approve(options.kit, job)
+    if options.json:
+        print_json({"job": job, "file": options.kit / FILE, "new": new})
+        return 0
+    print(f"{options.kit / FILE}: job {job} is {'now' if new else 'already'} approved; it is read when a job begins")
+    return 0
+
+
+COMMANDS = (
+    add_deploy,
+    add_submit,
+    add_status,
+    add_check,
+    add_renew,
+    add_revoke,
+    add_verify,
+    add_keys,
+    add_asks,
+    add_approve,
+)

@@ -1,0 +1,75 @@
+"""``fedstrata ledger``: what a site answered."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstrata.cli.common import add_command, add_output, print_json
+
+if TYPE_CHECKING:
+    from fedstrata.cli.common import Commands
+
+OUTCOME = ("refused", "failed", "to")
+COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "bytes", "epsilon", *OUTCOME)
+
+
+def add_ledger(commands: Commands) -> None:
+    """``fedstrata ledger``."""
+    examples = """
+        fedstrata ledger kits/hospital-a
+        fedstrata ledger kits/hospital-a --verify --told result
+        fedstrata ledger kits/hospital-a --csv
+    """
+    parser = add_command(
+        commands, "ledger", "what a site answered, from its own book, and whether that is whole", examples
+    )
+    parser.add_argument("kit", type=Path, metavar="KIT", help="the site's folder")
+    parser.add_argument(
+        "--verify", action="store_true", help="check every hash and the head; exit code 1 if one is off"
+    )
+    parser.add_argument(
+        "--told",
+        type=Path,
+        metavar="RUN",
+        help="with --verify: also what the server was told, by a run's folder or its ledgers.jsonl",
+    )
+    parser.add_argument("--site", metavar="NAME", help="the site's name there; that of the folder unless given")
+    parser.add_argument("--csv", action="store_true", help="every entry as a line of CSV")
+    add_output(parser, progress=False)
+    parser.set_defaults(work=_ledger)
+
+
+def _ledger(options: argparse.Namespace) -> int:
+    from fedstrata.sites.ledger import PLACE, check, heads_of, totals
+
+    heads = heads_of(options.told, options.site or options.kit.resolve().name) if options.told else []
+    found = check(options.kit / PLACE, heads)
+    if options.json:
+        whole = {"whole": not found.problems, "problems": found.problems, "notes": found.notes}
+        print_json({"questions": totals(found.entries), "entries": len(found.entries), **whole})
+        return 1 if found.problems else 0
+    if options.csv:
+        writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found.entries)
+    elif not options.verify:
+        for row in totals(found.entries):
+            refused = f", {row['refused']} refused" if row["refused"] else ""
+            fewest = f", each of {row['fewest_samples']} samples or more" if row["fewest_samples"] is not None else ""
+            spent = f", ε = {row['epsilon']:g} in all" if row["epsilon"] else ""
+            print(f"{row['run']}  {row['question']}: {row['answers']} answers{refused}{fewest}", end="")
+            print(f", {row['bytes']} bytes{spent}")
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
+    for problem in found.problems:
+        print(f"fedstrata: {problem}", file=sys.stderr)
+    if options.verify and not found.problems:
+        print(f"whole: {len(found.entries)} entries" + (", as the server was told" if heads else ""))
+    return 1 if found.problems else 0
+
+
+COMMANDS = (add_ledger,)

@@ -1,0 +1,138 @@
+"""The sites of a federation: ``sites.toml``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from fedstrata.base.config import Setting, build
+from fedstrata.base.errors import SpecError
+from fedstrata.runs.preparation import prepare
+from fedstrata.sites.asks import hash_of
+from fedstrata.sites.engine import Fewer
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.settings import PATIENCE
+from fedstrata.spec.experiment import Experiment, placed, read_toml
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
+RESERVED = ("server", "admin", "authority", "result")
+"""What else is called by a name in the folder of a deployment."""
+
+
+class SiteEntry(Setting):
+    """A site.
+
+    Args:
+        data: Its own data file, as that site sees it; it can be named in the site's own settings instead.
+        keys: The folder of the sites' shared keys there, for masked labels.
+        allow: Top-level packages from which a spec may name ``module:Class`` there.
+        catalog: Data sets and files there that a spec may name, for a trial in which sites bring none.
+        tells: Whether the server may learn how good a model is on its own samples, beside sums that add up.
+    """
+
+    data: str | None = None
+    keys: str | None = None
+    allow: list[str] = []
+    catalog: list[str] = []
+    tells: bool = False
+
+
+class ServerEntry(Setting):
+    """The server.
+
+    Args:
+        host: Its name, as the sites reach it.
+        port: The one port that must be open, for sites and administrators.
+        data: Its own file of test samples, where sites bring their own data; without one each site measures the model
+            on a part of its own (``evaluation.client_test``).
+        allow: Top-level packages from which a spec may name ``module:Class`` there.
+    """
+
+    host: str = "localhost"
+    port: int = Field(default=8002, ge=1, le=65535)
+    data: str | None = None
+    allow: list[str] = []
+
+
+class Sites(Setting):
+    """A federation.
+
+    Args:
+        federation: Its name, in the certificates.
+        patience: Seconds that a site has for an answer.
+        least: Fewest sites that must answer, before the first round and in every one.
+        fewer: What happens when there are fewer: ``wait`` until enough are there again, ``abort`` the run, or ``go-on``
+            with those that are there.
+        relay: Whether a travelling model goes from site to site, encrypted from end to end (``direct``), or is sent
+            back to the server after every hop.
+        days: How long the certificates are valid.
+        server: The server.
+        own_data: Whether each site is a client and brings its own data, as the spec's ``[data]`` describes them.
+            Otherwise the sites share out the spec's data by its partition: a trial.
+        policy: What the policies in the sites' kits say at first, where it is not the cautious default; each site may
+            change its own.
+        site: The sites by name (letters, digits and hyphens); where they bring their own data, in the order of their
+            clients' numbers.
+    """
+
+    federation: str = "fedstrata"
+    patience: PositiveFloat = PATIENCE
+    least: PositiveInt = 1
+    fewer: Fewer = "wait"
+    relay: Literal["direct", "server"] = "direct"
+    days: PositiveInt = 365
+    server: ServerEntry = ServerEntry()
+    own_data: bool = False
+    policy: Policy = Policy()
+    site: dict[str, SiteEntry] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Sites:
+        for name in (self.federation, *self.site):
+            if not _NAME.fullmatch(name) or name in RESERVED:
+                raise ValueError(f"{name!r}: expected letters, digits and hyphens, and none of {', '.join(RESERVED)}")
+        if self.least > len(self.site):
+            raise ValueError(f"least = {self.least}, and there are {len(self.site)} sites")
+        given = [self.server.data, *(entry.data for entry in self.site.values())]
+        files = [file for file in given if file]
+        if not self.own_data and files:
+            raise ValueError(f"{files[0]} is a file of its own; accepted with own_data = true")
+        return self
+
+    @classmethod
+    def read(cls, path: Path) -> Sites:
+        """From a TOML file.
+
+        Raises:
+            SpecError: It is missing, no TOML, or a setting is wrong; the message names the line.
+        """
+        table = read_toml(path, "--sites")
+        try:
+            return build(cls, table)
+        except SpecError as error:
+            raise placed(error, path) from None
+
+    def homes(self, spec: Experiment) -> tuple[str, ...]:
+        """The site of every client.
+
+        Raises:
+            SpecError: There are fewer clients than sites.
+        """
+        names = list(self.site)
+        if self.own_data:
+            return tuple(names)
+        clients = prepare(spec).config.clients
+        if clients < len(names):
+            raise SpecError("partition.clients", f"there are {len(names)} sites; at least so many", clients)
+        return tuple(names[client * len(names) // clients] for client in range(clients))
+
+
+def policy_of(spec: Experiment, sites: Sites) -> Policy:
+    """What the sites' policies say at first: this job and its method alone, and the cautious defaults."""
+    own: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
+    own |= {"rounds": spec.training.rounds, "relay": sites.relay}
+    given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
+    return Policy(**own | given)

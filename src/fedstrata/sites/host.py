@@ -1,0 +1,645 @@
+"""What a site does: it holds its clients' data and states, and answers for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedstrata.base import records
+from fedstrata.base.config import only_from
+from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError, WireError
+from fedstrata.base.process import prepare_process
+from fedstrata.base.records import Message, Tree
+from fedstrata.clients.client import Client
+from fedstrata.clients.context import ClientContext
+from fedstrata.clients.store import StateStore
+from fedstrata.engines.local import LocalEngine, failure
+from fedstrata.federation.engine import Failure
+from fedstrata.federation.messages import ClientId, Request, Weights
+from fedstrata.federation.reply_checks import defect_of
+from fedstrata.runs import checkpoint
+from fedstrata.sites.asks import Declaration, declaration_of
+from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, require_home, survey_of
+from fedstrata.sites.guard import Books, Guard, Match, Spent, admitted
+from fedstrata.sites.ledger import Entry
+from fedstrata.sites.manifest import fingerprint
+from fedstrata.sites.policy import Policy, RuleError
+from fedstrata.sites.sums import SiteGroup
+from fedstrata.sites.turns import LateError, Turns
+from fedstrata.sites.wire import (
+    Answers,
+    Ask,
+    Begin,
+    Begun,
+    Done,
+    Ended,
+    Envelope,
+    Failed,
+    Fetch,
+    Hop,
+    Hopped,
+    Kept,
+    More,
+    Part,
+    Refused,
+    Save,
+    Settled,
+    SiteLostError,
+    SiteRefusedError,
+    Survey,
+    Surveyed,
+    Unmoved,
+    read,
+)
+from fedstrata.spec.experiment import Experiment, parse_toml
+from fedstrata.stratify.masking.key_store import KeyRing
+
+LOG = logging.getLogger(__name__)
+
+LARGEST_ANSWER = 256 << 20
+"""Bytes of answers in one message, unless a single one is larger."""
+
+SERVER = "server"
+"""Who may ask questions; other sites may only fetch the model of a relay."""
+
+HARMLESS = (
+    FedstrataError,
+    SpecError,
+    WireError,
+    ReplyRefusedError,
+    SiteLostError,
+    SiteRefusedError,
+    UnusableDataError,
+    RuleError,
+)
+"""What tells others of their own messages and of the spec, and of data only why they are not what the spec says."""
+
+
+class Host:
+    """The clients of one site.
+
+    Args:
+        name: The site's.
+        folder: Where its clients' states survive.
+        send: Carries bytes to another site, or to the server's barrier, and gives back what is answered.
+        patience: Seconds that a client waits for the others of its group.
+        data: The site's own data file; None where the data are the spec's.
+        keys: The keys that all clients share; those of the environment unless given.
+        allow: Packages from which a spec may name classes; none unless given, None for any.
+        tells: Whether the server may learn how good a model is on this site's own samples, metric by metric; sums that
+            add up it is told in any case.
+        frank: Whether the server is told the text of whatever goes wrong. Otherwise of what goes wrong with its own
+            messages and spec only; the rest may say something of the site's data and files, and stays in its log.
+        policy: What the site accepts, whatever a job declares; None for whatever is declared.
+        catalog: Data sets and files that a spec may name; None for any.
+        undeclared: Whether a method that does not declare what it asks is answered all the same: in a simulation.
+        ledger: The site's book of what it answered and refused; none is kept unless given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        send: Callable[[str, bytes], object],
+        *,
+        patience: float,
+        data: Path | None = None,
+        keys: KeyRing | None = None,
+        allow: Collection[str] | None = (),
+        tells: bool = False,
+        frank: bool = False,
+        policy: Policy | None = None,
+        catalog: Collection[str] | None = (),
+        undeclared: bool = False,
+        ledger: Books | None = None,
+    ) -> None:
+        self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
+        self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
+        self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
+        self.ledger = ledger
+        self._entries: list[tuple[int, Entry]] = []
+        """What the book does not have yet, each with the thread that noted it."""
+        self._noting = threading.Lock()
+        """Another site may fetch a model while this one works."""
+        self.turns, self.problem = Turns(), ""
+        self._run: _Run | None = None
+
+    def call(self, caller: str, data: object) -> bytes:
+        """The answer to bytes of the server or of another site; ``Refused`` to what is not understood or allowed."""
+        what = "a message"
+        try:
+            if caller != SERVER:
+                what = Fetch.__name__
+                return self._leaving(self._part_of_relay(caller, read(data, Fetch)))
+            envelope: Envelope = read(data, Envelope)
+            what = type(envelope.body).__name__
+            return self.turns.answer(envelope.number, lambda: self._answered(envelope))
+        except Exception as error:
+            # Whatever it is must not end the site, and the server must learn of it.
+            if isinstance(error, RuleError):
+                self.refused(error, what, caller)
+                self._write()
+            elif not isinstance(error, LateError):
+                self.problem = str(error)
+            for_good = isinstance(error, RuleError) and error.for_good
+            return records.encode(Refused(self.message_of(error), for_good))
+
+    def _answered(self, envelope: Envelope) -> bytes:
+        if self._run is not None:
+            # Each thread that answers has a number of its own, and sums depend on it.
+            torch.set_num_threads(self._run.context.config.training.threads)
+        with only_from(self._allow):
+            return self._leaving(self._answer(envelope))
+
+    def _leaving(self, answer: Message) -> bytes:
+        """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
+        if self._run is not None and not isinstance(answer, Surveyed):  # which was counted for its own job
+            try:
+                self._run.guard.leave(records.size(answer))
+            except RuleError as error:
+                self._nothing_left(error.rule)
+                raise
+        head = self._write()
+        if isinstance(answer, (Answers, Hopped)):
+            answer = dataclasses.replace(answer, ledger=head)
+        return records.encode(answer)
+
+    def note(self, kind: str, **about: Any) -> None:
+        """Something for the book; see ``Entry``."""
+        if self.ledger is not None:
+            run = "" if self._run is None else self._run.guard.asked.job
+            with self._noting:
+                self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
+
+    def _nothing_left(self, rule: str) -> None:
+        """What this thread noted as answered is refused after all."""
+        me = threading.get_ident()
+        with self._noting:
+            self._entries = [
+                (who, entry if who != me or entry.refused or entry.failed else dataclasses.replace(entry, refused=rule))
+                for who, entry in self._entries
+            ]
+
+    def _write(self) -> str:
+        """Have the book on the disk; its head then. What another thread is still writing is waited for."""
+        if self.ledger is None:
+            return ""
+        with self._noting:
+            head = self.ledger.append([entry for _, entry in self._entries])
+            self._entries = []
+        return str(head or "")
+
+    def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
+        """Write down that something was refused.
+
+        Args:
+            error: By which rule, and why.
+            what: What was asked.
+            caller: By whom.
+            client: Of which client; None where of none.
+        """
+        LOG.warning("site %s: %s of %s: %s", self.name, what, caller, error)
+        self.problem = str(error)
+        round = None if self._run is None else self._run.guard.round
+        self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
+
+    def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
+        """What a job asks, if this site takes part in it.
+
+        Raises:
+            RuleError: It does not.
+            SpecError: The spec is wrong.
+        """
+        return admitted(
+            spec,
+            self.policy,
+            clients=clients,
+            own_data=own_data,
+            catalog=self._catalog,
+            undeclared=self._undeclared,
+            has_data=self.data is not None,
+        )
+
+    def message_of(self, error: BaseException, reason: str | None = None) -> str:
+        """What others learn of an error; see ``frank``.
+
+        Args:
+            error: It.
+            reason: What is said about it, where a client raised it.
+        """
+        if reason is None:
+            reason = str(error) if isinstance(error, FedstrataError) else f"{type(error).__name__}: {error}"
+            if type(error) in HARMLESS:
+                return reason
+        if self._frank:
+            return reason
+        LOG.error("site %s: %s", self.name, reason, exc_info=error)
+        return f"{type(error).__name__}; the log of site {self.name} says more"
+
+    def _answer(self, envelope: Envelope) -> Message:
+        body = envelope.body
+        if isinstance(body, Begin):
+            if self._run is not None:
+                self._run.guard.spent.save()
+            self._run = None
+            self._run, round, lost = _Run.begin(self, body)
+            own = body.statistics is not None
+            return Begun(round, lost, fingerprint(self.data, self.folder) if own else "")
+        if isinstance(body, Survey):
+            return self._surveyed(body)
+        run = self._running()
+        for news in envelope.news:
+            run.learn(news)
+        if isinstance(body, Fetch):
+            return self._part_of_relay(SERVER, body)
+        if isinstance(body, Ask):
+            return run.ask(body)
+        if isinstance(body, More):
+            return run.more(body)
+        if isinstance(body, Hop):
+            return run.hop(body)
+        if isinstance(body, Save):
+            run.save(body.round)
+            return Done()
+        raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
+
+    def _surveyed(self, survey: Survey) -> Surveyed:
+        """What the site's own data come to: under a policy once for each job, and the same bytes again."""
+        require_home(survey.clients, survey.total)
+        asked = self.admit(survey.spec, survey.total, own_data=True)
+        if self.policy is None:
+            guard, least = None, FEWEST
+        else:
+            same = self._run is not None and self._run.guard.asked.job == asked.job
+            spent = self._run.guard.spent if self._run is not None and same else Spent(self.folder, asked.job)
+            guard, least = Guard(asked, self.policy, spent), self.policy.min_samples
+            spent.settle(survey.clients, survey.total, "repeat")
+            guard.begin_exchange()
+            spent.save()
+        known = None if guard is None else guard.spent.survey
+        if known is None:
+            surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
+        else:
+            surveyed = read(known, Surveyed)
+            if surveyed.fingerprint != fingerprint(self.data, self.folder):
+                problem = "the site's data are other ones than when this job asked what they come to"
+                raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
+        size = records.size(surveyed)
+        if guard is not None:
+            with guard.spent.alone():  # jobs are processes of their own, and may ask at the same time
+                if known is None:
+                    self._refuse_differences(surveyed, guard)
+                guard.leave(size)
+                guard.spent.survey = records.encode(surveyed)
+            guard.spent.save()
+        self.note(Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
+        return surveyed
+
+    def _refuse_differences(self, surveyed: Surveyed, guard: Guard) -> None:
+        """Jobs that hold out other samples are told sums whose difference is these samples': of so many at most.
+
+        Raises:
+            RuleError: There were as many answers already, and none of them is this one.
+        """
+        assert self.policy is not None
+        before = [read(answer, Surveyed).statistics for answer in guard.spent.surveys()]
+        differ = {records.encode(statistics) for statistics in before if statistics.samples}
+        new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
+        if new and len(differ) >= self.policy.surveys and guard.asked.job not in self.policy.approved:
+            problem = "other jobs were told what this site's data come to, and this one would be told something else"
+            approve = f"'fedstrata approve {guard.asked.job} --kit DIR' at the site accepts it"
+            accepted = f"accepted: {self.policy.surveys} answer(s) that differ; {approve}"
+            raise RuleError("policy.surveys", f"{problem}; {accepted}")
+
+    def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
+        """The model that a hop left, for the one whose turn it is."""
+        run = self._running()
+        left = run.stay.left_by(fetch.journey, fetch.hop)
+        if left is None:
+            raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
+        if not left.ticket or not hmac.compare_digest(left.ticket.encode(), fetch.ticket.encode()):
+            raise RuleError("relay", f"the model after hop {fetch.hop} is for whoever has its ticket")
+        if caller == SERVER:
+            run.guard.fetched_by_server(fetch.journey)
+        about = {"samples": left.samples, "bytes": records.size(left.weights), "to": "" if caller == SERVER else caller}
+        self.note(Fetch.__name__, client=left.client, round=run.guard.round, **about)
+        return left.weights
+
+    def _running(self) -> _Run:
+        if self._run is None:
+            raise FedstrataError(f"site {self.name} has not begun a run")
+        return self._run
+
+    def context(self, begin: Begin) -> ClientContext:
+        """What the clients of this site share."""
+        context = context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
+        if self.policy is None:
+            return context
+        return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
+
+
+class _Run:
+    """One run at one site."""
+
+    def __init__(self, host: Host, folder: Path, context: ClientContext, clients: list[ClientId], guard: Guard) -> None:
+        self.host, self.folder, self.context, self.clients = host, folder, context, set(clients)
+        self.guard = guard
+        self.store = StateStore()
+        self.engine = LocalEngine(context, self.store)
+        self.stay = _Stay(0, context, self.store)
+        self._exchange = self._part_bytes = 0
+        self._waiting: list[Any] = []
+        self._matches: dict[ClientId, Match | None] = {}
+
+    @classmethod
+    def begin(cls, host: Host, begin: Begin) -> tuple[_Run, int, list[ClientId]]:
+        """A run with the clients' states after ``begin.round``, or after the last round before it that is there.
+
+        Returns:
+            The run, that round, and the clients that lived elsewhere then: their states are not here.
+        """
+        if not begin.run.isalnum():
+            raise WireError(f"{begin.run!r} names no run")
+        require_home(begin.clients, begin.total)
+        own = begin.statistics is not None
+        asked = host.admit(begin.spec, begin.total, own_data=own)
+        spent = Spent(host.folder, asked.job)
+        if own and host.policy is not None:
+            spent.settle(begin.clients, begin.total, "bounds")
+        context = host.context(begin)
+        spent.start(host.policy)  # a site that could not begin has answered nothing
+        prepare_process(context.config.training.threads)
+        spec = Experiment.from_table(parse_toml(begin.spec))
+        asked = declaration_of(spec, agreed=context.config, own_data=own)
+        run = cls(host, host.folder / begin.run, context, begin.clients, Guard(asked, host.policy, spent, begin.round))
+        if begin.round == 0:
+            shutil.rmtree(run.folder, ignore_errors=True)
+            return run, 0, []
+        found = checkpoint.load(run.folder, begin.round)
+        if found is None:
+            return run, 0, begin.clients
+        here = run.clients.intersection(found.state["lived"])
+        run.guard.remember(found.state.get("asked", {}))
+        found.only(here).restore(run.store)
+        return run, found.round, sorted(run.clients - here)
+
+    def save(self, round: int) -> None:
+        """Write the clients' states, and who lives here: also a client without a state has lost nothing."""
+        self.guard.save(round)
+        state = {"lived": sorted(self.clients), "asked": self.guard.memory}
+        checkpoint.save(self.folder, round, state, self.store)
+
+    def learn(self, news: object) -> None:
+        """What became of an earlier answer; again, where it is known already."""
+        if isinstance(news, Settled):
+            if news.exchange == self._exchange:
+                self.engine.commit(news.clients)
+        elif isinstance(news, Kept):
+            self.stay.keep(news)
+        elif isinstance(news, Ended):
+            self.stay.end(news)
+        else:
+            raise WireError(f"a {type(news).__name__} is no news")
+
+    def ask(self, ask: Ask) -> Answers:
+        """The answers of the clients of this site."""
+        self._next(ask.exchange)
+        different = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
+        if not different or not all(0 <= n < len(ask.requests) for n in ask.which):
+            raise WireError("questions and clients do not match")
+        asked = zip(ask.clients, ask.which, strict=True)
+        requests = {client: self._request(client, ask.requests[n]) for client, n in asked}
+        self._waiting = []
+        self.engine.commit([])
+        self.guard.begin_exchange()
+        allowed, outcomes = self._allowed(requests, together=bool(ask.group))
+        if allowed:
+            group = None
+            if ask.group:
+                group = SiteGroup(ask.group, ask.places, self._send_part, self.host.patience)
+            self._part_bytes = 0
+            outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
+            if self._part_bytes:
+                self.host.note(Part.__name__, round=self.guard.round, bytes=self._part_bytes)
+        for client, request in allowed.items():
+            outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
+        self._waiting = [outcomes[client] for client in ask.clients]
+        return self._next_answers()
+
+    def _send_part(self, part: bytes) -> object:
+        """Parts of a group's sums leave like answers, also those of a group that breaks."""
+        try:
+            self.guard.leave(len(part))
+        except RuleError as error:
+            self.host.refused(error, Part.__name__)
+            raise
+        self._part_bytes += len(part)
+        return self.host.send(SERVER, part)
+
+    def _allowed(
+        self, requests: Mapping[ClientId, Request], *, together: bool
+    ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
+        """The questions that may be answered, and why the others may not; of a group all or none."""
+        allowed: dict[ClientId, Request] = {}
+        refused: dict[ClientId, Any] = {}
+        self._matches = {}
+        for client, request in requests.items():
+            try:
+                self._matches[client] = match = self.guard.check(client, request, together=together)
+                self.guard.take(match)
+                allowed[client] = request
+            except RuleError as error:
+                refused[client] = self._refusal(client, request, error)
+        if together and refused:
+            void = Failed("another client of its group was refused", bystander=True)
+            return {}, {client: refused.get(client, void) for client in requests}
+        return allowed, refused
+
+    def _refusal(self, client: ClientId, request: Request, error: RuleError) -> Failed:
+        """A question that is not answered, in the site's books and for the server."""
+        self.host.refused(error, type(request).__name__, SERVER, client)
+        return Failed(f"site {self.host.name}: {error}", bystander=False, refused=True)
+
+    def _told(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
+        """An outcome as it travels, once the book has it."""
+        match = self._matches.get(client)
+        about: dict[str, Any] = {"client": client, "round": self.guard.round}
+        if match is not None:
+            about |= {"phase": match.question.phase}
+        travels = self._outcome(outcome)
+        if not isinstance(travels, Failed):
+            self.guard.answered(match, travels)
+            epsilon = None if match is None else match.question.epsilon
+            about |= {"samples": samples, "bytes": records.size(travels), "epsilon": epsilon}
+        elif "privacy.min_samples" in travels.reason:
+            about |= {"refused": "privacy.min_samples"}
+        else:
+            error = outcome.error if isinstance(outcome, Failure) else None
+            about |= {"failed": "no answer" if error is None else type(error).__name__}
+        self.host.note(type(request).__name__ if match is None else match.question.label, **about)
+        return travels
+
+    def more(self, more: More) -> Answers:
+        """Those answers of the last exchange that did not fit into the messages before."""
+        if more.exchange != self._exchange:
+            raise WireError(f"the answers of exchange {more.exchange} are gone")
+        return self._next_answers()
+
+    def _next_answers(self) -> Answers:
+        """As many answers as one message may hold, at least one."""
+        size = count = 0
+        for outcome in self._waiting:
+            size += records.size(outcome)
+            if count and size > LARGEST_ANSWER:
+                break
+            count += 1
+        answers, self._waiting = self._waiting[:count], self._waiting[count:]
+        return Answers(answers, len(self._waiting))
+
+    def hop(self, hop: Hop) -> Hopped | Unmoved:
+        """One task of a relay."""
+        self._next(hop.exchange)
+        task = self._request(hop.client, hop.task)
+        if hop.back and hop.weights is None:
+            raise WireError("a hop without a model")
+        self.guard.begin_exchange()
+        try:
+            self.guard.hop(hop.journey, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
+            match = self.guard.check(hop.client, task, relay=True)
+        except RuleError as error:
+            return Hopped(self._refusal(hop.client, task, error), None)
+        self._matches = {hop.client: match}
+        if hop.back:
+            assert hop.weights is not None
+            self.guard.take(match)
+            outcome = self.engine.hop(hop.client, task, hop.weights)
+            weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
+            return Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
+        if self.stay.number != hop.journey:
+            self.stay = _Stay(hop.journey, self.context, self.store)
+        try:
+            weights = self._weights(hop)
+        except (FedstrataError, OSError) as error:
+            return Unmoved(self.host.message_of(error))
+        self.guard.take(match)
+        return Hopped(self._told(hop.client, task, self.stay.work(hop, task, weights), self.stay.samples), None)
+
+    def _weights(self, hop: Hop) -> Weights:
+        """The travelling model: sent along, left here, or fetched from the site that has it."""
+        if hop.weights is not None:
+            weights = hop.weights
+        elif hop.holder == self.host.name:
+            left = self.stay.left_by(hop.journey, hop.base)
+            if left is None:
+                raise FedstrataError(f"the model after hop {hop.base} is not here")
+            return left.weights
+        else:
+            weights = read(self.host.send(hop.holder, records.encode(Fetch(hop.journey, hop.base, hop.key))), Weights)
+        model = self.context.config.model
+        if defect := defect_of(weights, lambda found: found.require_like(Weights(model.params(), model.buffers()))):
+            raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
+        return weights
+
+    def _outcome(self, outcome: Any) -> Any:
+        """An outcome as it travels."""
+        if not isinstance(outcome, Failure):
+            try:
+                # What could not be read there would take the answers of all other clients of this site with it.
+                records.require_types(outcome)
+            except (WireError, AttributeError, KeyError) as error:
+                return Failed(str(error), False, True)
+            return outcome
+        reason = outcome.reason if outcome.error is None else self.host.message_of(outcome.error, outcome.reason)
+        return Failed(reason, outcome.bystander, outcome.refused)
+
+    def _next(self, exchange: int) -> None:
+        if exchange <= self._exchange:
+            raise WireError(f"exchange {exchange} comes after {self._exchange}: nobody waits for it any more")
+        self._exchange = exchange
+
+    def _request(self, client: ClientId, request: object) -> Request:
+        if client not in self.clients:
+            raise WireError(f"client {client} does not live at site {self.host.name}")
+        if not isinstance(request, Request):
+            raise WireError(f"a {type(request).__name__} is no request")
+        return request
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a hop left behind.
+
+    Args:
+        hop: Its number.
+        ticket: Whoever has it may have the model.
+        weights: The model.
+        client: Who worked.
+        samples: Behind what it did.
+        state: That client's new state.
+    """
+
+    hop: int
+    ticket: str
+    weights: Weights
+    client: ClientId
+    samples: int
+    state: Mapping[str, Tree]
+
+
+class _Stay:
+    """A site's part of one journey of a model; clients' states count when it is over."""
+
+    def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
+        self.number, self._context, self._store = number, context, store
+        self._states: dict[ClientId, Mapping[str, Tree]] = {}
+        self._new: _Left | None = None
+        self._kept: _Left | None = None
+        self.samples = 0
+        """Samples behind the last part."""
+
+    def work(self, hop: Hop, task: Request, weights: Weights) -> Any:
+        """One client's part."""
+        self._new = None
+        known = self._states.get(hop.client)
+        client = Client(hop.client, self._context, self._store.get(hop.client) if known is None else known)
+        try:
+            moved, reply = self._context.handlers.hop(type(task))(client, task, weights)
+        except Exception as error:
+            return failure(error)
+        if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
+            return Failure(defect, refused=True)
+        self.samples = client.behind
+        self._new = _Left(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
+        return reply
+
+    def keep(self, news: Kept) -> None:
+        """The last part counts."""
+        new = self._new
+        if news.journey == self.number and new is not None and new.hop == news.hop:
+            self._states[new.client] = new.state
+            self._kept, self._new = new, None
+
+    def end(self, news: Ended) -> None:
+        """Keep the states of those whose parts count, and forget the model."""
+        if news.journey != self.number:
+            return
+        for client, state in self._states.items():
+            if client not in news.void:
+                self._store.put(client, state)
+        self._states, self._new, self._kept = {}, None, None
+
+    def left_by(self, journey: int, hop: int) -> _Left | None:
+        """What a hop left, the last or the last that counted."""
+        for left in (self._new, self._kept):
+            if journey == self.number and left is not None and left.hop == hop:
+                return left
+        return None

@@ -1,0 +1,274 @@
+"""What runs inside NVFlare's processes: the server's loop and a site, mounted on the Collab API."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.fl_component import FLComponent
+from nvflare.apis.fl_constant import FLMetaKey
+from nvflare.collab import collab
+from nvflare.collab.api.exceptions import RunAborted
+from nvflare.widgets.info_collector import InfoCollector
+
+from fedstrata.base import records
+from fedstrata.base.config import only_from
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl, write_json
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.run_folder import METRICS, SPEC, is_over
+from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites.configuration import ERROR, described
+from fedstrata.sites.data_schema import prepare_server, surveyed
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.host import Host
+from fedstrata.sites.ledger import HEADS, PLACE, Ledger
+from fedstrata.sites.line import STRUCK, Call, CollabLine, insist
+from fedstrata.sites.members import Members
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress
+from fedstrata.sites.settings import JobSpec, SiteSettings, run_of
+from fedstrata.sites.streams import bound_growth
+from fedstrata.sites.sums import Sums
+from fedstrata.sites.turns import Turns, beat
+from fedstrata.sites.wire import Refused, SiteLostError
+from fedstrata.spec.experiment import Experiment
+from fedstrata.spec.tracking import Tracking
+from fedstrata.stratify.masking.key_store import KeyRing
+
+LOG = logging.getLogger(__name__)
+
+RESULT = "fedstrata"
+"""The run folder inside the result of a deployed job."""
+
+FETCH = 10.0
+"""Seconds in which a site begins to give another one the model of a relay, for which it computes nothing; asked again
+where it does not."""
+
+
+class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
+    """The server's part of a job: runs one experiment after another.
+
+    Args:
+        plans: What to run; see ``JobSpec``. As tables of plain values, because a job's configuration is JSON.
+    """
+
+    def __init__(self, plans: list[dict[str, Any]]) -> None:
+        super().__init__()
+        bound_growth()
+        self.plans = plans
+        self._sums: Sums | None = None
+        self._line: CollabLine | None = None
+        self._progress: Progress | None = None
+
+    def handle_event(self, event_type: str, fl_ctx: Any) -> None:
+        """Say how far the run is when an administrator asks."""
+        if event_type == InfoCollector.EVENT_TYPE_GET_STATS and self._progress is not None:
+            fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR).set_info(FEDSTRATA, self._progress.table())
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def beat(self, number: int, size: int) -> None:
+        """A site lives, and is at this question."""
+        if self._line is not None and not self._line.struck(collab.caller):
+            self._line.hear(collab.caller, number, size)
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def add_up(self, data: bytes) -> bytes:
+        """A site brings its clients' parts of a sum, and waits for the others."""
+        if self._sums is None or self._line is None:
+            raise FedstrataError("no run has begun")
+        if self._line.struck(collab.caller):
+            raise FedstrataError(STRUCK)
+        return self._sums.add_up(collab.caller, data)
+
+    @collab.main  # type: ignore[untyped-decorator]
+    def main(self) -> None:
+        """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
+        ended = _Ended(collab.fl_ctx.get_run_abort_signal())
+        calls = {site.name: _caller(site, ended) for site in collab.clients}
+        root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
+        self._line = line = CollabLine(calls, RunAborted, ended, struck=Members(root).struck)
+        settings = _settings(root)
+        specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
+        try:
+            for table in self.plans:
+                plan = JobSpec.from_table(table)
+                if Path(plan.spec).name != plan.spec:
+                    raise SpecError("spec", "a job may only name files inside its own folders", plan.spec)
+                text = (specs / plan.spec).read_text(encoding="utf-8")
+                folder = folder_of(plan, text, root, settings)
+                (folder / ERROR).unlink(missing_ok=True)
+                try:
+                    with only_from(settings.packages):
+                        self._run(plan, text, folder, line, settings)
+                except (RunAborted, SiteLostError):
+                    raise  # The run is not over: it goes on when the job comes again.
+                except Exception as error:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    write_json(folder / ERROR, described(error))
+                    if not isinstance(error, FedstrataError):
+                        raise
+                finally:
+                    if plan.sites and folder.is_dir():
+                        # What an administrator fetches is the job's own folder.
+                        without = shutil.ignore_patterns("checkpoint")
+                        shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
+        finally:
+            ended.over = True
+
+    def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, settings: SiteSettings) -> None:
+        spec = Experiment.from_table(tomllib.loads(text))
+        if not settings.simulated:  # a job does not say where this server writes, nor whom it tells
+            spec = spec.model_copy(update={"tracking": Tracking()})
+        resume = (folder / SPEC).exists()
+        if resume and is_over(folder, spec.training.rounds):
+            return  # its job was ended before it was fetched, and no site need be there for that
+        homes = plan.homes(sorted(line.sites))
+        prepared = prepare_server(spec, settings.data, len(homes)) if plan.own_data else prepare(spec)
+        self._sums = Sums(plan.patience)
+        engine = NVFlareEngine(
+            prepared.config,
+            line,
+            homes,
+            self._sums,
+            spec=text,
+            run=run_of(text),
+            patience=plan.patience,
+            direct=plan.direct,
+            heads=folder / HEADS,
+            least=plan.least,
+            fewer=plan.fewer,
+        )
+        before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
+        path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
+
+        def standing(site: str) -> tuple[str, str]:
+            revoked = isinstance(line, CollabLine) and line.struck(site)
+            return ("revoked", STRUCK) if revoked else engine.standing(site)
+
+        progress = Progress(spec.training.rounds, homes, standing, before, path, run=folder.name)
+        self._progress = progress
+        try:
+            with progress.writing():
+                if plan.own_data:
+                    prepared = surveyed(prepared, engine, folder, resume=resume)
+                run_prepared(prepared, folder, engine, [progress], resume=resume)
+        except (RunAborted, SiteLostError):
+            raise  # it goes on when the job comes again
+        except Exception as error:
+            progress.end(f"{type(error).__name__}: {error}")
+            raise
+        progress.end()
+
+
+def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
+    """The run folder: a server of several jobs never answers one with another's result, whatever the job says."""
+    return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
+
+
+class _Ended:
+    """NVFlare's signal that a job is to end, which its end triggers too.
+
+    NVFlare waits for all calls before it ends a job, also for one to a dead site, which lasts as long as its patience.
+
+    Args:
+        signal: NVFlare's.
+    """
+
+    def __init__(self, signal: Any) -> None:
+        self._signal, self.over = signal, False
+
+    @property
+    def triggered(self) -> bool:
+        return bool(self.over or self._signal.triggered)
+
+
+def _caller(site: Any, ended: _Ended) -> Call:
+    site.backend.abort_signal = ended
+    return lambda data, patience: site(timeout=patience).call(data)
+
+
+def _settings(root: Path) -> SiteSettings:
+    """A party's own settings; in a deployment nothing is imported from where NVFlare unpacks its jobs."""
+    settings = SiteSettings.read(root)
+    if not settings.simulated:
+        sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
+    return settings
+
+
+class Site:
+    """A site's part of a job; all that it needs to know is in the site's own settings."""
+
+    def __init__(self) -> None:
+        bound_growth()
+        self._host: Host | None = None
+        self._problem = "it is not ready"
+
+    @collab.init  # type: ignore[untyped-decorator]
+    def init(self) -> None:
+        """Read the site's own settings. Where they are wrong the others go on without it, and all are told why."""
+        root, turns = Path(collab.workspace.get_root_dir()), Turns()
+        self._progress = SiteProgress(root / STATUS)
+        try:
+            self._host = self._made(root)
+            turns = self._host.turns
+        except Exception as error:
+            # NVFlare would end the job of all.
+            LOG.exception("this site takes no part")
+            self._progress.answer(0, f"{error}")
+            self._problem = f"its settings cannot be used ({type(error).__name__}); the log of the site says more"
+        server = collab.server
+        beat(turns, lambda number, size: server(expect_result=False).beat(number, size), RunAborted)
+        # Another thread: a disk that stands still must not make a site look dead.
+        beat(turns, lambda number, size: self._progress.write(), RunAborted)
+
+    def _made(self, root: Path) -> Host:
+        settings = _settings(root)
+        if not settings.simulated:
+            # NVFlare ends the whole job, with all other sites, when the process of one is killed. With a code that it
+            # would leave itself the others go on; whatever the process still says of its end takes this one's place.
+            run = Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
+            (run / FLMetaKey.PROCESS_RC_FILE).write_text("0")
+        keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
+        others = {site.name: site for site in collab.clients}
+        server = collab.server
+
+        def send(target: str, data: bytes) -> object:
+            if target == "server":
+                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience)
+
+            def fetch(data: bytes, left: float) -> object:
+                return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
+
+            # NVFlare waits for as long as something arrives. Asked again meanwhile, a long model would come twice.
+            return insist(fetch, data, settings.patience, beside=False)
+
+        return Host(
+            collab.site_name,
+            (settings.states or root / "fedstrata") / collab.site_name,
+            send,
+            patience=settings.patience,
+            data=settings.data,
+            keys=keys,
+            allow=settings.packages,
+            tells=settings.tells,
+            frank=settings.simulated,
+            policy=None if settings.simulated else Policy.read(root),
+            catalog=None if settings.simulated else settings.catalog,
+            undeclared=settings.simulated,
+            ledger=None if settings.simulated else Ledger(root / PLACE),
+        )
+
+    @collab.publish  # type: ignore[untyped-decorator]
+    def call(self, data: bytes) -> bytes:
+        """Everything that a site is asked; see ``fedstrata.sites.wire``."""
+        if self._host is None:
+            return records.encode(Refused(self._problem))
+        self._progress.question(len(data))
+        answer = self._host.call(collab.caller, data)
+        self._progress.answer(len(answer), self._host.problem)
+        return answer

@@ -1,0 +1,67 @@
+"""A whole deployment on this machine: server and sites as processes with certificates of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from fedstrata.sites.federation import Sites
+from fedstrata.sites.processes import end, start
+from fedstrata.sites.provision import ADMIN, SERVER, provision
+from fedstrata.sites.submit import Tell, submit
+from fedstrata.spec.experiment import Experiment
+
+
+def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, tell: Tell = print) -> Path:
+    """Provision, start server and sites, submit, wait, fetch the run folder and shut down.
+
+    Args:
+        spec: What to run.
+        sites: Where; the server's host must be this machine, ``localhost``.
+        out: See ``provision``.
+        base_dir: Data files are looked for from here.
+        tell: Is told in a line what happens.
+
+    Returns:
+        The run folder, ``out/result``.
+    """
+    provision(spec, sites, out, base_dir=base_dir)
+    with Processes(out) as processes:
+        for name in (SERVER, *sites.site):
+            processes.start(name)
+        tell(f"started the server and {len(sites.site)} sites; what they say is in {out}/*/console.txt")
+        return submit(out / ADMIN, out / "result", sites=len(sites.site), lost=60.0, tell=tell)
+
+
+class Processes:
+    """The processes of a trial; all of them, and what they start, end with it.
+
+    Args:
+        out: What ``provision`` wrote.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.running):
+            self.kill(name)
+
+    def start(self, name: str) -> subprocess.Popen[bytes]:
+        """Start the server or a site with its own start-up kit."""
+        folder = (self.out / name).absolute()
+        environment = os.environ | {"FEDSTRATA_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        with (folder / "console.txt").open("ab") as console:
+            command = ["bash", str(folder / "startup" / "sub_start.sh"), "--once"]
+            self.running[name] = start(command, cwd=folder, stdout=console, stderr=subprocess.STDOUT, env=environment)
+        return self.running[name]
+
+    def kill(self, name: str) -> None:
+        """``kill -9`` a party with all processes of its session."""
+        end(self.running.pop(name), 0)

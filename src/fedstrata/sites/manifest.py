@@ -1,0 +1,128 @@
+"""What a result is, and was made from: its files, the sites' data as they gave their fingerprints, versions, signed."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+from pathlib import Path
+from typing import Any
+
+from fedstrata.base.errors import DataError
+from fedstrata.base.jsonl import replace_file, write_json
+from fedstrata.runs.run_folder import RUN, SPEC, WEIGHTS
+from fedstrata.sites.certificates import ROOT, own, read
+from fedstrata.sites.settings import USER
+
+LOG = logging.getLogger(__name__)
+
+MANIFEST, SIGNATURE, CERTIFICATE = "manifest.json", "manifest.sig", "manifest.crt"
+"""In the run folder that an administrator fetched: what is signed, the signature, and whose it is."""
+
+FINGERPRINTS = "fingerprints.json"
+"""In the server's run folder: of each site's data, by its name."""
+
+SECRET = "fingerprint.key"
+"""In the folder of a site's states: without it nobody can try out which data have its fingerprint."""
+
+
+def fingerprint(data: Path | None, folder: Path) -> str:
+    """Of a site's file: another one has another, and it tells nothing of what is in the file.
+
+    Args:
+        data: The file.
+        folder: Where the site keeps what is its own.
+    """
+    if data is None:
+        return ""
+    path = folder / SECRET
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(path, secrets.token_bytes(32), mode=0o600)
+    return hmac.new(path.read_bytes(), data.read_bytes(), hashlib.sha256).hexdigest()
+
+
+def sign(run: Path, kit: Path) -> Path:
+    """Write down what files a run folder has and what it was made from, signed with the administrator's key.
+
+    Args:
+        run: The run folder.
+        kit: The administrator's folder.
+    """
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import padding
+
+    certificate, key = own(kit)
+    signer: Any = serialization.load_pem_private_key(key.read_bytes(), None)
+    fingerprints = run / FINGERPRINTS
+    table = {
+        "spec": _sha256(run / SPEC),
+        "sites": json.loads(fingerprints.read_text(encoding="utf-8")) if fingerprints.exists() else {},
+        "versions": json.loads((run / RUN).read_text(encoding="utf-8")).get("made_with", {}),
+        "result": {name: _sha256(run / name) for name in _files(run)},
+    }
+    path = run / MANIFEST
+    write_json(path, table)
+    replace_file(run / SIGNATURE, signer.sign(path.read_bytes(), padding.PKCS1v15(), hashes.SHA256()))
+    replace_file(run / CERTIFICATE, certificate.read_bytes())
+    return path
+
+
+def verify(run: Path, kit: Path) -> dict[str, Any]:
+    """The manifest of a run folder, if this federation's administrator signed it and the files are those.
+
+    A site's certificate is of the federation too: with that alone any site could sign what it likes. A file that nobody
+    signed is mentioned, and no error: a report may have been written beside the result.
+
+    Args:
+        run: The run folder.
+        kit: Any party's folder, for the federation's root.
+
+    Raises:
+        DataError: It is not.
+    """
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import padding
+    from cryptography.x509.oid import NameOID
+
+    certificate, root = read(run / CERTIFICATE), read(kit / "startup" / ROOT)
+    try:
+        certificate.verify_directly_issued_by(root)
+        key: Any = certificate.public_key()
+        data = (run / MANIFEST).read_bytes()
+        key.verify((run / SIGNATURE).read_bytes(), data, padding.PKCS1v15(), hashes.SHA256())
+    except Exception as error:
+        raise DataError(f"{run / MANIFEST} is not signed by this federation: {type(error).__name__}") from None
+    names = [str(each.value) for each in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+    if names != [USER]:
+        signer = ", ".join(names) or "nobody"
+        raise DataError(f"{run / MANIFEST} is signed by {signer}; accepted: the administrator, {USER}")
+    table: dict[str, Any] = json.loads(data)
+    signed = {SPEC: table["spec"], **table["result"]}
+    if WEIGHTS not in signed:
+        raise DataError(f"{run / MANIFEST} names no {WEIGHTS}")
+    there = _files(run)
+    wrong = [
+        f"{name} ({'changed' if name in there else 'missing'})"
+        for name, wanted in sorted(signed.items())
+        if name not in there or _sha256(run / name) != wanted
+    ]
+    if wrong:
+        raise DataError(f"{run} is not as the administrator signed it: {', '.join(wrong)}")
+    for name in there:
+        if name not in signed:
+            LOG.warning("%s: nobody signed it", run / name)
+    return table
+
+
+def _files(run: Path) -> list[str]:
+    """The files of a run folder, besides what is written here."""
+    names = (path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file() and not path.is_symlink())
+    return sorted(set(names) - {MANIFEST, SIGNATURE, CERTIFICATE})
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

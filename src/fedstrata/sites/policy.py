@@ -1,0 +1,205 @@
+"""What a site accepts, whatever a job says: ``policy.toml`` in its kit."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import tomli_w
+from pydantic import PositiveFloat, PositiveInt
+
+from fedstrata.base.config import Setting, build
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.federation.settings import Privacy
+from fedstrata.sites.asks import UNDECLARED, Declaration
+from fedstrata.spec.experiment import line_of, placed, read_toml
+
+FILE = Path("local") / "policy.toml"
+"""Inside a site's folder; never part of a job."""
+
+
+class RuleError(FedstrataError):
+    """What a site refuses, and by which rule.
+
+    Args:
+        rule: Its name.
+        reason: What is refused, and what is accepted.
+    """
+
+    def __init__(self, rule: str, reason: str) -> None:
+        self.rule, self.reason = rule, reason
+        super().__init__(f"refused by the rule {rule!r}: {reason}")
+
+    @property
+    def for_good(self) -> bool:
+        """Whether waiting changes nothing: a policy is read when a job begins, and what is used up stays so."""
+        return self.rule.startswith("policy.")
+
+    def __reduce__(self) -> tuple[type[RuleError], tuple[str, str]]:
+        return RuleError, (self.rule, self.reason)
+
+
+class Policy(Setting):
+    """What a site accepts.
+
+    Args:
+        jobs: Which jobs: those whose hash is ``approved``, or any (``within-policy``).
+        approved: Hashes of specs, as ``fedstrata asks`` prints them; ``fedstrata approve`` adds one.
+        methods: Names of the methods that may run; any that declares what it asks unless given.
+        min_samples: Fewest samples behind anything that leaves: a part of Stratify's batch, an update, a prototype, a
+            count. A spec may ask for more.
+        below: What becomes of a smaller part of Stratify's batch: ``hold-back`` merges it into a later part, ``refuse``
+            gives no answer. Anything else that is too small is not answered.
+        rounds: Rounds of a job at most.
+        exchanges: Questions and hops of a job that are answered at most.
+        megabytes: Of all answers of a job at most.
+        starts: How often a job may begin or go on. Each time it can go back to its last checkpoint, and repeat what was
+            asked since.
+        surveys: How many answers that differ the site gives to what its own data come to, over all jobs; one that was
+            approved is answered beyond that. Another seed, or another share, holds out other samples: two answers can
+            differ by a single one.
+        masking: Whether labels and their counts may leave masked alone.
+        ldp: Whether numbers of samples may leave under local differential privacy alone.
+        relay: ``direct``: a travelling model goes from site to site, and the server sees it at the end of its journey.
+            ``server``: it may see it after every hop.
+    """
+
+    jobs: Literal["approved", "within-policy"] = "within-policy"
+    approved: list[str] = []
+    methods: list[str] | None = None
+    min_samples: PositiveInt = 5
+    below: Literal["hold-back", "refuse"] = "hold-back"
+    rounds: PositiveInt = 1000
+    exchanges: PositiveInt = 1_000_000
+    megabytes: PositiveFloat = 100_000.0
+    starts: PositiveInt = 20
+    surveys: PositiveInt = 1
+    masking: bool = False
+    ldp: bool = False
+    relay: Literal["direct", "server"] = "direct"
+
+    def check(self, asked: Declaration) -> None:
+        """Refuse a job before anything is read for it.
+
+        Args:
+            asked: What it asks.
+
+        Raises:
+            RuleError: With the rule, the value and what is accepted.
+        """
+        if self.jobs == "approved" and asked.job not in self.approved:
+            here = f"'fedstrata approve {asked.job} --kit DIR' at the site accepts it"
+            raise RuleError("policy.approved", f"job {asked.job} is not approved; {here}")
+        if self.methods is not None and asked.method not in self.methods:
+            accepted = ", ".join(self.methods) or "none"
+            raise RuleError("policy.methods", f"method {asked.method!r}; accepted: {accepted}")
+        if asked.questions is None:
+            raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}")
+        if asked.rounds > self.rounds:
+            raise RuleError("policy.rounds", f"{asked.rounds} rounds; accepted: {self.rounds} at most")
+        least = self.least(asked.privacy)
+        for question in asked.questions:
+            if problem := question.withheld(least):
+                raise RuleError("policy.min_samples", f"{problem}; accepted: {least.min_samples} or more")
+        if asked.extremes and self.min_samples > 1:
+            problem = (
+                "data.normalize = 'unit' tells the least and the greatest value, which are single samples'; accepted: "
+            )
+            raise RuleError("policy.min_samples", f"{problem}'standard' or 'none', or data.shift and data.scale")
+        for rule, fact, accepted in (
+            ("masking", "labels", "labels that are masked, and no evaluation at the sites"),
+            ("ldp", "sizes", "numbers of samples under local differential privacy (an epsilon), and no others"),
+        ):
+            if getattr(self, rule) and fact in asked.tells:
+                who = next((q.label for q in asked.questions if fact in q.tells), "the survey of the sites' data")
+                raise RuleError(f"policy.{rule}", f"{who} tells {fact} in the clear; accepted: {accepted}")
+
+    def least(self, privacy: Privacy) -> Privacy:
+        """The larger of a spec's minimum and this one."""
+        if self.min_samples <= privacy.min_samples:
+            return privacy
+        return privacy.model_copy(update={"min_samples": self.min_samples, "below": self.below})
+
+    @classmethod
+    def read(cls, root: Path) -> Policy:
+        """From a site's folder; the defaults where there is no file.
+
+        Raises:
+            SpecError: The file is no TOML, a key is unknown or a value is wrong; the message names the line.
+        """
+        path = root / FILE
+        if not path.exists():
+            return cls()
+        table = read_toml(path, "policy")
+        try:
+            return build(cls, table)
+        except SpecError as error:
+            raise placed(error, path) from None
+
+    def to_toml(self) -> str:
+        """As a file, each key with what it is for; reading it back gives an equal policy."""
+        return "\n\n".join(_commented(self)) + "\n"
+
+
+def _commented(policy: Policy) -> Iterator[str]:
+    from fedstrata.spec.reference import rows
+
+    meanings = {key: meaning.replace("``", "'") for key, _, _, meaning in rows(Policy)}
+    yield "# What this site accepts, whatever a job says. The site may change any line; it is read when a job begins."
+    for key, value in policy.model_dump().items():
+        comment = textwrap.fill(meanings[key], 100, initial_indent="# ", subsequent_indent="# ")
+        yield f"{comment}\n# {key} = []" if value is None else f"{comment}\n{tomli_w.dumps({key: value}).strip()}"
+
+
+def approve(kit: Path, job: str) -> bool:
+    """Add a job to those that a site accepts.
+
+    Args:
+        kit: The site's folder.
+        job: Its hash.
+
+    Returns:
+        Whether it was not accepted before.
+
+    Raises:
+        SpecError: There is no such kit, or its policy cannot be read.
+    """
+    if not (kit / FILE.parent).is_dir():
+        raise SpecError(
+            "--kit", f"no folder of a site, as 'fedstrata deploy' writes it: there is no {FILE.parent}", str(kit)
+        )
+    policy = Policy.read(kit)
+    if job in policy.approved:
+        return False
+    path = kit / FILE
+    text = path.read_text(encoding="utf-8") if path.exists() else policy.to_toml()
+    path.write_text(_with_approved(text.splitlines(), [*policy.approved, job]), encoding="utf-8")
+    return True
+
+
+def _with_approved(lines: list[str], approved: list[str]) -> str:
+    """The file with another list, all else as its owner wrote it."""
+    text = "\n".join(lines)
+    begin = line_of(text, "approved")
+    new = tomli_w.dumps({"approved": approved}).strip()
+    if not begin:
+        return f"{text}\n\n{new}\n"
+    end = begin
+    while end < len(lines) and "]" not in "".join(lines[begin - 1 : end]):
+        end += 1
+    return "\n".join([*lines[: begin - 1], new, *lines[end:]]) + "\n"
+
+
+def require_hash(text: str) -> str:
+    """A hash of a spec.
+
+    Raises:
+        SpecError: It is none.
+    """
+    if len(text) != 16 or any(letter not in "0123456789abcdef" for letter in text):
+        raise SpecError(
+            "job", "expected a spec, or its hash as 'fedstrata asks' prints it: 16 digits from 0 to f", text
+        )
+    return text

@@ -1,0 +1,231 @@
+"""Make a federation's certificates, start-up kits and job, one folder for everybody who takes part."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.jsonl import write_json
+from fedstrata.sites.certificates import ROOT_DAYS, own, renew
+from fedstrata.sites.check import PART, SPEC
+from fedstrata.sites.configuration import CLASSES, write_job
+from fedstrata.sites.data_schema import prepare_server
+from fedstrata.sites.federation import Sites, policy_of
+from fedstrata.sites.guard import admitted
+from fedstrata.sites.kits import RECORDS, close, finish
+from fedstrata.sites.members import write_members
+from fedstrata.sites.policy import FILE as POLICY
+from fedstrata.sites.policy import RuleError
+from fedstrata.sites.settings import LOCAL, USER, JobSpec, SiteSettings, run_of
+from fedstrata.sites.simulator import require_nvflare
+from fedstrata.spec.experiment import Experiment
+
+SERVER, ADMIN, JOB = "server", "admin", "job"
+"""Folders beside those of the sites; the job is the administrator's."""
+
+GATE = "fedstrata.sites.gate.Gate"
+
+_RIGHTS = {
+    "format_version": "1.0",
+    "permissions": {
+        "lead": {
+            "submit_job": "any",
+            "manage_job": "any",
+            "download_job": "any",
+            "view": "any",
+            "operate": "none",
+            "shell_commands": "none",
+            "clone_job": "none",
+            "byoc": "none",
+            "server-predeployed-flwr": "none",
+        }
+    },
+}
+
+
+def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | None = None) -> None:
+    """Write ``out/server``, ``out/admin`` (with the job) and one folder a site, each with a README.
+
+    Args:
+        spec: What to run.
+        sites: Where.
+        out: A folder that does not exist yet, or is empty.
+        base_dir: For a trial on this machine: data files are looked for from here.
+
+    Raises:
+        ExtraMissingError: NVFlare is not installed.
+        SpecError: A setting is wrong, or ``out`` is in use.
+        DataError: The server's test samples are missing or not what the spec says.
+        FedstrataError: NVFlare cannot make the certificates.
+    """
+    require_nvflare()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise SpecError("--out", "exists already; certificates are never written over", str(out))
+    if spec.tracking.callbacks:
+        problem = "a job does not say where a server writes, nor whom it tells: take it out, and look at what it leaves"
+        raise SpecError("tracking", problem)
+    homes = sites.homes(spec)
+    if sites.own_data:
+        test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()
+        if test is None or base_dir is not None or test.exists():  # it may be on the server's machine only
+            prepare_server(spec, test, len(homes))
+    policy = policy_of(spec, sites)
+    for name, site in sites.site.items():
+        try:
+            admitted(spec.to_toml(), policy, clients=len(homes), own_data=sites.own_data, catalog=site.catalog)
+        except RuleError as error:
+            problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
+            raise SpecError(f"site.{name}", problem) from None
+    out.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _certify(sites, out)
+    run = run_of(spec.to_toml())
+    direct = sites.relay == "direct"
+    plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, direct, sites.least, sites.fewer)
+    write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
+    server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
+    _write_settings(out / SERVER, server)
+    for name, site in sites.site.items():
+        settings = SiteSettings(
+            data=_path(site.data, base_dir),
+            keys=_path(site.keys, base_dir),
+            patience=sites.patience,
+            secure=True,
+            allow=site.allow,
+            catalog=site.catalog,
+            tells=site.tells,
+        )
+        _write_settings(out / name, settings)
+        (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
+    _write_readmes(spec, sites, out, run)
+    write_members(out / SERVER, sites.site)
+    if sites.own_data:
+        for client, name in enumerate(homes):
+            (out / name / SPEC).write_text(spec.to_toml(), encoding="utf-8")
+            part = {"client": client, "clients": len(homes), "tests": sites.server.data is None}
+            write_json(out / name / PART, part)
+    for name in (SERVER, ADMIN, *sites.site):
+        finish(out / name)
+        renew(out / "authority", own(out / name)[0], sites.days)
+    close(out / "authority")
+
+
+def _certify(sites: Sites, out: Path) -> None:
+    """NVFlare's own provisioning, in a process of its own: it changes whoever calls it."""
+    everybody = [{"name": name, "type": "client", "org": "fedstrata"} for name in sites.site]
+    server = {"name": sites.server.host, "type": "server", "org": "fedstrata", "fed_learn_port": sites.server.port}
+    admin = {"name": USER, "type": "admin", "org": "fedstrata", "role": "lead"}
+    parts: list[tuple[str, dict[str, Any]]] = [
+        ("workspace.WorkspaceBuilder", {"template_file": ["master_template.yml"]}),
+        ("static_file.StaticFileBuilder", {"config_folder": "config"}),
+        ("cert.CertBuilder", {"root_valid_days": max(ROOT_DAYS, sites.days)}),
+        ("signature.SignatureBuilder", {}),
+    ]
+    project = {
+        "api_version": 3,
+        "name": sites.federation,
+        "description": "made by fedstrata deploy",
+        "participants": [server, *everybody, admin],
+        "builders": [{"path": f"nvflare.lighter.impl.{path}", "args": args} for path, args in parts],
+    }
+    with tempfile.TemporaryDirectory(prefix="fedstrata-provision-") as place:
+        root = Path(place)
+        (root / "project.yml").write_text(json.dumps(project), encoding="utf-8")  # JSON is YAML
+        command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", "project.yml", "-w", "kits", "--force"]
+        done = subprocess.run(command, cwd=root, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        kits = root / "kits" / sites.federation / "prod_00"
+        if done.returncode or not kits.is_dir():
+            raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
+        for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
+            shutil.move(kits / kit, out / name)
+        # The root's private key makes new certificates: it stays with whoever provisions.
+        state = json.loads((root / "kits" / sites.federation / "state" / "cert.json").read_text(encoding="utf-8"))
+        # Those of the parties are in their own folders, and nowhere else.
+        (out / "authority").mkdir()
+        write_json(out / "authority" / "cert.json", {key: state[key] for key in ("root_cert", "root_pri_key")})
+
+
+def _write_settings(folder: Path, settings: SiteSettings) -> None:
+    """What a site decides: its data, which classes a job may name, and what an administrator may do there."""
+    (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
+    local = folder / LOCAL.parent
+    text = (local / "resources.json.default").read_text(encoding="utf-8")
+    resources = json.loads(text.replace("/tmp/nvflare", f"/{RECORDS}"))
+    resources["class_allow_list"] = list(CLASSES)
+    resources["allow_log_streaming"] = False
+    for server in resources.get("servers", []):
+        server["heart_beat_timeout"] = 120  # one that was stopped for a minute is not gone
+    if "snapshot_persistor" in resources:  # the server's
+        resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
+    for component in resources.get("components", []):
+        if component["id"] == "job_scheduler":
+            # Two jobs would write into one run folder. One that waits for sites is looked at again soon, and for weeks.
+            # NVFlare doubles the least interval at every look, which Python can do for ever with a whole number only.
+            looks = {"min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
+            component["args"] |= {"max_jobs": 1} | looks
+    (local / "resources.json").write_text(json.dumps(resources, indent=2) + "\n", encoding="utf-8")
+    (local / "authorization.json").write_text(json.dumps(_RIGHTS, indent=2) + "\n", encoding="utf-8")
+
+
+def _path(given: str | None, base_dir: Path | None) -> Path | None:
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    return (base_dir / path).absolute() if base_dir is not None else path
+
+
+def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
+    install = "pip install 'fedstrata[nvflare]'"
+    where = f"{sites.server.host}:{sites.server.port}"
+    secret = "Keep this folder to yourself: it holds a private key."
+    common = f"{secret} Stop with `bash startup/stop_fl.sh`.\n"
+    names = ", ".join(sites.site)
+    code = (
+        "A spec may name classes of fedstrata's; of a package of yours only if you list it in "
+        '`local/fedstrata.toml`: `allow = ["my_package"]`.'
+    )
+    texts = {
+        SERVER: f"# Server of {sites.federation}\n\n1. On the machine that sites reach as `{sites.server.host}`, with "
+        f"port {sites.server.port} open: `{install}`. {code}\n"
+        f"2. `bash startup/start.sh`\n\nRuns are in `fedstrata/{run}`. "
+        f"After a crash start it again the same way: the run goes on from its last checkpoint.\n{common}",
+        ADMIN: f"# Administrator of {sites.federation}\n\n1. `{install}`\n2. When the server and the sites ({names}) "
+        f"have started: `fedstrata submit . --out result`\n\nIt waits, takes in sites that join late or come back, and "
+        f"fetches the result: leave it running. Started again it goes on with the same job. How far it is: `fedstrata "
+        f"status . --watch`. Needs to reach {where}.\n{secret}\n",
+    }
+    own = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.csv"`. '
+    own += f"It is {_described(spec)}. The file is read here and never leaves.\n"
+    for name in sites.site:
+        data = own if sites.own_data else ""
+        texts[name] = (
+            f"# Site {name} of {sites.federation}\n\n1. `{install}`: this, and no code that comes with a job, "
+            f"is what runs here. {code}\n"
+            f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
+            f"{data}{4 if data else 3}. `fedstrata check .` says what is wrong before it starts.\n"
+            f"{5 if data else 4}. `bash startup/start.sh`; how it goes: `fedstrata status .`\n\n"
+            f"What this site accepts, whatever a job says, is in `local/policy.toml`: read it first. "
+            f"What the job asks, in plain English: `fedstrata asks SPEC`. "
+            f"A changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\n"
+            f"What a job may name is listed in `local/resources.json`, what an administrator may do in "
+            f"`local/authorization.json`.\n{common}"
+        )
+    for name, text in texts.items():
+        (out / name / "README.md").write_text(text, encoding="utf-8")
+
+
+def _described(spec: Experiment) -> str:
+    """What a site's file is, in words."""
+    schema, data = spec.data.schema, spec.data
+    if schema is None:
+        return f"a .npz file: `x_train` (samples of shape {list(data.shape or ())}) and `y_train` (0 … {data.classes})"
+    columns = [f"`{name}` ({column.accepted})" for name, column in (schema.columns or {}).items()]
+    label = f"`{schema.label}` (accepted: {', '.join(schema.classes or ())})"
+    return f"a CSV or Parquet file with a row a sample and these columns, in any order: {'; '.join([*columns, label])}"

@@ -1,0 +1,101 @@
+"""A deployment rehearsed in one process: the sites' own files, the messages as bytes, and the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedstrata.evaluation.history import History
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import Watcher, run_prepared
+from fedstrata.sites.data_schema import prepare_server, surveyed
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.federation import Sites, policy_of
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.sums import Sums
+from fedstrata.spec.callbacks import Callback
+from fedstrata.spec.experiment import Experiment
+from fedstrata.stratify.masking.key_store import KeyRing
+
+STATES = "sites"
+"""In the run folder: the clients' states, a folder a site."""
+
+
+class _Line:
+    """Sites in this process: what crosses are bytes, as it will be."""
+
+    def __init__(self, hosts: dict[str, Host]) -> None:
+        self.hosts = hosts
+
+    def there(self, site: str) -> bool:
+        """They all are."""
+        return True
+
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
+        """What a site answers."""
+        return self.hosts[site].call(SERVER, data)
+
+
+def rehearse(
+    spec: Experiment,
+    sites: Sites,
+    out: Path,
+    *,
+    base_dir: Path,
+    resume: bool = False,
+    callbacks: Sequence[Callback | Watcher] = (),
+) -> History:
+    """Run what a deployment will run, over the same files, to the same bytes.
+
+    Args:
+        spec: What to run.
+        sites: Where: ``data`` and ``keys`` of each site, and the server's, are read here.
+        out: The run folder.
+        base_dir: Those files are looked for from here.
+        resume: Go on with what is in the folder.
+        callbacks: What looks at the run.
+
+    Raises:
+        SpecError: A setting is wrong, or a site's file is not named.
+        FedstrataError: Too few sites have data that the spec describes.
+    """
+
+    def path(given: str | None) -> Path | None:
+        return None if given is None else (base_dir / Path(given).expanduser()).absolute()
+
+    homes, sums = sites.homes(spec), Sums(sites.patience)
+    line, shared = _Line({}), KeyRing.of_site()
+    for name, site in sites.site.items():
+
+        def carry(target: str, data: bytes, name: str = name) -> object:
+            return sums.add_up(name, data) if target == SERVER else line.hosts[target].call(name, data)
+
+        keys = path(site.keys)
+        line.hosts[name] = Host(
+            name,
+            out / STATES / name,
+            carry,
+            patience=sites.patience,
+            data=path(site.data),
+            keys=shared if keys is None else KeyRing(keys),
+            allow=site.allow,
+            tells=site.tells,
+            policy=policy_of(spec, sites),
+            catalog=site.catalog,
+        )
+    prepared = prepare_server(spec, path(sites.server.data), len(homes)) if sites.own_data else prepare(spec)
+    engine = NVFlareEngine(
+        prepared.config,
+        line,
+        homes,
+        sums,
+        spec=spec.to_toml(),
+        run="run",  # the folder is this run's own
+        patience=sites.patience,
+        direct=sites.relay == "direct",
+        least=sites.least,
+        fewer="abort" if sites.fewer == "wait" else sites.fewer,  # nobody comes back here
+    )
+    if sites.own_data:
+        prepared = surveyed(prepared, engine, out, resume=resume)
+    return run_prepared(prepared, out, engine, callbacks, resume=resume)

@@ -1,0 +1,140 @@
+"""What a job tells its server, and what each site decides for itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import PositiveFloat
+
+from fedstrata.base.config import Setting, build, plain
+from fedstrata.base.errors import SpecError
+from fedstrata.sites.engine import Fewer
+from fedstrata.spec.experiment import placed, read_toml
+
+LOCAL = Path("local") / "fedstrata.toml"
+"""A site's own settings, inside its folder; never part of a job."""
+
+USER = "admin@fedstrata.local"
+"""The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
+
+PATIENCE = 600.0
+"""Seconds that a site has for an answer, unless something else is said."""
+
+
+def run_of(spec: str) -> str:
+    """The name of a run, for its folder at the server and its states at the sites: another spec, another run.
+
+    Args:
+        spec: The experiment as TOML.
+    """
+    return hashlib.sha256(spec.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One experiment for the server of a job.
+
+    Args:
+        spec: The file with the experiment, beside the server's part of the job.
+        folder: In a simulation the path of the run folder; a server names it itself, by ``run_of``. A run that is
+            there goes on.
+        clients: N.
+        sites: The site of every client, in a deployment; otherwise clients are dealt to the sites that are there.
+        own_data: Whether each site brings its own data; otherwise they are the spec's, by its partition.
+        patience: Seconds that a site has for an answer.
+        direct: Whether the model of a relay goes from site to site.
+        least: Fewest sites that must answer.
+        fewer: What to do when there are fewer.
+    """
+
+    spec: str
+    folder: str
+    clients: int
+    sites: tuple[str, ...] = ()
+    own_data: bool = False
+    patience: float = PATIENCE
+    direct: bool = True
+    least: int = 1
+    fewer: Fewer = "go-on"
+
+    def table(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return dataclasses.asdict(self) | {"sites": list(self.sites)}
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
+        """From ``table()``."""
+        return cls(**{**table, "sites": tuple(table["sites"])})
+
+    def homes(self, there: Sequence[str]) -> list[str]:
+        """The site of every client: consecutive clients share one where there are fewer sites than clients.
+
+        >>> JobSpec("run-0.toml", "", 5).homes(["a", "b"])
+        ['a', 'a', 'a', 'b', 'b']
+        """
+        if self.sites:
+            return list(self.sites)
+        return [there[client * len(there) // self.clients] for client in range(self.clients)]
+
+
+class SiteSettings(Setting):
+    """What a site, or the server, decides for itself; in ``local/fedstrata.toml`` of its folder.
+
+    Args:
+        data: Its data file; None where the spec's data are used.
+        keys: The folder of the keys that the sites share, for masked labels; never at the server.
+        patience: Seconds that it waits for another site.
+        secure: Whether what goes to another site is encrypted from end to end, so that the server that passes it on
+            cannot read it; needs certificates.
+        states: Where its clients' states are kept; inside its folder unless given.
+        allow: Top-level packages, installed at the site, from which a spec may name ``module:Class``.
+        catalog: Data sets and files that a spec may name here, as it names them; none unless listed, but for what comes
+            with scikit-learn.
+        tells: Whether the server may learn how good a model is on this site's own samples (``evaluation.client_test``),
+            metric by metric. Sums over them, which are added to the other sites', it is told in any case.
+        simulated: Whether all this is a simulation on one machine: the job may then say where its files are, and
+            clients may make the keys, specs may name any code, and errors are told to the server in full.
+    """
+
+    data: Path | None = None
+    keys: Path | None = None
+    patience: PositiveFloat = PATIENCE
+    secure: bool = False
+    states: Path | None = None
+    allow: list[str] = []
+    catalog: list[str] = []
+    tells: bool = False
+    simulated: bool = False
+
+    @property
+    def packages(self) -> list[str] | None:
+        """What ``fedstrata.base.config.only_from`` is given: None, for any, in a simulation."""
+        return None if self.simulated else self.allow
+
+    def table(self) -> dict[str, Any]:
+        """What differs from the defaults, as TOML holds it."""
+        table = self.model_dump(exclude_defaults=True)
+        return {key: str(value) if isinstance(value, Path) else plain(value) for key, value in table.items()}
+
+    @classmethod
+    def read(cls, root: Path) -> SiteSettings:
+        """From a site's folder; the defaults where there is no file.
+
+        Raises:
+            SpecError: The file is no TOML, a key is unknown or a value is wrong; the message names the line.
+        """
+        path = root / LOCAL
+        if not path.exists():
+            return cls()
+        table = read_toml(path, "settings")
+        try:
+            found = build(cls, table)
+        except SpecError as error:
+            raise placed(error, path) from None
+        given = {key: getattr(found, key) for key in ("data", "keys", "states")}
+        return found.model_copy(update={key: root / file.expanduser() for key, file in given.items() if file})

@@ -1,0 +1,204 @@
+"""Experiments in NVFlare's simulator: a server and sites as processes of this machine, without certificates."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import tomli_w
+
+from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl, write_json
+from fedstrata.evaluation.history import History
+from fedstrata.runs import checkpoint
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
+from fedstrata.runs.simulation import refuse_elsewhere
+from fedstrata.sites.configuration import CLASSES, ERROR, raised, write_job
+from fedstrata.sites.processes import end, start
+from fedstrata.sites.settings import LOCAL, PATIENCE, JobSpec, SiteSettings
+from fedstrata.spec.experiment import Experiment
+
+Callback = Callable[[Mapping[str, Any]], None]
+
+SITES = "sites.json"
+"""In a run folder: over how many sites its clients are dealt."""
+
+_PROGRAM = "nvflare.private.fed.app.simulator.simulator"
+_LOOK = 0.1
+ATTEMPTS = 2
+"""How often the simulator is started where it ends before the first run has begun."""
+GRACE = 5.0
+"""Seconds for processes that are to end."""
+
+
+def require_nvflare() -> None:
+    """Raise ``ExtraMissingError`` where NVFlare is not installed."""
+    if importlib.util.find_spec("nvflare") is None:
+        raise ExtraMissingError("NVFlare", "nvflare")
+
+
+def simulate(
+    runs: Sequence[tuple[Experiment, Path | None]],
+    *,
+    sites: int | None = None,
+    resume: bool = False,
+    callbacks: Sequence[Callback] = (),
+    patience: float = PATIENCE,
+    direct: bool = True,
+) -> list[History]:
+    """Run experiments one after another in one session of NVFlare's simulator.
+
+    Args:
+        runs: Experiments and their run folders; None for no folder.
+        sites: How many processes hold the clients; one a client up to the number of processors, at least three. A
+            run that goes on keeps its number, on whatever machine: each site has the states of its own clients.
+        resume: Go on with what is in the folders.
+        callbacks: Called with the record of every round.
+        patience: Seconds that a site has for an answer.
+        direct: Whether the model of a relay goes from site to site.
+
+    Raises:
+        ExtraMissingError: NVFlare is not installed.
+        SpecError: A setting is wrong.
+        FedstrataError: A run ended early.
+    """
+    require_nvflare()
+    ready = [prepare(spec) for spec, _ in runs]
+    for prepared, (_, folder) in zip(ready, runs, strict=True):
+        refuse_foreign(folder, prepared, resume=resume)
+    most = max(prepared.config.clients for prepared in ready)
+    if resume:
+        sites = _sites_before([folder for _, folder in runs if folder is not None], sites)
+    count = min(most, max(3, os.cpu_count() or 1)) if sites is None else sites
+    if count < 1:
+        raise SpecError("sites", "expected at least one", count)
+    with tempfile.TemporaryDirectory(prefix="fedstrata-nvflare-", ignore_cleanup_errors=True) as place:
+        root = Path(place)
+        folders = [(root / f"run-{n}" if folder is None else folder).absolute() for n, (_, folder) in enumerate(runs)]
+        plans = [
+            JobSpec(f"run-{n}.toml", str(folders[n]), ready[n].config.clients, patience=patience, direct=direct)
+            for n in range(len(runs))
+        ]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / WEIGHTS).unlink(missing_ok=True)  # of the rounds so far: it says below that all went well
+            write_json(folder / SITES, {"sites": count})
+        states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
+        (root / "keys").mkdir(mode=0o700)
+        settings = SiteSettings(keys=root / "keys", states=states, simulated=True, patience=patience)
+        untouched = [_touched(folder) for folder in folders]
+        for attempt in range(ATTEMPTS):
+            session = root / f"session-{attempt}"
+            session.mkdir()
+            write_job(session / "job", plans, [spec.to_toml() for spec, _ in runs])
+            _write_settings(session / "workspace", settings)
+            with _Watch(folders, callbacks) as watch, _started(session, count) as process:
+                while process.poll() is None:
+                    watch.look()
+                    time.sleep(_LOOK)
+                watch.look()
+            # On a busy machine NVFlare may lose a site while it starts, and gives up before any of our code has run.
+            if [_touched(folder) for folder in folders] != untouched:
+                break
+        return [_finished(spec, folder, given, session) for (spec, given), folder in zip(runs, folders, strict=True)]
+
+
+def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
+    """The number of sites of runs that are to go on; ``sites`` where none was begun.
+
+    Raises:
+        SpecError: They had another number, or their clients lived elsewhere.
+    """
+    for folder in folders:
+        if found := checkpoint.load(folder / "checkpoint"):
+            refuse_elsewhere(found.remote, True, "nvflare")
+        if (folder / SITES).exists():
+            before = int(json.loads((folder / SITES).read_text(encoding="utf-8"))["sites"])
+            if sites not in (None, before):
+                raise SpecError(
+                    "sites", f"the run in {folder} goes on with {before}, where its clients' states are", sites
+                )
+            sites = before
+    return sites
+
+
+def _touched(folder: Path) -> list[tuple[str, int]]:
+    """What changes in a run folder as soon as its run begins, goes on or fails."""
+    files = [folder / name for name in (SPEC, METRICS, ERROR)]
+    return [(file.name, file.stat().st_mtime_ns) for file in files if file.exists()]
+
+
+def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) -> History:
+    if (folder / ERROR).exists():
+        raise raised(folder / ERROR)
+    if not (folder / WEIGHTS).exists():
+        raise FedstrataError(f"NVFlare's simulator ended without a result; it said: {_tail(root / 'log.txt')}")
+    history = History.load(folder)
+    history.params = safetensors.torch.load((folder / WEIGHTS).read_bytes())
+    history.path, history.lower = given, spec.evaluation.lower
+    return history
+
+
+def _write_settings(workspace: Path, settings: SiteSettings) -> None:
+    """What the simulator copies to every site: its settings, and what a job may name."""
+    (workspace / LOCAL).parent.mkdir(parents=True)
+    (workspace / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
+    resources = {"format_version": 2, "class_allow_list": list(CLASSES)}
+    (workspace / "local" / "resources.json.default").write_text(json.dumps(resources), encoding="utf-8")
+
+
+@contextmanager
+def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", _PROGRAM, str(root / "job"), "-w", str(root / "workspace")]
+    # Each site is one processor's work: more threads would only get in each other's way.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (root / "log.txt").open("wb") as log:
+        command += ["-n", str(sites), "-t", str(sites)]
+        process = start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            yield process
+        finally:
+            end(process, GRACE)
+
+
+class _Watch:
+    """Tells callbacks of every round that the servers of runs write down."""
+
+    def __init__(self, folders: Sequence[Path], callbacks: Sequence[Callback]) -> None:
+        self._files = [folder / METRICS for folder in folders]
+        self._callbacks = callbacks
+        self._seen: dict[Path, int] = {}
+
+    def __enter__(self) -> _Watch:
+        self._seen = {file: len(self._records(file)) for file in self._files}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def look(self) -> None:
+        for file in self._files:
+            records = self._records(file)
+            for record in records[self._seen[file] :]:
+                for callback in self._callbacks:
+                    callback(record)
+            self._seen[file] = len(records)
+
+    @staticmethod
+    def _records(file: Path) -> list[dict[str, Any]]:
+        return read_jsonl(file) if file.exists() else []
+
+
+def _tail(path: Path, lines: int = 15) -> str:
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

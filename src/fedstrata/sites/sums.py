@@ -1,0 +1,105 @@
+"""Sums over the clients of one group who live at several sites: each site brings its clients' parts in one call."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from fedstrata.base import records
+from fedstrata.base.errors import WireError
+from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
+from fedstrata.sites.turns import Turns
+from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
+
+SHARE = 0.4
+"""The part of a call's time that the members of a group wait for each other at one sum."""
+
+
+class Sums:
+    """The server's side: a barrier for each group that is at work.
+
+    Sums are taken in the order of the members, whichever site comes first: the same bits as ``LocalGroup``.
+
+    The barrier loses patience before the calls of the sites that wait at it do: otherwise one site that hangs would
+    take all others with it, whose own answers would come too late.
+
+    Args:
+        patience: Seconds that a site has for its whole answer.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self.patience = patience * SHARE
+        self._lock = threading.Lock()
+        self._groups: dict[str, tuple[LocalGroup, dict[str, set[int]]]] = {}
+        self._turns: dict[tuple[str, str], Turns] = {}
+
+    def open(self, group: str, places: dict[str, set[int]]) -> None:
+        """Begin a group whose members have these places, by site."""
+        with self._lock:
+            self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
+
+    def abort(self, group: str, reason: str) -> None:
+        """Let everybody who waits, or comes later, know that the group is broken."""
+        with self._lock:
+            found = self._groups.get(group)
+        if found is not None:
+            found[0].abort(reason)
+
+    def leave(self, group: str, site: str) -> None:
+        """Note that a site has answered: no more parts of its clients will come."""
+        with self._lock:
+            found, places = self._groups.get(group, (None, {}))
+        if found is not None:
+            found.leave(*places[site])
+
+    def close(self, group: str) -> None:
+        """Forget a group."""
+        self.abort(group, "it is over")
+        with self._lock:
+            _, places = self._groups.pop(group, (None, {}))
+            for site in places:
+                self._turns.pop((group, site), None)
+
+    def add_up(self, site: str, data: object) -> bytes:
+        """The answer to a site's ``Part``: the ``Total``, or ``Refused`` where the group is broken."""
+        try:
+            part: Part = read(data, Part)
+            with self._lock:
+                group, places = self._groups.get(part.group, (None, {}))
+            if group is None:
+                raise GroupBrokenError("the group is over")
+            if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
+                raise WireError(f"site {site} brings parts of places {part.places}, which are not its own")
+            with self._lock:
+                turns = self._turns.setdefault((part.group, site), Turns())
+            added = dict(zip(part.places, part.tensors, strict=True))
+            return turns.answer(part.step, lambda: records.encode(Total(group.add(added))))
+        except (GroupBrokenError, WireError, SiteRefusedError) as error:
+            return records.encode(Refused(str(error)))
+
+
+class SiteGroup(LocalGroup):
+    """The clients of one site, as threads, that belong to a larger group.
+
+    Args:
+        group: Its name.
+        places: Of these clients among its members.
+        send: Carries a ``Part`` to the server and gives back what it answers.
+        patience: Seconds that a client waits for the others of its site.
+    """
+
+    def __init__(self, group: str, places: Sequence[int], send: Callable[[bytes], object], patience: float) -> None:
+        super().__init__(len(places), patience * SHARE)
+        self._group, self._places, self._send = group, list(places), send
+        self._steps = itertools.count(1)
+
+    def _add_up(self, parts: list[Tensor]) -> Tensor:
+        try:
+            part = Part(self._group, self._places, parts, next(self._steps))
+            total: Total = read(self._send(records.encode(part)), Total)
+        except Exception as error:
+            raise GroupBrokenError(f"the group is broken: {error}") from error
+        return total.tensor

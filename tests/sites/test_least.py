@@ -1,0 +1,229 @@
+"""The fewest sites that must answer: before the first round, in every one, and what happens when there are fewer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.base import records
+from fedstrata.base.errors import FedstrataError
+from fedstrata.sites.data_schema import prepare_server, surveyed
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.policy import Policy
+from fedstrata.sites import engine as engine as engines
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.sums import Sums
+from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import run_prepared
+
+
+class Line:
+    """Sites in this process, which a test takes away and brings back."""
+
+    def __init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.gone: set[str] = set()
+        self.hook: Callable[[str, Any], None] = lambda site, body: None
+
+    def there(self, site: str) -> bool:
+        return site not in self.gone
+
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
+        self.hook(site, read(data, Envelope).body)
+        if site in self.gone:
+            raise SiteLostError("nothing was heard of it")
+        return self.hosts[site].call(SERVER, data)
+
+
+@pytest.fixture
+def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
+    monkeypatch.setattr(engines, "WAIT", 0.01)
+    monkeypatch.setattr(engines, "BEGIN_AGAIN", 0.05)
+    return Line()
+
+
+def spec(method: str = "scaffold", **table: Any) -> fs.Experiment:
+    return fs.Experiment.from_table(
+        {
+            "method": method,
+            "data": {"limit": 90},
+            "partition": {"name": "iid", "clients": 3},
+            "model": {"name": "mlp", "hidden": [4]},
+            "training": {"rounds": 4, "execution": "per-client", "local_steps": 1},
+            "evaluation": {"every": 0},
+            **table,
+        }
+    )
+
+
+def run(
+    line: Line, place: Path, spec: fs.Experiment, least: int, fewer: Any, made: list[NVFlareEngine] | None = None
+) -> fs.History:
+    prepared, sums = prepare(spec), Sums(60.0)
+    for name in "abc":
+
+        def carry(target: str, data: bytes, name: str = name) -> object:
+            return sums.add_up(name, data) if target == SERVER else line.hosts[target].call(name, data)
+
+        line.hosts[name] = Host(name, place / name, carry, patience=60.0, allow=None, frank=True)
+    common = {"spec": spec.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
+    engine = NVFlareEngine(prepared.config, line, list("abc"), sums, **common)
+    if made is not None:
+        made.append(engine)
+    return run_prepared(prepared, None, engine)
+
+
+def dies_in_round(line: Line, round: int, *, back: float | None, kind: type = Ask) -> None:
+    """Site b is gone in a round, and back after so many seconds; its answer of that round is lost on its way."""
+    asked: list[str] = []
+
+    def hook(site: str, body: Any) -> None:
+        if site == "b" and isinstance(body, kind) and not line.gone:
+            asked.append(site)
+            if len(asked) == round:
+                line.gone.add("b")
+                if back is not None:
+                    threading.Timer(back, line.gone.clear).start()
+
+    line.hook = hook
+
+
+@pytest.mark.parametrize(("method", "kind"), [("scaffold", Ask), ("sfl", Hop)])
+def test_a_run_waits_for_those_that_it_needs(line: Line, tmp_path: Path, method: str, kind: type) -> None:
+    experiment = spec(method)
+    dies_in_round(line, 2, back=0.3, kind=kind)
+    history = run(line, tmp_path, experiment, 3, "wait")
+    returned = [record["clients_returned"] for record in history]
+    assert returned == ([3] * 4 if kind is Ask else [3, 2, 3, 3])  # a hop is not made twice
+    if kind is Ask:
+        here = fs.run(experiment)
+        assert all(bool((history.params[key] == here.params[key]).all()) for key in here.params)
+
+
+def test_a_run_that_is_to_end_with_fewer_ends_and_says_who_is_away(line: Line, tmp_path: Path) -> None:
+    dies_in_round(line, 2, back=None)
+    with pytest.raises(FedstrataError, match="2 sites answer, and least = 3; site b cannot be reached"):
+        run(line, tmp_path, spec(), 3, "abort")
+
+
+def test_a_run_that_may_go_on_with_fewer_does(line: Line, tmp_path: Path) -> None:
+    dies_in_round(line, 2, back=None)
+    history = run(line, tmp_path, spec(), 3, "go-on")
+    assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
+@pytest.mark.parametrize("method", ["scaffold", "sfl"])
+def test_who_refuses_to_answer_is_not_in(line: Line, tmp_path: Path, fewer: Any, method: str) -> None:
+    """A site whose policy was used up counted as one that answers, and stood as one that is in."""
+    policy = Policy(exchanges=1, min_samples=1)
+    engine: list[NVFlareEngine] = []
+
+    def seen(site: str, body: Any) -> None:
+        line.hosts["b"].policy = policy
+
+    line.hook = seen
+    if fewer == "go-on":
+        history = run(line, tmp_path, spec(method), 3, fewer, engine)
+        assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
+        state, why = engine[0].standing("b")
+        assert state == "refused"
+        assert "policy.exchanges" in why
+        assert engine[0].standing("a") == ("in", "")
+    else:
+        with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.exchanges"):
+            run(line, tmp_path, spec(method), 3, fewer, engine)
+
+
+def test_who_refuses_at_the_beginning_is_not_waited_for(line: Line, tmp_path: Path) -> None:
+    """Its policy is read when a job begins, so that it was asked every ten seconds for ever."""
+    line.hook = lambda site, body: setattr(line.hosts["b"], "policy", Policy(methods=["fedavg"], min_samples=1))
+    with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.methods"):
+        run(line, tmp_path, spec(), 3, "wait")
+
+
+def test_enough_are_enough(line: Line, tmp_path: Path) -> None:
+    dies_in_round(line, 2, back=None)
+    for fewer in ("wait", "abort"):
+        line.gone.clear()
+        assert len(run(line, tmp_path / fewer, spec(), 2, fewer)) == 4
+
+
+HEAD = "age,ill\n"
+OWN = {
+    "data": {
+        "name": "own.csv",
+        "schema": {
+            "label": "ill",
+            "classes": ["no", "yes"],
+            "test": 0.2,
+            "columns": {"age": {"type": "number", "range": [0, 120]}},
+        },
+    },
+    "partition": {"name": "natural"},
+}
+
+
+def own_data(line: Line, place: Path, least: int, fewer: Any) -> tuple[fs.History, NVFlareEngine]:
+    """Two hospitals, of which one has a file that is not what the spec says."""
+    rows = "".join(f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40))
+    (place / "a.csv").write_text(HEAD + rows)
+    (place / "b.csv").write_text(HEAD + "900,no\n" + rows)
+    experiment = spec("fedavg", **OWN)
+    prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
+    for name in "ab":
+        line.hosts[name] = Host(name, place / name, lambda to, data: b"", patience=60.0, data=place / f"{name}.csv")
+    common = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
+    engine = NVFlareEngine(prepared.config, line, list("ab"), sums, **common)
+    return run_prepared(surveyed(prepared, engine, place / "out", resume=False), None, engine), engine
+
+
+def test_one_hospital_of_two_with_a_bad_file_is_fewer_than_two(line: Line, tmp_path: Path) -> None:
+    """The run was completed with one hospital, because connections were counted."""
+    with pytest.raises(FedstrataError, match=r"1 sites answer, and least = 2; site b takes no part.*'age'.*900"):
+        own_data(line, tmp_path, 2, "abort")
+
+
+@pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
+def test_who_refuses_one_kind_of_question_is_in(line: Line, tmp_path: Path, fewer: Any) -> None:
+    """A hospital that trains and has too few test samples to tell how a model does on them ended the run of all."""
+    refused: list[str] = []
+    send = line.send
+
+    def listen(site: str, *question: Any) -> object:
+        answer = send(site, *question)
+        said = records.decode(answer)  # type: ignore[arg-type]
+        refused.extend(each.reason for each in getattr(said, "outcomes", ()) if getattr(each, "refused", False))
+        return answer
+
+    line.send = listen  # type: ignore[method-assign]
+    rows = [f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40)]
+    for name, count in (("a", 40), ("b", 20)):
+        (tmp_path / f"{name}.csv").write_text(HEAD + "".join(rows[:count]))
+    experiment = spec("fedavg", **OWN | {"evaluation": {"every": 1}})
+    prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
+    for name in "ab":
+        own: dict[str, Any] = {"data": tmp_path / f"{name}.csv", "policy": Policy(min_samples=5)}
+        line.hosts[name] = Host(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
+    common: dict[str, Any] = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": 2, "fewer": fewer}
+    engine = NVFlareEngine(prepared.config, line, list("ab"), sums, **common)
+    history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)
+    assert [record["clients_returned"] for record in history] == [2, 2, 2, 2]
+    assert engine.standing("b") == ("in", "")
+    assert refused, "it told how the model does on four samples"
+
+
+def test_a_hospital_that_mends_its_file_is_taken_in(line: Line, tmp_path: Path) -> None:
+    def mend() -> None:
+        (tmp_path / "b.csv").write_text((tmp_path / "a.csv").read_text())
+
+    threading.Timer(0.5, mend).start()
+    history, engine = own_data(line, tmp_path, 2, "wait")
+    assert {record["clients_returned"] for record in history} == {2}
+    assert not [event for event in engine.events() if event[0] == "absent"]

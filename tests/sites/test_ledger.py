@@ -1,0 +1,316 @@
+"""A site's book: whole after any kill, and nothing in it can be changed, cut or moved unseen."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.base.errors import DataError
+from fedstrata.cli import main
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.sums import Sums
+
+WRITER = """
+import sys
+from pathlib import Path
+from fedstrata.sites.ledger import Entry, Ledger
+ledger = Ledger(Path(sys.argv[1]))
+for round in range(10**6):
+    head = ledger.append(Entry("spec", "Fit", client, "round", round, 40, 1000) for client in range(7))
+    sys.stdout.write(f"{head}\\n"); sys.stdout.flush()
+"""
+
+
+def entries(count: int, run: str = "a") -> list[Entry]:
+    return [Entry(run, "Fit", 0, "round", n + 1, 10 + n, 100) for n in range(count)]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """Ten entries in five exchanges."""
+    ledger = Ledger(tmp_path)
+    for number in range(5):
+        ledger.append(entries(10)[2 * number : 2 * number + 2])
+    return tmp_path
+
+
+def lines(book: Path) -> list[bytes]:
+    return (book / FILE).read_bytes().splitlines(keepends=True)
+
+
+def test_what_is_written_is_read_and_by_whoever_goes_on(book: Path) -> None:
+    head = Ledger(book).append([Entry("b", "SizeReport", 3, "round", 1, 25, 8, epsilon=0.5)])
+    found = check(book)
+    assert (found.problems, found.notes) == ([], [])
+    assert [entry["n"] for entry in found.entries] == list(range(1, 12))
+    assert found.entries[4]["samples"] == 14
+    assert {key: found.entries[-1][key] for key in ("run", "kind", "client", "epsilon")} == {
+        "run": "b", "kind": "SizeReport", "client": 3, "epsilon": 0.5,
+    }  # fmt: skip
+    assert (book / HEAD).read_text().strip() == str(head)
+    assert Head.parsed(str(head)) == head == Head(11, head.digest)
+    assert (book / FILE).stat().st_mode & 0o077 == 0
+
+
+def test_two_processes_take_turns(tmp_path: Path) -> None:
+    one, other = Ledger(tmp_path), Ledger(tmp_path)
+    for _ in range(3):
+        one.append(entries(2, "a"))
+        other.append(entries(1, "b"))
+    found = check(tmp_path)
+    assert found.problems == []
+    assert "".join(entry["run"] for entry in found.entries) == "aabaabaab"
+
+
+def changed(book: Path) -> str:
+    text = (book / FILE).read_bytes()
+    (book / FILE).write_bytes(text.replace(b'"samples": 14', b'"samples": 41'))
+    return "line 5 of 10 is not what was written there"
+
+
+def cut_out(book: Path) -> str:
+    kept = lines(book)
+    del kept[3]
+    (book / FILE).write_bytes(b"".join(kept))
+    return "line 4 of 9 is not what was written there"
+
+
+def moved(book: Path) -> str:
+    kept = lines(book)
+    kept[6], kept[7] = kept[7], kept[6]
+    (book / FILE).write_bytes(b"".join(kept))
+    return "line 7 of 10"
+
+
+def tail_cut_off(book: Path) -> str:
+    (book / FILE).write_bytes(b"".join(lines(book)[:7]))
+    return "entries 8 to 10 are missing: its head says 10, and there are 7"
+
+
+def all_gone(book: Path) -> str:
+    (book / FILE).unlink()
+    return "entries 1 to 10 are missing: its head says 10, and there are 0"
+
+
+def head_gone(book: Path) -> str:
+    (book / HEAD).unlink()
+    return "ledger.head is missing"
+
+
+def head_spoilt(book: Path) -> str:
+    (book / HEAD).write_text("ten")
+    return "ledger.head is no head of a ledger"
+
+
+def written_anew(book: Path) -> str:
+    (book / FILE).unlink()
+    head = (book / HEAD).read_text()
+    Ledger(book).append(entries(12, "b"))
+    (book / HEAD).write_text(head)
+    return "entry 10 is another one than its head says: it was written anew"
+
+
+def binary(book: Path) -> str:
+    kept = lines(book)
+    kept[2] = b"\0" * 50 + b"\n"
+    (book / FILE).write_bytes(b"".join(kept))
+    return "line 3 of 10"
+
+
+@pytest.mark.parametrize(
+    "attack", [changed, cut_out, moved, tail_cut_off, all_gone, head_gone, head_spoilt, written_anew, binary]
+)
+def test_whatever_is_done_to_it_shows(book: Path, attack, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(book).problems == []
+    problem = attack(book)
+    found = check(book)
+    assert any(problem in each for each in found.problems), found.problems
+    (book / PLACE).mkdir()
+    for file in [each for each in book.iterdir() if each.is_file()]:
+        file.rename(book / PLACE / file.name)
+    assert main(["ledger", str(book), "--verify"]) == 1
+    assert problem in capsys.readouterr().err
+
+
+def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(book: Path, tmp_path: Path) -> None:
+    head = Ledger(book).append(entries(1))
+    (tmp_path / HEADS).write_text(
+        "".join(
+            json.dumps({"site": site, "head": str(of)}) + "\n" for site, of in [("a", head), ("b", Head(99, "0" * 64))]
+        )
+    )
+    reported = heads_of(tmp_path, "a")
+    assert reported == [head]
+    assert check(book, reported).problems == []
+    kept = lines(book)[:6]
+    (book / FILE).write_bytes(b"".join(kept))
+    digest = json.loads(kept[-1])["hash"]
+    (book / HEAD).write_text(f"6:{digest}\n")
+    assert check(book).problems == []
+    assert check(book, reported).problems == ["entries 7 to 11 are missing: the server was told 11, and there are 6"]
+    # So is one that was written anew in the same length.
+    (book / FILE).unlink()
+    (book / HEAD).unlink()
+    Ledger(book).append(entries(11, "b"))
+    assert check(book, reported).problems == ["entry 11 is another one than the server was told: it was written anew"]
+    with pytest.raises(DataError, match="nothing of site c"):
+        heads_of(tmp_path, "c")
+
+
+@pytest.mark.parametrize("left", [1, 30, -1])
+def test_a_line_that_a_crash_tore_is_cut_off_and_said(book: Path, left: int) -> None:
+    whole = lines(book)
+    (book / FILE).write_bytes(b"".join(whole[:-1]) + whole[-1][:left])
+    (book / HEAD).write_text(f"9:{json.loads(whole[8])['hash']}\n")
+    found = check(book)
+    assert found.problems == []
+    assert "a crash tore the line after entry 9" in found.notes[0]
+    Ledger(book).append(entries(1))
+    again = check(book)
+    assert again.problems == []
+    assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
+    assert again.notes == ["entry 10: a crash tore the line after entry 9, which never left"]
+
+
+def test_a_crash_before_the_head_was_written_is_no_tampering(book: Path) -> None:
+    digest = json.loads(lines(book)[7])["hash"]
+    (book / HEAD).write_text(f"8:{digest}\n")
+    found = check(book)
+    assert found.problems == []
+    assert found.notes == ["its head says 8 entries, and there are 10: a crash came between"]
+
+
+def killed(folder: Path, rounds: int, seed: int) -> None:
+    """Kill a writer again and again: whatever it said had left is there."""
+    generator, left = random.Random(seed), []
+    for _ in range(rounds):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        left.append(Head.parsed(writer.stdout.readline().strip()))
+        time.sleep(generator.uniform(0, 0.05))
+        writer.send_signal(signal.SIGKILL)
+        rest = writer.stdout.read()
+        writer.wait()
+        writer.stdout.close()
+        left += [Head.parsed(line) for line in rest.splitlines() if Head.parsed(line)]
+    found = check(folder, [head for head in left if head])
+    assert found.problems == []
+    assert len(found.entries) >= max(head.entries for head in left if head)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_is_whole(tmp_path: Path) -> None:
+    killed(tmp_path, rounds=2, seed=0)
+
+
+@pytest.mark.long
+def test_killed_a_hundred_times_it_is_whole(tmp_path: Path) -> None:
+    killed(tmp_path, rounds=100, seed=1)
+
+
+def test_where_nothing_can_be_written_nothing_is_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"."):
+        Ledger(tmp_path / "file").append(entries(1))
+
+
+def test_a_file_that_is_no_ledger_is_not_gone_on_with(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("a page of something else\n")
+    with pytest.raises(DataError, match="its last line is no entry"):
+        Ledger(tmp_path).append(entries(1))
+
+
+def test_totals_add_up_epsilon_over_rounds_and_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = Ledger(tmp_path / PLACE)
+    for run, rounds in (("first", 3), ("other", 2)):
+        ledger.append(Entry(run, "SizeReport", 0, "round", n + 1, 30, 8, epsilon=0.5) for n in range(rounds))
+    ledger.append([Entry("first", "Fit", 0, "round", 1, 25, 4000), Entry("first", "Fit", 0, "round", 2, 12, 4000)])
+    ledger.append([Entry("first", "LabelReport", 0, refused="kind"), Entry("first", "Fit", 0, failed="ValueError")])
+    rows = {(row["run"], row["question"]): row for row in totals(check(tmp_path / PLACE).entries)}
+    assert rows["first", "SizeReport"]["epsilon"] == 1.5
+    assert rows["other", "SizeReport"]["epsilon"] == 1.0
+    fits = rows["first", "Fit"]
+    assert (fits["answers"], fits["fewest_samples"], fits["bytes"], fits["refused"]) == (2, 12, 8000, 0)
+    assert (rows["first", "LabelReport"]["answers"], rows["first", "LabelReport"]["refused"]) == (0, 1)
+    assert main(["ledger", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "first  SizeReport: 3 answers, each of 30 samples or more, 24 bytes, ε = 1.5 in all" in out
+    assert main(["ledger", str(tmp_path), "--csv"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 10
+    assert table[1].split(",")[2:6] == ["first", "0", "SizeReport", "round"]
+    assert main(["ledger", str(tmp_path), "--verify"]) == 0
+    assert capsys.readouterr().out == "whole: 9 entries\n"
+    assert main(["ledger", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["whole"], told["entries"]) == (True, 9)
+    assert {row["run"] for row in told["questions"]} == {"first", "other"}
+
+
+def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path: Path) -> None:
+    """Two real sites and a real server's engine, in one process: all that crosses are bytes."""
+    spec = fs.Experiment.from_table(
+        {
+            "partition": {"name": "iid", "clients": 3},
+            "data": {"name": "digits", "limit": 90},
+            "model": {"name": "mlp", "hidden": []},
+            "method": {"name": "fedstas", "epsilon": 2.0, "bound": 40, "strata": 2, "fraction": 1.0},
+            "training": {"rounds": 2, "local_steps": 1, "clients_per_round": 3},
+        }
+    )
+    books = {name: Ledger(tmp_path / name / PLACE) for name in "ab"}
+    hosts = {
+        name: Host(
+            name, tmp_path / name, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=book
+        )
+        for name, book in books.items()
+    }
+
+    class Line:
+        def there(self, site: str) -> bool:
+            return True
+
+        def send(self, site: str, data: bytes, patience: float, number: int) -> object:
+            return hosts[site].call(SERVER, data)
+
+    folder, prepared = tmp_path / "run", prepare(spec)
+    engine = NVFlareEngine(
+        prepared.config, Line(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", heads=folder / HEADS
+    )
+    history = run_prepared(prepared, folder, engine)
+    assert history[-1]["clients_trained"] == 3
+    for name, clients in (("a", 2), ("b", 1)):
+        found = check(tmp_path / name / PLACE, heads_of(folder, name))
+        assert found.problems == []
+        assert len(heads_of(folder, name)) == 2  # after each round
+        rows = {row["question"]: row for row in totals(found.entries)}
+        assert rows["Fit"]["answers"] == 2 * clients
+        assert rows["SizeReport"]["epsilon"] == pytest.approx(2.0 * 2 * clients)
+        assert {entry["phase"] for entry in found.entries} == {"round"}
+        # Neither a value nor a label is anywhere: the words of the book are its own.
+        assert all(set(entry) <= {"n", "at", *Entry.__dataclass_fields__} for entry in found.entries)
+    # What was cut off afterwards, head and all, the server's folder knows of.
+    book = tmp_path / "a" / PLACE
+    kept = lines(book)[:-1]
+    (book / FILE).write_bytes(b"".join(kept))
+    (book / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['hash']}")
+    assert check(book).problems == []
+    assert "missing: the server was told" in check(book, heads_of(folder, "a")).problems[0]
+
+
+def test_no_kit_no_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ledger", str(tmp_path)]) == 2
+    assert "no ledger" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Sites that hang or are gone: what it costs the others."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedstrata as fs
+from fedstrata.runs.preparation import prepare
+from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.sums import Sums
+from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the model, which sites load by its name
+
+Hook = Callable[[str, Any], str]
+"""What becomes of a message to a site: ``""``, ``hang`` or ``gone``."""
+
+
+class Line:
+    """Sites in this process, each call with a limit to its time, as NVFlare's calls have one."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.hook, self.stop = hook, threading.Event()
+        self._pool = ThreadPoolExecutor(16)
+
+    def there(self, site: str) -> bool:
+        return True
+
+    def send(self, site: str, data: bytes, patience: float, number: int) -> object:
+        what = self.hook(site, read(data, Envelope).body)
+        if what == "gone":
+            raise SiteLostError("it is gone")
+        work = self._pool.submit(self._call, site, data, what)
+        try:
+            return work.result(timeout=patience)
+        except TimeoutError:
+            raise SiteLostError(f"no answer within {patience:g} s") from None
+
+    def _call(self, site: str, data: bytes, what: str) -> bytes:
+        if what == "hang":
+            self.stop.wait()
+        return self.hosts[site].call(SERVER, data)
+
+
+def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> fs.History:
+    prepared, sums, line = prepare(spec), Sums(patience), Line(hook)
+    for name in "abc":
+
+        def carry(target: str, data: bytes, name: str = name) -> object:
+            return sums.add_up(name, data) if target == SERVER else line.hosts[target].call(name, data)
+
+        line.hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True)
+    toml, homes = spec.to_toml(), list("abc")
+    engine = NVFlareEngine(prepared.config, line, homes, sums, spec=toml, run="run", patience=patience)
+    try:
+        return run_prepared(prepared, None, engine)
+    finally:
+        line.stop.set()
+
+
+def spec(method: dict[str, Any], rounds: int, **tables: Any) -> fs.Experiment:
+    return fs.Experiment.from_table(
+        {
+            "data": {"name": "digits", "limit": 90},
+            "partition": {"name": "iid", "clients": 3},
+            "method": method,
+            "training": {"rounds": rounds, "batch_size": 30, "execution": "per-client", "local_steps": 1},
+            "evaluation": {"every": 0},
+            **tables,
+        }
+    )
+
+
+@pytest.mark.parametrize("method", [{"name": "stratify", "cap": 6}, {"name": "fedtan"}], ids=["stratify", "fedtan"])
+def test_a_site_that_hangs_is_lost_and_the_others_are_not(method: dict[str, Any], tmp_path: Path) -> None:
+    """The barrier and the calls that wait at it had one patience: all were lost together."""
+    asked = []
+
+    def hook(site: str, body: Any) -> str:
+        asked.append(site)
+        return "hang" if isinstance(body, Ask) and body.group and site == "b" and asked.count("b") > 2 else ""
+
+    experiment = spec(method, 2, model="probes:normalised")
+    history = run(experiment, tmp_path, hook)
+    assert len(history) == 2
+    failed = [record["clients_failed"] for record in history]
+    assert max(failed) == 1  # site b's one client, and nobody who only waited for it
+    if method["name"] == "stratify":
+        assert all(record["samples"] > 0 for record in history)
+
+
+def test_a_relay_does_not_go_on_with_nobody(tmp_path: Path) -> None:
+    """Its rounds passed in no time, and the run finished untrained."""
+    hops = []
+
+    def hook(site: str, body: Any) -> str:
+        hops.append(site)
+        return "gone" if len(hops) > 12 else ""
+
+    with pytest.raises(SiteLostError, match="no site can be reached"):
+        run(spec({"name": "sfl"}, 8), tmp_path, hook)
+
+
+def test_a_relay_goes_on_with_those_that_are_there(tmp_path: Path) -> None:
+    history = run(
+        spec({"name": "sfl"}, 2), tmp_path, lambda site, body: "gone" if isinstance(body, Hop) and site == "b" else ""
+    )
+    assert [record["clients_returned"] for record in history] == [2, 2]

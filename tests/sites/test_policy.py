@@ -1,0 +1,334 @@
+"""What a site accepts whatever a job says: each rule broken by a job, and each method under the default."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import combinations
+import pytest
+import torch
+from asked import Book, Site
+
+import fedstrata as fs
+from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.jsonl import read_jsonl
+from fedstrata.cli import main
+from fedstrata.clients.handlers.sequential import Visit
+from fedstrata.federation.messages import Fit, FitReply, Weights
+from fedstrata.methods.base import effort
+from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.policy import FILE, Policy, approve
+from fedstrata.sites.sums import Sums
+from fedstrata.sites.wire import Begun, Fetch, Hopped, Refused, Survey
+from fedstrata.stratify.masking.key_store import KeyRing
+from fedstrata.stratify.messages import LabelReport
+
+PRIVATE = {"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 2}}
+MASKED = {"method": {"name": "stratify", "masking": "prf"}}
+UNIT = {"data": {"name": "digits", "normalize": "unit", "shape": [1, 8, 8], "classes": 10}}
+TRAVELLING = {"method": {"name": "stratify", "mode": "single"}}
+SMALL = {"method": "fedtan", "model": {"name": "resnet20", "norm": "bn"}, "training": {"batch_size": 8}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "job", "rule", "says"),
+    [
+        ({"jobs": "approved"}, {}, "policy.approved", "is not approved; 'fedstrata approve"),
+        ({"methods": ["scaffold", "sfl"]}, {}, "policy.methods", "method 'fedavg'; accepted: scaffold, sfl"),
+        ({"methods": []}, {}, "policy.methods", "accepted: none"),
+        ({"rounds": 2}, {}, "policy.rounds", "3 rounds; accepted: 2 at most"),
+        ({"min_samples": 2}, TRAVELLING, "policy.min_samples", "Steps trains a model on one sample at a time; acc"),
+        ({"min_samples": 65}, {}, "policy.min_samples", "training.local_steps × training.batch_size = 2 × 32 = 64"),
+        ({"min_samples": 9}, SMALL, "policy.min_samples", "FitTogether tells sums over a first batch, which has train"),
+        ({"min_samples": 33, "below": "refuse"}, {"method": "stratify"}, "policy.min_samples", "Gradient is over a pa"),
+        ({"min_samples": 2}, UNIT, "policy.min_samples", "data.normalize = 'unit' tells the least and the greatest"),
+        ({"masking": True}, {"method": "stratify"}, "policy.masking", "LabelReport tells labels in the clear; accept"),
+        ({"masking": True}, {"method": "rebafl"}, "policy.masking", "Fit tells labels in the clear"),
+        ({"ldp": True}, {}, "policy.ldp", "Fit tells sizes in the clear; accepted: numbers of samples under loc"),
+        ({"ldp": True}, {"method": "weighted-of"}, "policy.ldp", "SizeReport tells sizes in the clear"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_job_that_breaks_a_rule_does_not_begin(
+    tmp_path: Path, policy: dict[str, Any], job: dict[str, Any], rule: str, says: str
+) -> None:
+    if job.get("method") == "weighted-of":
+        job = {"method": {"name": "fedavg", "client_sampler": "weighted"}}
+    site = Site(tmp_path, job, policy=Policy(**{"min_samples": 1, **policy}))
+    refused = site.call(Survey(site.spec.to_toml(), [0], 2, False)) if job == UNIT else site.begin()
+    assert isinstance(refused, Refused)
+    assert f"refused by the rule '{rule}'" in refused.reason
+    assert says in refused.reason
+    assert site.book.refused == [rule]
+    assert site.host._run is None
+
+
+@pytest.mark.parametrize(
+    ("policy", "job"),
+    [
+        ({"masking": True}, MASKED),
+        ({"ldp": True}, PRIVATE),
+        ({"methods": ["fedavg"]}, {}),
+        ({"min_samples": 64}, {}),
+        ({"min_samples": 8}, SMALL),
+        ({"min_samples": 33}, {"method": "stratify"}),
+    ],
+    ids=str,
+)
+def test_a_job_within_the_rules_begins(tmp_path: Path, policy: dict[str, Any], job: dict[str, Any]) -> None:
+    assert isinstance(Site(tmp_path, job, policy=Policy(**policy)).begin(), Begun)
+
+
+def test_an_approved_job_begins_and_another_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kit" / "local").mkdir(parents=True)
+    (tmp_path / "kit" / FILE).write_text(Policy(jobs="approved").to_toml())
+    site = Site(tmp_path / "site", policy=Policy.read(tmp_path / "kit"))
+    assert isinstance(site.begin(), Refused)
+    (tmp_path / "job.toml").write_text(site.spec.to_toml())
+    assert main(["approve", str(tmp_path / "job.toml"), "--kit", str(tmp_path / "kit")]) == 0
+    capsys.readouterr()
+    assert main(["approve", str(tmp_path / "job.toml"), "--kit", str(tmp_path / "kit"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["new"] is False
+    policy = Policy.read(tmp_path / "kit")
+    assert isinstance(Site(tmp_path / "site", policy=policy).begin(), Begun)
+    assert isinstance(Site(tmp_path / "site", {"seed": 1}, policy=policy).begin(), Refused)
+
+
+def _fit(site: Site, round: int) -> Fit:
+    return Fit(round, site.weights, {}, 1.0, **effort(fs.prepare(site.spec).config))
+
+
+def test_so_many_exchanges_and_no_more_also_after_a_restart(tmp_path: Path) -> None:
+    site = Site(tmp_path, policy=Policy(exchanges=2))
+    site.begin()
+    assert isinstance(*site.ask(_fit(site, 1)), FitReply)
+    assert isinstance(*site.ask(_fit(site, 2)), FitReply)
+    for _ in range(2):
+        (refused,) = site.ask(_fit(site, 3))
+        assert "policy.exchanges" in refused.reason
+    site.save(2)
+    site.start()
+    site.begin(2)
+    assert "policy.exchanges" in site.ask(_fit(site, 3))[0].reason
+
+
+def test_so_many_bytes_and_no_more(tmp_path: Path) -> None:
+    site = Site(tmp_path, policy=Policy(megabytes=0.005))
+    site.begin()
+    assert isinstance(*site.ask(_fit(site, 1)), FitReply)
+    (refused,) = site.ask(_fit(site, 2))
+    assert "policy.megabytes" in refused.reason
+    assert "accepted: 0.005 MB at most" in refused.reason
+
+
+def test_so_many_starts_and_no_more_whatever_the_run_is_called(tmp_path: Path) -> None:
+    site = Site(tmp_path, policy=Policy(starts=3))
+    assert [type(site.begin(run=run)) for run in ("a", "b", "c", "d")] == [Begun, Begun, Begun, Refused]
+    assert isinstance(Site(tmp_path, {"seed": 1}, policy=Policy(starts=3)).begin(), Begun), "another job"
+
+
+def test_a_site_takes_the_larger_minimum_of_spec_and_policy(tmp_path: Path) -> None:
+    for spec, own, larger in ((3, 7, 7), (7, 3, 7), (1, 5, 5)):
+        site = Site(tmp_path, {"privacy": {"min_samples": spec}}, policy=Policy(min_samples=own, below="refuse"))
+        site.begin()
+        privacy = site.host._running().context.privacy
+        assert privacy.min_samples == larger
+        assert privacy.below == ("refuse" if own > spec else "hold-back")
+
+
+def test_an_update_of_too_few_samples_stays_though_the_spec_says_nothing(tmp_path: Path) -> None:
+    site = Site(tmp_path, policy=Policy(min_samples=31))  # each of the two has 30
+    site.begin()
+    (kept,) = site.ask(_fit(site, 1))
+    assert kept.refused
+    assert "privacy.min_samples = 31" in kept.reason
+    assert site.book.refused == ["privacy.min_samples"]
+
+
+def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path) -> None:
+    site = Site(tmp_path, {"method": "sfl"}, policy=Policy())
+    site.begin()
+
+    def visit(round: int) -> Visit:
+        return Visit(round, **effort(fs.prepare(site.spec).config))
+
+    for way in ({"back": True}, {"base": 0, "hop": 1}):
+        hopped = site.hop(visit(1), **way)
+        assert isinstance(hopped, Hopped)
+        assert "policy.relay" in hopped.reply.reason
+    assert not getattr(site.hop(visit(1)).reply, "refused", False)
+    assert isinstance(site.call(Fetch(1, 0, "t")), Weights)
+    again = site.hop(visit(1), hop=1, client=1, holder="a", weights=None)
+    assert "journey 1 is over" in again.reply.reason
+    open_to_it = Site(tmp_path / "other", {"method": "sfl"}, policy=Policy(relay="server"))
+    open_to_it.begin()
+    assert open_to_it.hop(visit(1), back=True).weights is not None
+
+
+# --- its file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_reads_back_from_its_own_words(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    for policy in (Policy(), Policy(methods=["sfl"], approved=["0" * 16], jobs="approved", ldp=True, megabytes=0.5)):
+        (tmp_path / FILE).write_text(policy.to_toml())
+        assert Policy.read(tmp_path) == policy
+        assert all(f"\n{key} = " in policy.to_toml() or key == "methods" for key in Policy.model_fields)
+    (tmp_path / FILE).unlink()
+    assert Policy.read(tmp_path) == Policy(), "the cautious defaults, where there is no file"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("min_sample = 3", "min_sample = 3: unknown key; accepted here: jobs.*did you mean 'min_samples'.*line 2"),
+        ("min_samples = 0", "min_samples = 0: input should be greater than 0.*line 2"),
+        ('jobs = "some"', "jobs = 'some': .*'approved' or 'within-policy'.*line 2"),
+        ("relay = 3", "relay = 3: .*'direct' or 'server'"),
+    ],
+)
+def test_what_is_wrong_with_a_policy_is_said_and_where(tmp_path: Path, line: str, problem: str) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / FILE).write_text(f"# ours\n{line}\n")
+    with pytest.raises(SpecError, match=problem):
+        Policy.read(tmp_path)
+
+
+def test_approving_changes_one_line_of_a_file_that_its_owner_wrote(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / FILE).write_text(
+        '# ours\nrounds = 7  # enough\napproved = ["0000000000000000",\n  "1111111111111111"]\nldp = true\n'
+    )
+    assert approve(tmp_path, "a" * 16)
+    assert not approve(tmp_path, "a" * 16)
+    text = (tmp_path / FILE).read_text()
+    assert text.startswith("# ours\nrounds = 7  # enough\napproved = [\n")
+    assert text.endswith("]\nldp = true\n")
+    assert Policy.read(tmp_path) == Policy(rounds=7, ldp=True, approved=["0" * 16, "1" * 16, "a" * 16])
+    (tmp_path / FILE).write_text("rounds = 7\n")
+    approve(tmp_path, "b" * 16)
+    assert Policy.read(tmp_path) == Policy(rounds=7, approved=["b" * 16])
+
+
+def test_approving_what_is_no_job_or_no_kit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "local").mkdir()
+    assert main(["approve", "job.toml", "--kit", str(tmp_path)]) == 2
+    assert "expected a spec, or its hash as 'fedstrata asks' prints it" in capsys.readouterr().err
+    assert main(["approve", "0" * 16, "--kit", str(tmp_path / "none")]) == 2
+    assert "no folder of a site" in capsys.readouterr().err
+
+
+# --- every method ----------------------------------------------------------------------------------------------------
+
+SHORT = ("fedavg", "sfl", "fedtan", "stratify", "fedstas")
+
+
+def _at_sites(
+    spec: fs.Experiment,
+    folder: Path,
+    policy: Policy,
+    *,
+    strict: Policy | None = None,
+    method: fs.Method | None = None,
+    out: Path | None = None,
+) -> tuple[fs.History, list[Book]]:
+    """Three sites of two clients each; the last with a policy of its own, and a server that runs another method."""
+    prepared, sums, books = fs.prepare(spec), Sums(60.0), [Book(), Book(), Book()]
+    if method is not None:
+        prepared = dataclasses.replace(prepared, spec=spec.model_copy(update={"method": method}))
+    keys, hosts = KeyRing(folder / "keys", create=True), dict[str, Host]()
+
+    class Line:
+        def there(self, site: str) -> bool:
+            return True
+
+        def send(self, site: str, data: bytes, patience: float, number: int) -> object:
+            return hosts[site].call(SERVER, data)
+
+    for name, book in zip("abc", books, strict=True):
+
+        def carry(target: str, data: bytes, name: str = name) -> object:
+            return sums.add_up(name, data) if target == SERVER else hosts[target].call(name, data)
+
+        own = strict if strict is not None and name == "c" else policy
+        settings: dict[str, Any] = {"policy": own, "ledger": book, "keys": keys, "allow": ["combinations"]}
+        hosts[name] = Host(name, folder / name, carry, patience=60.0, **settings)
+    engine = NVFlareEngine(prepared.config, Line(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0)
+    return run_prepared(prepared, out, engine), books
+
+
+class Nosy(fs.FedAvg):
+    """A server that asks for labels in every round of a job that does not."""
+
+    def run_round(self, federation: Any, state: Any) -> Any:
+        """Ask, and go on."""
+        assert federation.ask(dict.fromkeys(range(6), LabelReport())) == {}
+        return super().run_round(federation, state)
+
+
+def test_a_refused_question_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
+    spec = combinations.spec_of("fedavg")
+    history, books = _at_sites(spec, tmp_path / "sites", Policy(min_samples=1), method=Nosy(), out=tmp_path / "out")
+    refused = [event for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "refused"]
+    assert len(refused) == 6 * 2
+    assert all("refused by the rule 'kind'" in event["reason"] for event in refused)
+    assert [book.refused for book in books] == [["kind"] * 4] * 3
+    here = fs.run(spec)
+    assert all(torch.equal(history.params[key], here.params[key]) for key in here.params)
+
+
+@pytest.mark.parametrize(("strict", "kind"), [({"exchanges": 1}, "failed"), ({"rounds": 1}, "absent")], ids=str)
+def test_a_site_that_refuses_is_absent_and_the_event_names_its_rule(
+    tmp_path: Path, strict: dict[str, Any], kind: str
+) -> None:
+    spec = combinations.spec_of("fedavg", client_sampler="all")
+    own = Policy(min_samples=1, **strict)
+    history, _ = _at_sites(spec, tmp_path / "sites", Policy(min_samples=1), strict=own, out=tmp_path / "out")
+    events = [event for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == kind]
+    assert {client for event in events for client in event["clients"]} == {4, 5}
+    assert all(f"refused by the rule 'policy.{next(iter(strict))}'" in event["reason"] for event in events)
+    assert [record["clients_returned"] for record in history] == ([6, 4] if kind == "failed" else [4, 4])
+
+
+def _marked(*short: str) -> list[Any]:
+    return [
+        pytest.param(name, marks=[] if name in (*SHORT, *short) else [pytest.mark.long])
+        for name in combinations.EVERY_CHOICE
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", _marked())
+def test_every_method_gives_the_same_bytes_under_a_policy_with_a_minimum_of_one(name: str, tmp_path: Path) -> None:
+    spec = combinations.spec_of(name)
+    there, books = _at_sites(spec, tmp_path, Policy(min_samples=1))
+    here = fs.run(spec)
+    assert [entry for book in books for entry in book.entries if entry.refused] == []
+    assert all(torch.equal(there.params[key], here.params[key]) for key in here.params)
+    assert there.params.keys() == here.params.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", _marked("stratify single"))
+def test_under_the_default_policy_a_method_runs_or_is_refused_before_its_first_round(name: str, tmp_path: Path) -> None:
+    spec = combinations.spec_of(name)
+    if name in ("stratify single", "stratify hybrid", "fedtan"):  # the last by its batches of four
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(FedstrataError, match=r"no site takes part.*'policy\.min_samples'"),
+        ):
+            _at_sites(spec, tmp_path, Policy())
+        return
+    history, books = _at_sites(spec, tmp_path, Policy())
+    assert len(history) == spec.training.rounds
+    rules = {entry.refused for book in books for entry in book.entries if entry.refused}
+    assert rules <= {"privacy.min_samples"}, "what one small client has stays there"
+    assert [entry for book in books for entry in book.entries if not entry.refused and not entry.failed]
