@@ -45,7 +45,7 @@ torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Modules that tests import by themselves: collected for doctests they would exist twice, with records of the same names.
+# Tests import these modules by themselves: collected for doctests, their records would be declared twice.
 collect_ignore_glob = ["support/*.py", "engines/probes.py", "engines/drill.py"]
 
 FEATURES, CLASSES = 5, 3

@@ -62,7 +62,8 @@ def test_memory_is_what_the_machine_has_or_what_was_allowed():
     whole = memory()
     assert 2**28 < whole < 2**50
     resource = pytest.importorskip("resource")
-    code = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({whole // 2},) * 2); import fedstrata.base.process as p"
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({whole // 2},) * 2)"
+    code = f"{limit}; import fedstrata.base.process as p"
     found = subprocess.run([sys.executable, "-c", f"{code}; print(p.memory())"], capture_output=True, text=True)
     assert int(found.stdout) == whole // 2
     assert resource.getrlimit(resource.RLIMIT_AS)[0] != whole // 2

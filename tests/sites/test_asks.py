@@ -28,7 +28,7 @@ from fedstrata.sites.asks import Declaration, declaration_of, hash_of
 from fedstrata.sites.policy import RuleError
 from fedstrata.stratify.messages import Gradient
 
-HOSPITALS = Path(__file__).parents[1] / "examples" / "hospitals" / "hospitals.toml"
+HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals" / "hospitals.toml"
 PLAIN = combinations.PLAIN
 needs_tenseal = pytest.mark.skipif(importlib.util.find_spec("tenseal") is None, reason="needs the extra he")
 
@@ -305,5 +305,5 @@ def test_asks_as_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 def test_what_is_measured_over_real_sites_declares_what_it_asks(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites refused the soak, so that nothing could be measured."""
     pytest.importorskip("psutil")
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
     assert declaration_of(fs.Experiment.from_table({"method": method})).questions

@@ -136,7 +136,7 @@ def test_a_start_in_the_background_says_first_what_is_wrong(kits: Path) -> None:
 def test_a_party_is_stopped_without_a_question(kits: Path, tmp_path: Path, once: bool) -> None:
     """It asked, and without a terminal did nothing; a party that was started once it could not stop at all."""
     own, kit = tmp_path / "own", kits / "a"  # the former stands for NVFlare, with the process of a job
-    own.write_text('#!/bin/bash\n[[ "$*" == *deploy* ]] && exit 0\nsleep 300 &\necho $! > job\nwait\n')
+    own.write_text('#!/bin/bash\n[[ "$*" == *fedstrata.sites* ]] && exit 0\nsleep 300 &\necho $! > job\nwait\n')
     own.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(own)}
     command = ["bash", str(kit / "startup" / ("sub_start.sh" if once else "start.sh")), *(["--once"] if once else [])]
@@ -209,7 +209,7 @@ def test_a_party_that_was_started_by_another_path_is_stopped(kits: Path, tmp_pat
     """The words did not match, its number was deleted all the same, and no path could stop it."""
     (tmp_path / "link").symlink_to(kits / "a")
     own = tmp_path / "own"  # stands for NVFlare
-    own.write_text('#!/bin/bash\n[[ "$*" == *deploy* ]] && exit 0\necho $$ > runs\nsleep 300 & wait\n')
+    own.write_text('#!/bin/bash\n[[ "$*" == *fedstrata.sites* ]] && exit 0\necho $$ > runs\nsleep 300 & wait\n')
     own.chmod(0o755)
     environment = {"PATH": "/usr/bin:/bin", "FEDSTRATA_PYTHON": str(own)}
     name = "sub_start.sh --once" if once else "start.sh"

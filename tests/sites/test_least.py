@@ -12,15 +12,15 @@ import pytest
 import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError
-from fedstrata.sites.data_schema import prepare_server, surveyed
-from fedstrata.sites.host import SERVER, Host
-from fedstrata.sites.policy import Policy
-from fedstrata.sites import engine as engine as engines
-from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.sums import Sums
-from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites import engine as engines
+from fedstrata.sites.data_schema import prepare_server, surveyed
+from fedstrata.sites.engine import NVFlareEngine
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.sums import Sums
+from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
 
 
 class Line:

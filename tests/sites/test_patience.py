@@ -19,7 +19,7 @@ from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # for the model, which sites load by its name
+sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))  # for the model, which sites load by its name
 
 Hook = Callable[[str, Any], str]
 """What becomes of a message to a site: ``""``, ``hang`` or ``gone``."""

@@ -13,7 +13,7 @@ from fedstrata.cli import main
 from fedstrata.evaluation.history import STANDARD, summarise
 from fedstrata.spec.reference import SECTIONS, kinds, markdown, own, rows
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "spec.md"
 
 

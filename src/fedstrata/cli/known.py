@@ -118,7 +118,8 @@ def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
 def collect() -> dict[str, Any]:
     """The table as the code says it now."""
     from fedstrata.methods.base import METHODS
-    from fedstrata.spec.experiment import Experiment, reference
+    from fedstrata.spec import reference
+    from fedstrata.spec.experiment import Experiment
 
     methods = [(name, METHODS.find(name)) for name in METHODS]
     return {

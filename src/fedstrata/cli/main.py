@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from fedstrata import __version__
+from fedstrata.base import outer
 from fedstrata.base.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.cli import inspect, results, run, teach
-from fedstrata.papers import cli as papers
-from fedstrata.sites.cli import deploy, ledger
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -81,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     )
     whole.add_argument("--version", action="version", version=f"fedstrata {__version__}")
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for family in (teach, run, results, papers, inspect, deploy, ledger):
+    for family in (teach, run, results, inspect, *outer.commands()):
         for add in family.COMMANDS:
             add(commands)
     return whole

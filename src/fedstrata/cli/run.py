@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
 from fedstrata.cli import common
 from fedstrata.cli.common import (
@@ -88,13 +89,11 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _rehearse(options: argparse.Namespace, spec: Experiment, folder: Path, resume: bool, watch: Watcher) -> History:
-    from fedstrata.sites.federation import Sites
-    from fedstrata.sites.rehearsal import rehearse
-
     if options.engine != "local":
         raise SpecError("--engine", "a rehearsal runs here; accepted with --sites: local", options.engine)
-    sites, base = Sites.read(options.sites), options.sites.parent
-    return rehearse(spec, sites, folder, base_dir=base, resume=resume, callbacks=[watch])
+    rehearse = outer.load("sites.rehearsal:rehearse_file")
+    history: History = rehearse(spec, options.sites, folder, resume=resume, callbacks=[watch])
+    return history
 
 
 def add_compare(commands: Commands) -> None:

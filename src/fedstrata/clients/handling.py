@@ -1,7 +1,7 @@
 """Which function answers which kind of request.
 
 A function is marked with the kind of request that it answers, and ``Handlers`` is a visible list of such functions:
-``fedstrata.runs.simulation.HANDLERS`` for what comes with fedstrata, ``Method.handlers`` for a method of the user's own.
+``runs.simulation.HANDLERS`` for what comes with fedstrata, ``Method.handlers`` for a method of the user's own.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import History
 from fedstrata.models.model import Model
 from fedstrata.runs.preparation import Arrays, prepare
 from fedstrata.runs.run_folder import rounds_done
 from fedstrata.runs.simulation import Watcher, run_prepared
-from fedstrata.sites.simulator import simulate
 from fedstrata.spec.callbacks import Callback
 from fedstrata.spec.experiment import Experiment
 
@@ -90,7 +90,10 @@ def carry_out(
         if len(watchers) < len(callbacks):
             problem = "the loop over rounds is another process there: name them in the spec's callbacks, not here"
             raise SpecError("callbacks", problem, engine)
-        return simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]
+        history: History = outer.load("sites.simulator:simulate")([(spec, folder)], resume=resume, callbacks=watchers)[
+            0
+        ]
+        return history
     return run_prepared(prepare(spec, data=data, model=model), folder, engine, callbacks, resume=resume)
 
 

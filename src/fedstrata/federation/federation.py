@@ -37,7 +37,7 @@ class AskOptions(TypedDict, total=False):
 
 
 class Channel(Protocol):
-    """What carries questions about a model, and their answers, in another form; ``fedstrata.federation.communication``."""
+    """What carries questions about a model, and their answers, in another form; see ``federation.communication``."""
 
     def takes(self, requests: Mapping[ClientId, Request]) -> bool:
         """Whether these questions go through it."""

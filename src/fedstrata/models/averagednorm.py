@@ -2,7 +2,7 @@
 
 Each client finds mean and variance of its own batch; the layer normalises with their averages. In the backward pass
 the gradients with respect to mean and variance are averaged likewise, and each client carries the average on into its
-own inputs. Averages of variances leave out how far the clients' means lie apart; ``fedstrata.models.batchnorm`` does not.
+own inputs. Averages of variances leave out how far the clients' means lie apart; ``models.batchnorm`` does not.
 """
 
 from __future__ import annotations

@@ -36,6 +36,13 @@ class _Line:
         return self.hosts[site].call(SERVER, data)
 
 
+def rehearse_file(
+    spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
+) -> History:
+    """Rehearse the deployment that a sites file describes, whose paths are relative to it; see ``rehearse``."""
+    return rehearse(spec, Sites.read(file), out, base_dir=file.parent, resume=resume, callbacks=callbacks)
+
+
 def rehearse(
     spec: Experiment,
     sites: Sites,

@@ -88,7 +88,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
     codec = Uncompressed() if request.plain else client.context.communication.up
     whole: Reply = client.context.handlers.alone(type(question))(client, question)
     change, reply = whole.taken_apart(question.weights)
-    change, as_it_is = parted(change, codec, client.context.objective)
+    change, as_it_is = parted(change, codec, client.context.objective.additive)
     if not all(map(finite, change.values())):
         raise FedstrataError("its change holds NaN or infinity, which a codec would hide")
     reply = reply.put_together(question.weights, as_it_is)

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 from torch import Tensor
 
 from fedstrata.base import records
 from fedstrata.federation.communication.codecs import Codec, WithMemory, unpack
 from fedstrata.federation.messages import Params
-from fedstrata.objectives.base import Objective
 
 
-def parted(change: Params, codec: Codec, objective: Objective) -> tuple[Params, Params]:
+def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
     """What of a change goes through a codec, and what travels as it is.
 
-    What is no change, such as a prototype, has no place in a memory of what changes lost.
+    A message that does not add up, such as a prototype, has no place in a memory of what changes lost.
+
+    Args:
+        change: What a client answers.
+        codec: How it travels.
+        additive: Names of the objective's messages that add up as changes do.
     """
-    kept = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, objective)}
+    kept = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, additive)}
     encoded = {name: tensor for name, tensor in change.items() if name not in kept}
     return encoded, {name: change[name] for name in kept}
 
 
-def _adds_up(name: str, objective: Objective) -> bool:
+def _adds_up(name: str, additive: Collection[str]) -> bool:
     kind, _, rest = name.partition("/")
-    return kind != "message" or rest.partition("/")[0] in objective.additive
+    return kind != "message" or rest.partition("/")[0] in additive
 
 
 def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:

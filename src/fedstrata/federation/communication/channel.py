@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Unpack
@@ -33,7 +33,6 @@ from fedstrata.federation.communication.messages import Coefficients, Encoded, E
 from fedstrata.federation.federation import AskOptions, Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import finite
-from fedstrata.objectives.base import Objective
 
 
 @record("ChannelState")
@@ -134,13 +133,13 @@ class Channel:
 
     Args:
         communication: The codecs.
-        objective: What clients minimise, which knows what of its messages is a change.
+        additive: Names of the objective's messages that add up as changes do.
         clients: N.
         seed: The experiment's.
     """
 
-    def __init__(self, communication: Communication, objective: Objective, clients: int, seed: int) -> None:
-        self.up, self.down, self.objective, self.seed = communication.up, communication.down, objective, seed
+    def __init__(self, communication: Communication, additive: Collection[str], clients: int, seed: int) -> None:
+        self.up, self.down, self.additive, self.seed = communication.up, communication.down, additive, seed
         nobody = np.full(clients, -1, dtype=np.int64)
         self.state = ChannelState(0, -1, b"", {}, [], nobody, {})
         self._round, self._source = 0, Params()
@@ -193,7 +192,7 @@ class Channel:
             self._renew(federation.round, question.weights.params)
         plain = isinstance(self.up, WithMemory) and federation.round < self.up.start
         codec = Uncompressed() if plain else self.up
-        like, _ = parted(question.changes(), codec, self.objective)
+        like, _ = parted(question.changes(), codec, self.additive)
         basis = self._basis(codec, like)
         reader = Reader(question, codec, like, codec.forms(like), {})
         if not basis or not isinstance(codec, PowerSGD):

@@ -1,0 +1,34 @@
+"""The packages that the library works without: they are found by name, and nothing imports them."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import Any
+
+from fedstrata.base.errors import FedstrataError
+
+OUTER = ("papers", "audits", "sites")
+"""Packages on top of the library; each has a module ``cli`` with its commands."""
+
+
+def commands() -> list[Any]:
+    """Return the modules with the commands of those outer packages that are installed."""
+    there = [name for name in OUTER if find_spec(f"fedstrata.{name}") is not None]
+    return [importlib.import_module(f"fedstrata.{name}.cli") for name in there]
+
+
+def load(path: str) -> Any:
+    """Return an object of an outer package.
+
+    Args:
+        path: Where it is, such as ``"sites.simulator:simulate"``.
+
+    Raises:
+        FedstrataError: The package is not installed.
+    """
+    module, _, name = path.partition(":")
+    package = module.partition(".")[0]
+    if find_spec(f"fedstrata.{package}") is None:
+        raise FedstrataError(f"the package fedstrata.{package} is not installed here. Install fedstrata as a whole.")
+    return getattr(importlib.import_module(f"fedstrata.{module}"), name)
