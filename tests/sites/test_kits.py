@@ -67,7 +67,7 @@ def test_a_kit_starts_with_the_python_that_has_fedstrata(kits: Path, tmp_path: P
     """It took whatever python3 there was."""
     for name in ("python3", "own"):
         python = tmp_path / name
-        python.write_text('#!/bin/bash\necho "$(basename "$0") $*"; [[ "$*" == *deploy.start* ]] || exit 7\n')
+        python.write_text('#!/bin/bash\necho "$(basename "$0") $*"; [[ "$*" == *sites.start* ]] || exit 7\n')
         python.chmod(0o755)
     command = tmp_path / "fedstrata"
     command.write_text(f"#!{tmp_path / 'own'}\n")
