@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +7,9 @@ import pytest
 from pydantic import Field, PositiveInt
 
 import fedstrata as fs
-from fedstrata.base.config import FromRegistry, Registry, Setting, from_word, load_object, plain
+from fedstrata.base.config import FromRegistry, Registry, Setting, from_word, plain
 from fedstrata.base.errors import SpecError
+from fedstrata.base.loading import load_object
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.federation.settings import Training
 from fedstrata.methods.base import METHODS
@@ -121,13 +121,6 @@ def test_what_is_wrong_in_a_field_is_named_with_the_field(given, message):
 def test_settings_do_not_change():
     with pytest.raises(ValueError, match="frozen"):
         Training().lr = 1.0  # type: ignore[misc]
-
-
-def test_a_module_in_the_working_directory_is_found(tmp_path, monkeypatch):
-    Path(tmp_path, "beside_the_spec.py").write_text("value = 7\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    assert load_object("beside_the_spec:value", "thing") == 7
 
 
 @pytest.mark.parametrize(

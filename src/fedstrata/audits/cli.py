@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.cli.common import add_command, add_output, print_json
+from fedstrata.cli.common import add_command, add_output, add_trust, print_json
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -38,6 +38,7 @@ def add_audit(commands: Commands) -> None:
         default="test",
         help="the attacker's own images: the test set (the default), or training samples that no client holds",
     )
+    add_trust(parser)
     add_output(parser)
     parser.set_defaults(work=_audit_prototypes)
 
@@ -56,6 +57,7 @@ def _add_audit_gradients(kinds: Commands) -> None:
     parser.add_argument("--parts", type=int, default=12, help="parts of each size, at most (default: 12)")
     parser.add_argument("--steps", type=int, default=300, help="optimisation steps of each inversion (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
+    add_trust(parser)
     add_output(parser)
     parser.set_defaults(work=_audit_gradients)
 

@@ -7,12 +7,9 @@ into one, imports it only then, and takes ``"module:Class"`` for the user's own.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_args
 
@@ -27,7 +24,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from fedstrata.base.errors import FedstrataError, SpecError, nearest
+from fedstrata.base.errors import SpecError, nearest
+from fedstrata.base.loading import import_object, load_object
 
 T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
@@ -43,9 +41,6 @@ _NAMES: dict[str, str] = {}
 
 _REGISTRIES: list[Registry[Any]] = []
 """All there are."""
-
-_ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("allowed", default=None)
-"""The packages that ``"module:Class"`` may come from; None for any."""
 
 
 class _SpecName:
@@ -160,7 +155,7 @@ class Registry(Generic[T]):
             accepted = ", ".join(self._paths)
             problem = f"no such {self.kind}; there are: {accepted}, or 'module:Class' of your own"
             raise SpecError("name", problem + nearest(name, self._paths), name)
-        found = _load(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
+        found = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(found) and issubclass(found, self.base)):
             raise SpecError("name", f"{name} is no {self.kind} (a class derived from {self.base.__name__})", name)
         return found
@@ -308,54 +303,3 @@ def under(section: str, work: Callable[[], R]) -> R:
         return work()
     except SpecError as error:
         raise (error if error.key.split(".")[0] == section else error.under(section)) from None
-
-
-@contextmanager
-def only_from(packages: Collection[str] | None) -> Iterator[None]:
-    """Where a spec comes from somebody else: what ``load_object`` may load meanwhile, in this thread.
-
-    Args:
-        packages: Top-level packages. The working directory is then no place to look for them. None for any.
-    """
-    before = _ALLOWED.set(None if packages is None else frozenset(packages))
-    try:
-        yield
-    finally:
-        _ALLOWED.reset(before)
-
-
-def load_object(path: str, kind: str) -> Any:
-    """The object at ``"module:attribute"``; modules beside the working directory are found.
-
-    Raises:
-        SpecError: The module or the attribute does not exist, or ``only_from`` does not let it be loaded.
-    """
-    allowed = _ALLOWED.get()
-    if allowed is None:
-        if "" not in sys.path:
-            sys.path.insert(0, "")
-    elif path.partition(":")[0].partition(".")[0] not in allowed:
-        accepted = f"only from {', '.join(sorted(allowed))}" if allowed else "from no package"
-        raise SpecError(
-            "name", f"a {kind} of one's own may come {accepted} here, by the list 'allow' of this party", path
-        )
-    return _load(path, kind)
-
-
-def _load(path: str, kind: str) -> Any:
-    module_name, _, attribute = path.partition(":")
-    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
-        raise SpecError("name", f"no name of a {kind}; expected 'module:Class'", path)
-    try:
-        module = importlib.import_module(module_name)
-    except FedstrataError:
-        raise
-    except (Exception, SystemExit) as error:  # it may be the user's own module, which raises what it likes
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-            raise SpecError("name", f"no module {module_name!r} to load the {kind} from", path) from None
-        problem = f"its module fails when it is imported, with {type(error).__name__}: {error}"
-        raise SpecError("name", problem, path) from error
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise SpecError("name", f"module {module_name!r} has no {attribute!r}", path) from None

@@ -28,8 +28,10 @@ WITH_OUT = "go on from the last checkpoint with the same command and its --out D
 """What somebody is told who interrupts a command that has a folder of its own making unless it is given one."""
 
 
-def add_command(commands: Commands, name: str, help: str, examples: str, more: str = "") -> argparse.ArgumentParser:
-    """A parser whose ``--help`` ends with examples.
+def add_command(
+    commands: Commands, name: str, help: str, examples: str, more: str = "", *, imports: bool = False
+) -> argparse.ArgumentParser:
+    """Add a parser whose ``--help`` ends with examples.
 
     Args:
         commands: Where it is added.
@@ -37,14 +39,25 @@ def add_command(commands: Commands, name: str, help: str, examples: str, more: s
         help: What it does, in one line.
         examples: A line each, as somebody would type it.
         more: What else there is to say.
+        imports: Whether the command imports code that a spec names, also from the working directory. A command that
+            only looks at a spec or at a result never does, except with ``--trust`` (``add_trust``).
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
-    return commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=help,
         description=f"{help[0].upper()}{help[1:]}." + (f"\n\n{more}" if more else ""),
         epilog=f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(imports=imports)
+    return parser
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Add the argument ``--trust``."""
+    parser.add_argument(
+        "--trust", action="store_true", dest="imports", help="import the code that the spec names, as 'run' does"
     )
 
 

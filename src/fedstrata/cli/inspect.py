@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError
-from fedstrata.cli.common import add_command, add_output, add_spec, experiment, located, print_json
+from fedstrata.cli.common import add_command, add_output, add_spec, add_trust, experiment, located, print_json
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -69,7 +69,7 @@ def add_settings(commands: Commands) -> None:
         fedstrata settings method.client_sampler sampler:Rotating
         fedstrata explain alpha
     """
-    parser = add_command(commands, "settings", "what a spec can say: sections, names and keys", examples)
+    parser = add_command(commands, "settings", "what a spec can say: sections, names and keys", examples, imports=True)
     parser.add_argument("section", nargs="?", help="such as availability or method.objective; all unless given")
     parser.add_argument("name", nargs="?", help="one kind of it, such as bernoulli, or module:Class of your own")
     parser.add_argument("--markdown", action="store_true", help="everything, as docs/spec.md has it")
@@ -141,6 +141,7 @@ def add_partition(commands: Commands) -> None:
     parser = add_command(commands, "partition", "who gets which labels: a table and a picture", examples)
     add_spec(parser)
     parser.add_argument("--out", type=Path, default=Path("partition.png"), help="the picture (default: partition.png)")
+    add_trust(parser)
     add_output(parser, progress=False)
     parser.set_defaults(work=_partition)
 
@@ -179,6 +180,7 @@ def add_strata(commands: Commands) -> None:
     add_spec(parser, "a TOML file, or the folder of a run; all defaults without one")
     parser.add_argument("--rounds", type=int, default=1, help="rounds to run before looking, for a spec (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
+    add_trust(parser)
     add_output(parser, progress=False)
     parser.set_defaults(work=_strata)
 

@@ -60,7 +60,8 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
         SpecError: There is no such section, or nothing of that name in it.
     """
     if ":" in name and section in FUNCTIONS:
-        from fedstrata.base.config import Setting, load_object
+        from fedstrata.base.config import Setting
+        from fedstrata.base.loading import load_object
 
         found = load_object(name, section)
         if not (inspect.isclass(found) and issubclass(found, Setting)):

@@ -11,16 +11,22 @@ import os
 import select
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from fedstrata import __version__
 from fedstrata.base import outer
 from fedstrata.base.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.base.loading import only_from
 from fedstrata.cli import inspect, results, run, teach
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+NOT_IMPORTED = (
+    "names code, which this command does not import. If you trust the author, give --trust where the command has it, "
+    "or use a command that trains"
+)
 
 BEGIN = """to begin with:
   fedstrata new demo && fedstrata compare demo.toml --out demo    four methods, a table, demo/report.html
@@ -47,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = whole.parse_args(arguments)
     warnings.showwarning = _one_line
     try:
-        with ending_in_order():
+        with ending_in_order(), _imports(options.imports):
             code: int = options.work(options)
             sys.stdout.flush()
         return code
@@ -64,6 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         next_step = f"; {options.after_interrupt}" if "after_interrupt" in options else ""
         print(f"fedstrata: {how}{next_step}", file=sys.stderr)
         return code
+
+
+@contextmanager
+def _imports(allowed: bool) -> Iterator[None]:
+    """Let the block import code that a spec names, also from the working directory; or refuse to."""
+    if allowed and "" not in sys.path:
+        sys.path.insert(0, "")
+    with only_from(None if allowed else (), NOT_IMPORTED):
+        yield
 
 
 def parser() -> argparse.ArgumentParser:

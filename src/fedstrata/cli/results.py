@@ -105,7 +105,12 @@ def add_sweep(commands: Commands) -> None:
     """
     more = "The best setting is the one with the highest accuracy on samples that evaluation.validation holds out."
     parser = add_command(
-        commands, "sweep", "a grid or a search of settings; the best on validation samples", examples, more
+        commands,
+        "sweep",
+        "a grid or a search of settings; the best on validation samples",
+        examples,
+        more,
+        imports=True,
     )
     parser.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
     parser.add_argument(

@@ -39,7 +39,7 @@ def add_run(commands: Commands) -> None:
         fedstrata run spec.toml --quiet --json
     """
     more = "The exit code is 3 where the model never took a step, 2 for bad input, 1 for any other failure."
-    parser = add_command(commands, "run", "run one experiment", examples, more)
+    parser = add_command(commands, "run", "run one experiment", examples, more, imports=True)
     add_spec(parser)
     parser.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
     parser.add_argument("--engine", default="local", help="where clients live: local (the default), ray or nvflare")
@@ -106,7 +106,7 @@ def add_compare(commands: Commands) -> None:
     """
     more = "With --out DIR the same command goes on where it was interrupted."
     parser = add_command(
-        commands, "compare", "several methods, several seeds, one table and one report", examples, more
+        commands, "compare", "several methods, several seeds, one table and one report", examples, more, imports=True
     )
     add_spec(parser)
     parser.add_argument(

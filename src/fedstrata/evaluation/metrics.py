@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
-from fedstrata.base.config import FromRegistry, Registry, Setting, build, load_object
+from fedstrata.base.config import FromRegistry, Registry, Setting, build
 from fedstrata.base.errors import SpecError
+from fedstrata.base.loading import load_object
 from fedstrata.evaluation.predictions import Predictions
 from fedstrata.evaluation.sums import EvaluationSums, calibration
 

@@ -16,8 +16,9 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import nn
 
-from fedstrata.base.config import FromRegistry, Registry, Setting, build, load_object, plain
+from fedstrata.base.config import FromRegistry, Registry, Setting, build, plain
 from fedstrata.base.errors import FedstrataError, SpecError
+from fedstrata.base.loading import load_object
 from fedstrata.base.process import memory
 from fedstrata.base.rng import torch_seeded
 from fedstrata.models.memory_format import lay_out

@@ -24,7 +24,11 @@ def add_reproduce(commands: Commands) -> None:
         fedstrata reproduce --quick
     """
     parser = common.add_command(
-        commands, "reproduce", "the tables of the four papers: run what is missing, judge, write", examples
+        commands,
+        "reproduce",
+        "the tables of the four papers: run what is missing, judge, write",
+        examples,
+        imports=True,
     )
     parser.add_argument(
         "tables", nargs="*", metavar="TABLE", help="PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fedstrata.base import records
-from fedstrata.base.config import only_from
 from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError, WireError
+from fedstrata.base.loading import only_from
 from fedstrata.base.process import prepare_process
 from fedstrata.base.records import Message, Tree
 from fedstrata.clients.client import Client

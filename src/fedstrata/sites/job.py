@@ -16,9 +16,9 @@ from nvflare.collab.api.exceptions import RunAborted
 from nvflare.widgets.info_collector import InfoCollector
 
 from fedstrata.base import records
-from fedstrata.base.config import only_from
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl, write_json
+from fedstrata.base.loading import only_from
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import METRICS, SPEC, is_over
 from fedstrata.runs.simulation import run_prepared
@@ -197,6 +197,8 @@ def _settings(root: Path) -> SiteSettings:
     settings = SiteSettings.read(root)
     if not settings.simulated:
         sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
+    elif "" not in sys.path:
+        sys.path.insert(0, "")  # a simulation finds the user's modules where the command that started it does
     return settings
 
 

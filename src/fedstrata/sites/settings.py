@@ -113,7 +113,7 @@ class SiteSettings(Setting):
 
     @property
     def packages(self) -> list[str] | None:
-        """What ``fedstrata.base.config.only_from`` is given: None, for any, in a simulation."""
+        """What ``fedstrata.base.loading.only_from`` is given: None, for any, in a simulation."""
         return None if self.simulated else self.allow
 
     def table(self) -> dict[str, Any]:

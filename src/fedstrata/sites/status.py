@@ -8,12 +8,13 @@ import math
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import jsonable, read_jsonl
-from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS, spec_of
+from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS
 from fedstrata.sites.configuration import ERROR, raised
 from fedstrata.sites.progress import STATUS, Progress, shown
 from fedstrata.sites.provision import JOB
@@ -129,14 +130,24 @@ def picture(table: dict[str, Any] | None) -> Any:
     return Group(head, rows)
 
 
+def _rounds(path: Path) -> int:
+    """Read the number of rounds of a run. The rest of a spec may name code, which looking must not import."""
+    try:
+        rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: training.rounds cannot be read ({type(error).__name__}: {error}).") from None
+    if type(rounds) is not int:
+        raise DataError(f"{path}: training.rounds = {rounds!r}: is not a whole number.")
+    return rounds
+
+
 def of_run(folder: Path) -> dict[str, Any]:
     """How far the run of a run folder is.
 
     Raises:
         DataError: Its files are damaged.
     """
-    spec = spec_of(folder, "FOLDER")
-    progress = Progress(spec.training.rounds, [], lambda site: ("", ""), read_jsonl(folder / METRICS))
+    progress = Progress(_rounds(folder / SPEC), [], lambda site: ("", ""), read_jsonl(folder / METRICS))
     if (folder / WEIGHTS).exists():
         progress.end()
     elif (folder / ERROR).exists():

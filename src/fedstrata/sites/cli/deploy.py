@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from fedstrata.cli.common import (
     add_output,
     add_overrides,
     add_spec,
+    add_trust,
     experiment,
     located,
     print_json,
@@ -33,7 +34,7 @@ def add_deploy(commands: Commands) -> None:
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
     parser = add_command(
-        commands, "deploy", "certificates, start-up kits and the job for real sites (NVFlare)", examples
+        commands, "deploy", "certificates, start-up kits and the job for real sites (NVFlare)", examples, imports=True
     )
     parser.add_argument("spec", help="a TOML file")
     add_overrides(parser)
@@ -300,6 +301,7 @@ def add_asks(commands: Commands) -> None:
     parser.add_argument(
         "--policy", type=Path, metavar="KIT", help="say whether a site with this folder would accept it"
     )
+    add_trust(parser)
     parser.set_defaults(work=_asks)
 
 
@@ -308,7 +310,8 @@ def _asks(options: argparse.Namespace) -> int:
 
     from fedstrata.sites.asks import declaration_of
 
-    asked = declaration_of(experiment(options))
+    with _by_kit(options.policy, options):
+        asked = declaration_of(experiment(options))
     if options.json:
         print(json.dumps(asked.table(), indent=2, ensure_ascii=False))
     else:
@@ -318,6 +321,19 @@ def _asks(options: argparse.Namespace) -> int:
 
         Policy.read(options.policy).check(asked)
     return 0
+
+
+@contextmanager
+def _by_kit(kit: Path | None, options: argparse.Namespace) -> Iterator[None]:
+    """Import what a spec names only from the packages that the site's own list allows."""
+    from fedstrata.base.loading import only_from
+    from fedstrata.sites.settings import SiteSettings
+
+    if kit is None or options.imports:
+        yield
+        return
+    with only_from(SiteSettings.read(kit).packages):
+        yield
 
 
 def add_approve(commands: Commands) -> None:
@@ -339,7 +355,8 @@ def _approve(options: argparse.Namespace) -> int:
     from fedstrata.spec.experiment import Experiment
 
     file = Path(options.job)
-    job = hash_of(Experiment.from_toml(file)) if file.is_file() else require_hash(options.job)
+    with _by_kit(options.kit, options):
+        job = hash_of(Experiment.from_toml(file)) if file.is_file() else require_hash(options.job)
     new = approve(options.kit, job)
     if options.json:
         print_json({"job": job, "file": options.kit / FILE, "new": new})

@@ -1,0 +1,67 @@
+"""Importing what a spec names as ``"module:Class"``, and limits to it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from fedstrata.base.errors import FedstrataError, SpecError
+
+_ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", default=None)
+"""The packages that ``"module:Class"`` may come from, and what to do about others; None for any package."""
+
+
+@contextmanager
+def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[None]:
+    """Limit what ``load_object`` may import inside the block, in this thread, for a spec that somebody else wrote.
+
+    Args:
+        packages: Top-level packages; None for any.
+        advice: What to do where another package is named; by default, whose list that is.
+    """
+    before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(before)
+
+
+def load_object(path: str, kind: str) -> Any:
+    """Return the object at ``"module:attribute"``.
+
+    Raises:
+        SpecError: The module or the attribute does not exist, or ``only_from`` does not let it be imported.
+    """
+    packages, advice = _ALLOWED.get() or (None, "")
+    if packages is not None and path.partition(":")[0].partition(".")[0] not in packages:
+        accepted = f"only from {', '.join(sorted(packages))}" if packages else "from no package"
+        by_list = f"a {kind} of one's own may come {accepted} here, by the list 'allow' of this party"
+        raise SpecError("name", advice or by_list, path)
+    return import_object(path, kind)
+
+
+def import_object(path: str, kind: str) -> Any:
+    """Return the object at ``"module:attribute"``, whatever the limits are.
+
+    Raises:
+        SpecError: The module or the attribute does not exist, or the module fails when it is imported.
+    """
+    module_name, _, attribute = path.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *attribute.split(".")]):
+        raise SpecError("name", f"no name of a {kind}; expected 'module:Class'", path)
+    try:
+        module = importlib.import_module(module_name)
+    except FedstrataError:
+        raise
+    except (Exception, SystemExit) as error:  # it may be the user's own module, which raises what it likes
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+            raise SpecError("name", f"no module {module_name!r} to load the {kind} from", path) from None
+        problem = f"its module fails when it is imported, with {type(error).__name__}: {error}"
+        raise SpecError("name", problem, path) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise SpecError("name", f"module {module_name!r} has no {attribute!r}", path) from None
