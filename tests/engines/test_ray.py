@@ -110,7 +110,7 @@ def test_every_choice_asks_what_it_declares_and_gives_the_same_bytes(
 ) -> None:
     prepared = fs.prepare(combinations.spec_of(name))
     engine = Watched(make_context(prepared), StateStore(), pool=pool)
-    engine.watch(prepared, tmp_path, policy=Policy(min_samples=1))
+    engine.watch(prepared, tmp_path, policy=Policy(jobs="within-policy", min_samples=1))
     there, here = run_prepared(prepared, None, engine), fs.run(prepared.spec)
     assert engine.counts
     assert matrix.final_bytes(here) == matrix.final_bytes(there)

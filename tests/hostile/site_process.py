@@ -35,7 +35,7 @@ def make(folder: str, policy: dict[str, Any], opened: bool) -> hosts.Host:
         Path(folder),
         lambda target, data: b"",
         patience=20.0,
-        policy=None if opened else Policy(**policy),
+        policy=None if opened else Policy(**{"jobs": "within-policy", **policy}),
         catalog=None if opened else (),
         undeclared=opened,
         ledger=Ledger(Path(folder) / PLACE),

@@ -47,7 +47,7 @@ def test_what_a_hostile_server_gets_from_real_sites(tmp_path: Path, monkeypatch:
     kits = tmp_path / "kits"
     provision(SPEC, sites, kits, base_dir=tmp_path)
     assert Policy.read(kits / "guarded").min_samples == 5
-    (kits / "open" / FILE).write_text(Policy(min_samples=1).to_toml())
+    (kits / "open" / FILE).write_text(Policy(jobs="within-policy", min_samples=1).to_toml())
     with Processes(kits) as processes:
         for name, party in ((SERVER, "hostile"), ("guarded", ""), ("open", "open")):
             with monkeypatch.context() as patch:

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from asked import CLIENTS, Answers, Begin, Begun, Done, Refused, Save
 from target import Target, Targets
 
-import fedstrata as fs
 from fedstrata.audits.gradients import EXACT, inputs_from, labels_from
 from fedstrata.base import records
+from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, Params, Weights
 from fedstrata.methods.base import effort
 from fedstrata.runs.preparation import Prepared, prepare
@@ -197,7 +197,7 @@ def test_a_model_that_travelled_over_one_sample_gives_its_label_away(target: Tar
 
 def test_nobody_fetches_a_travelling_model_without_its_ticket(target: Targets) -> None:
     site = target({"method": "sfl"})
-    visit = fs.simulation.sequential.Visit(1, **effort(prepare(site.spec).config))
+    visit = Visit(1, **effort(prepare(site.spec).config))
     assert isinstance(site.hop(visit, ticket="the next one's"), Hopped)
     for caller, ticket in (("b", ""), ("c", "guess"), ("server", "")):
         assert isinstance(site.call(Fetch(1, 0, ticket), caller=caller), Refused)

@@ -276,7 +276,7 @@ def test_a_group_that_broke_begins_anew_under_another_exchange(site: Make) -> No
 def test_a_group_that_begins_anew_finds_no_other_model_under_the_same_name(site: Make) -> None:
     """Two gradients of the same samples at two models would tell more than one."""
     table = {"method": {"name": "stratify", "cap": 4}, "communication": {"down": "bf16"}}
-    made = site(table, policy=Policy(min_samples=1))
+    made = site(table, policy=Policy(jobs="within-policy", min_samples=1))
     (report,) = made.ask(LabelReport(), clients=[0])
     label = int(report.labels[0])
     made.ask(reserve(0, 1, label=label), clients=[0], news=[made.counts(0)])
@@ -532,7 +532,7 @@ def test_no_answer_leaves_while_another_thread_fails_to_write_it_down(site: Make
 
 
 def test_an_answer_that_is_too_large_to_leave_is_not_booked_as_one(tmp_path: Path) -> None:
-    made = Site(tmp_path, policy=Policy(megabytes=0.001))
+    made = Site(tmp_path, policy=Policy(jobs="within-policy", megabytes=0.001))
     made.begin()
     assert ruled(made.ask(fit(made))[0]) == "policy.megabytes"
     assert made.book.answered == []
@@ -552,7 +552,12 @@ def hospital(tmp_path: Path) -> Callable[..., Site]:
     np.savez(tmp_path / "own.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
 
     def make(table: dict[str, Any] | None = None, **policy: Any) -> Site:
-        return Site(tmp_path / "site", {**OWN, **(table or {})}, policy=Policy(**policy), data=tmp_path / "own.npz")
+        return Site(
+            tmp_path / "site",
+            {**OWN, **(table or {})},
+            policy=Policy(**{"jobs": "within-policy", **policy}),
+            data=tmp_path / "own.npz",
+        )
 
     return make
 
@@ -675,7 +680,7 @@ def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Pat
         "evaluation": {"every": 1},
         "training": {"rounds": rounds},
     }
-    made = Site(tmp_path / "site", table, policy=Policy(), data=tmp_path / "own.npz")
+    made = Site(tmp_path / "site", table, policy=Policy(jobs="within-policy"), data=tmp_path / "own.npz")
     assert isinstance(begin_own(made, survey(made).statistics), Begun)
     asked = next(q for q in made.host._running().guard.asked.questions or () if q.kind is Evaluate)
     bins = {key: asked.where[key] for key in ("score_bins", "confidence_bins")}
@@ -699,7 +704,7 @@ def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
     table = {
         "data": {"name": "own.csv", "schema": {"label": "ill", "classes": ["n", "y"], "columns": {"kind": column}}}
     }
-    made = Site(tmp_path / "site", {**OWN, **table}, policy=Policy(), data=tmp_path / "own.csv")
+    made = Site(tmp_path / "site", {**OWN, **table}, policy=Policy(jobs="within-policy"), data=tmp_path / "own.csv")
     assert 1 in survey(made).statistics.counts["kind"][:, 1].tolist()
 
 
@@ -728,7 +733,7 @@ TOGETHER = {
 
 
 def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: Path) -> None:
-    made = Site(tmp_path, TOGETHER, policy=Policy(megabytes=3.0))
+    made = Site(tmp_path, TOGETHER, policy=Policy(jobs="within-policy", megabytes=3.0))
     made.begin()
     sent: list[bytes] = []
 

@@ -274,7 +274,12 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
     books = {name: Ledger(tmp_path / name / PLACE) for name in "ab"}
     hosts = {
         name: Host(
-            name, tmp_path / name, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=book
+            name,
+            tmp_path / name,
+            lambda target, data: b"",
+            patience=60.0,
+            policy=Policy(jobs="within-policy", min_samples=1),
+            ledger=book,
         )
         for name, book in books.items()
     }

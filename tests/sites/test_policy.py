@@ -60,7 +60,7 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
 ) -> None:
     if job.get("method") == "weighted-of":
         job = {"method": {"name": "fedavg", "client_sampler": "weighted"}}
-    site = Site(tmp_path, job, policy=Policy(**{"min_samples": 1, **policy}))
+    site = Site(tmp_path, job, policy=Policy(**{"jobs": "within-policy", "min_samples": 1, **policy}))
     refused = site.call(Survey(site.spec.to_toml(), [0], 2, False)) if job == UNIT else site.begin()
     assert isinstance(refused, Refused)
     assert f"refused by the rule '{rule}'" in refused.reason
@@ -82,12 +82,12 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
     ids=str,
 )
 def test_a_job_within_the_rules_begins(tmp_path: Path, policy: dict[str, Any], job: dict[str, Any]) -> None:
-    assert isinstance(Site(tmp_path, job, policy=Policy(**policy)).begin(), Begun)
+    assert isinstance(Site(tmp_path, job, policy=Policy(jobs="within-policy", **policy)).begin(), Begun)
 
 
 def test_an_approved_job_begins_and_another_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kit" / "local").mkdir(parents=True)
-    (tmp_path / "kit" / FILE).write_text(Policy(jobs="approved").to_toml())
+    (tmp_path / "kit" / FILE).write_text(Policy().to_toml())
     site = Site(tmp_path / "site", policy=Policy.read(tmp_path / "kit"))
     assert isinstance(site.begin(), Refused)
     (tmp_path / "job.toml").write_text(site.spec.to_toml())
@@ -105,7 +105,7 @@ def _fit(site: Site, round: int) -> Fit:
 
 
 def test_so_many_exchanges_and_no_more_also_after_a_restart(tmp_path: Path) -> None:
-    site = Site(tmp_path, policy=Policy(exchanges=2))
+    site = Site(tmp_path, policy=Policy(jobs="within-policy", exchanges=2))
     site.begin()
     assert isinstance(*site.ask(_fit(site, 1)), FitReply)
     assert isinstance(*site.ask(_fit(site, 2)), FitReply)
@@ -119,7 +119,7 @@ def test_so_many_exchanges_and_no_more_also_after_a_restart(tmp_path: Path) -> N
 
 
 def test_so_many_bytes_and_no_more(tmp_path: Path) -> None:
-    site = Site(tmp_path, policy=Policy(megabytes=0.005))
+    site = Site(tmp_path, policy=Policy(jobs="within-policy", megabytes=0.005))
     site.begin()
     assert isinstance(*site.ask(_fit(site, 1)), FitReply)
     (refused,) = site.ask(_fit(site, 2))
@@ -128,14 +128,20 @@ def test_so_many_bytes_and_no_more(tmp_path: Path) -> None:
 
 
 def test_so_many_starts_and_no_more_whatever_the_run_is_called(tmp_path: Path) -> None:
-    site = Site(tmp_path, policy=Policy(starts=3))
+    site = Site(tmp_path, policy=Policy(jobs="within-policy", starts=3))
     assert [type(site.begin(run=run)) for run in ("a", "b", "c", "d")] == [Begun, Begun, Begun, Refused]
-    assert isinstance(Site(tmp_path, {"seed": 1}, policy=Policy(starts=3)).begin(), Begun), "another job"
+    assert isinstance(Site(tmp_path, {"seed": 1}, policy=Policy(jobs="within-policy", starts=3)).begin(), Begun), (
+        "another job"
+    )
 
 
 def test_a_site_takes_the_larger_minimum_of_spec_and_policy(tmp_path: Path) -> None:
     for spec, own, larger in ((3, 7, 7), (7, 3, 7), (1, 5, 5)):
-        site = Site(tmp_path, {"privacy": {"min_samples": spec}}, policy=Policy(min_samples=own, below="refuse"))
+        site = Site(
+            tmp_path,
+            {"privacy": {"min_samples": spec}},
+            policy=Policy(jobs="within-policy", min_samples=own, below="refuse"),
+        )
         site.begin()
         privacy = site.host._running().context.privacy
         assert privacy.min_samples == larger
@@ -143,7 +149,7 @@ def test_a_site_takes_the_larger_minimum_of_spec_and_policy(tmp_path: Path) -> N
 
 
 def test_an_update_of_too_few_samples_stays_though_the_spec_says_nothing(tmp_path: Path) -> None:
-    site = Site(tmp_path, policy=Policy(min_samples=31))  # each of the two has 30
+    site = Site(tmp_path, policy=Policy(jobs="within-policy", min_samples=31))  # each of the two has 30
     site.begin()
     (kept,) = site.ask(_fit(site, 1))
     assert kept.refused
@@ -152,7 +158,7 @@ def test_an_update_of_too_few_samples_stays_though_the_spec_says_nothing(tmp_pat
 
 
 def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path) -> None:
-    site = Site(tmp_path, {"method": "sfl"}, policy=Policy())
+    site = Site(tmp_path, {"method": "sfl"}, policy=Policy(jobs="within-policy"))
     site.begin()
 
     def visit(round: int) -> Visit:
@@ -166,7 +172,7 @@ def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path
     assert isinstance(site.call(Fetch(1, 0, "t")), Weights)
     again = site.hop(visit(1), hop=1, client=1, holder="a", weights=None)
     assert "journey 1 is over" in again.reply.reason
-    open_to_it = Site(tmp_path / "other", {"method": "sfl"}, policy=Policy(relay="server"))
+    open_to_it = Site(tmp_path / "other", {"method": "sfl"}, policy=Policy(jobs="within-policy", relay="server"))
     open_to_it.begin()
     assert open_to_it.hop(visit(1), back=True).weights is not None
 
@@ -274,7 +280,9 @@ class Nosy(fs.FedAvg):
 
 def test_a_refused_question_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     spec = combinations.spec_of("fedavg")
-    history, books = _at_sites(spec, tmp_path / "sites", Policy(min_samples=1), method=Nosy(), out=tmp_path / "out")
+    history, books = _at_sites(
+        spec, tmp_path / "sites", Policy(jobs="within-policy", min_samples=1), method=Nosy(), out=tmp_path / "out"
+    )
     refused = [event for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "refused"]
     assert len(refused) == 6 * 2
     assert all("refused by the rule 'kind'" in event["reason"] for event in refused)
@@ -288,8 +296,10 @@ def test_a_site_that_refuses_is_absent_and_the_event_names_its_rule(
     tmp_path: Path, strict: dict[str, Any], kind: str
 ) -> None:
     spec = combinations.spec_of("fedavg", client_sampler="all")
-    own = Policy(min_samples=1, **strict)
-    history, _ = _at_sites(spec, tmp_path / "sites", Policy(min_samples=1), strict=own, out=tmp_path / "out")
+    own = Policy(jobs="within-policy", min_samples=1, **strict)
+    history, _ = _at_sites(
+        spec, tmp_path / "sites", Policy(jobs="within-policy", min_samples=1), strict=own, out=tmp_path / "out"
+    )
     events = [event for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == kind]
     assert {client for event in events for client in event["clients"]} == {4, 5}
     assert all(f"refused by the rule 'policy.{next(iter(strict))}'" in event["reason"] for event in events)
@@ -308,7 +318,7 @@ def _marked(*short: str) -> list[Any]:
 @pytest.mark.parametrize("name", _marked())
 def test_every_method_gives_the_same_bytes_under_a_policy_with_a_minimum_of_one(name: str, tmp_path: Path) -> None:
     spec = combinations.spec_of(name)
-    there, books = _at_sites(spec, tmp_path, Policy(min_samples=1))
+    there, books = _at_sites(spec, tmp_path, Policy(jobs="within-policy", min_samples=1))
     here = fs.run(spec)
     assert [entry for book in books for entry in book.entries if entry.refused] == []
     assert all(torch.equal(there.params[key], here.params[key]) for key in here.params)
@@ -325,9 +335,9 @@ def test_under_the_default_policy_a_method_runs_or_is_refused_before_its_first_r
             warnings.catch_warnings(),
             pytest.raises(FedstrataError, match=r"no site takes part.*'policy\.min_samples'"),
         ):
-            _at_sites(spec, tmp_path, Policy())
+            _at_sites(spec, tmp_path, Policy(jobs="within-policy"))
         return
-    history, books = _at_sites(spec, tmp_path, Policy())
+    history, books = _at_sites(spec, tmp_path, Policy(jobs="within-policy"))
     assert len(history) == spec.training.rounds
     rules = {entry.refused for book in books for entry in book.entries if entry.refused}
     assert rules <= {"privacy.min_samples"}, "what one small client has stays there"

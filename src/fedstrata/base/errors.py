@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Self
 
 LONGEST = 500
 """Characters of a value that a message shows."""
@@ -11,6 +12,14 @@ LONGEST = 500
 
 class FedstrataError(Exception):
     """Anything that fedstrata refuses or cannot do; the command line prints it as one line."""
+
+    public = ""
+    """What others may learn of it where it is about a party's own data: column and rule, in the words of the spec."""
+
+    def publicly(self, text: str) -> Self:
+        """The same error with its public part, which holds no value, line, count or path of the data."""
+        self.public = text
+        return self
 
 
 class SpecError(FedstrataError):

@@ -119,19 +119,19 @@ def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
 def collect() -> dict[str, Any]:
     """The table as the code says it now."""
     from fedstrata.methods.base import METHODS
-    from fedstrata.spec import reference
     from fedstrata.spec.experiment import Experiment
+    from fedstrata.spec.reference import SECTIONS, common, kinds, rows
 
     methods = [(name, METHODS.find(name)) for name in METHODS]
     return {
         "methods": [[name, (method.__doc__ or "").strip().splitlines()[0], method.paper] for name, method in methods],
-        "experiment": _told(reference.rows(Experiment)),
+        "experiment": _told(rows(Experiment)),
         "settings": {
             section: {
-                "common": _told(reference.common(section)),
-                "kinds": {name: _described(kind) for name, kind in reference.kinds(section)},
+                "common": _told(common(section)),
+                "kinds": {name: _described(kind) for name, kind in kinds(section)},
             }
-            for section in reference.SECTIONS
+            for section in SECTIONS
         },
     }
 

@@ -32,7 +32,8 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
         return array.astype(str)  # columns of pandas come so
     if array.dtype == object:
-        raise DataError(f"{key}: rows of different lengths or types; give one array of numbers or strings")
+        problem = f"{key}: rows of different lengths or types; give one array of numbers or strings"
+        raise DataError(problem).publicly(problem)
     return array
 
 
@@ -53,10 +54,11 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{key}: of type {array.dtype}; inputs are numbers")
+        raise DataError(f"{key}: of type {array.dtype}; inputs are numbers").publicly(f"{key}: inputs are numbers")
     if array.ndim not in (2, 3, 4) or array.size == 0:
         forms = "(N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), none of them 0"
-        raise DataError(f"{key}: has shape {array.shape}; accepted: {forms}")
+        error = DataError(f"{key}: has shape {array.shape}; accepted: {forms}")
+        raise error.publicly(f"{key}: has another shape; accepted: {forms}")
     if array.ndim == 4 and array.shape[3] not in CHANNELS and array.shape[1] in CHANNELS:
         array = array.transpose(0, 2, 3, 1)
     if array.ndim == 3:
@@ -71,12 +73,14 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
         bad = ~np.isfinite(array)
         if bad.any():
             first = tuple(int(axis[0]) for axis in np.nonzero(bad))
-            raise DataError(f"{key}: {int(bad.sum())} values are not finite numbers, the first at {first}")
+            error = DataError(f"{key}: {int(bad.sum())} values are not finite numbers, the first at {first}")
+            raise error.publicly(f"{key}: not all values are finite numbers")
     elif array.dtype.kind == "b":
         array = array.astype(np.int8)
     elif array.dtype.kind == "u" and array.dtype.itemsize > 1:
         if (largest := int(array.max())) >= 2**63:
-            raise DataError(f"{key}: holds {largest}; accepted: whole numbers below 2**63, or floats")
+            accepted = "accepted: whole numbers below 2**63, or floats"
+            raise DataError(f"{key}: holds {largest}; {accepted}").publicly(f"{key}: too large numbers; {accepted}")
         # PyTorch can hardly index wider unsigned types.
         array = array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
     array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))

@@ -84,15 +84,14 @@ class Statistics(Message):
             DataError: No training sample has a value.
         """
         if column.impute is None:
-            raise DataError(
-                f"column {name!r}: values are missing; accepted: all of them, or a rule such as impute = 'mean'"
-            )
+            problem = f"column {name!r}: values are missing; accepted: all of them, or a rule such as impute = 'mean'"
+            raise DataError(problem).publicly(problem)
         if column.impute == "constant":
             return column.number(column.value)
         if not self.count[place]:
             problem = f"no training row has a value that may be told, so there is no {column.impute}; "
             problem += "accepted: impute = 'constant', or a smaller privacy.min_samples where clients have a few"
-            raise DataError(f"column {name!r}: {problem}")
+            raise DataError(f"column {name!r}: {problem}").publicly(f"column {name!r}: {problem}")
         if column.impute == "mean":
             return float(self.mean[place])
         values, counts = self.counts[name].numpy().T

@@ -254,19 +254,28 @@ class Table:
         """Raise ``SpecError`` for ``key`` where there is no such column."""
         if column not in self.columns:
             problem = f"{self.source} has no such column; there are: {_listed(self.columns)}"
-            raise SpecError(key, problem + nearest(column, self.columns), column)
+            error = SpecError(key, problem + nearest(column, self.columns), column)
+            raise error.publicly(f"{key} = {column!r}: there is no such column")
 
     def cells(self, column: str, missing: Iterable[str] = ()) -> list[Any]:
         """The cells of a column; None for what is missing."""
         marks = {"", *missing}
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in self.columns[column]]
 
-    def wrong(self, row: int, column: str, problem: str) -> DataError:
-        """The error about a cell."""
+    def wrong(self, row: int, column: str, problem: str, public: str) -> DataError:
+        """The error about a cell.
+
+        Args:
+            row: Its row.
+            column: Its column.
+            problem: What is wrong with it.
+            public: The same without what depends on the cell.
+        """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
         given = "" if is_missing(cell) else f" = {cell!r}"
-        return DataError(f"{self.source}, {where}, column {column!r}{given}: {problem}")
+        error = DataError(f"{self.source}, {where}, column {column!r}{given}: {problem}")
+        return error.publicly(f"column {column!r}: {public}")
 
 
 def parsed(table: Table, schema: Schema) -> Reals:
@@ -289,13 +298,15 @@ def parsed(table: Table, schema: Schema) -> Reals:
                     rules = "accepted: a value, or a rule: impute = 'mean', 'median', 'most-frequent' or 'constant'"
                     rules += f", such as {name} = {{ impute = 'median' }} in [data.schema.columns], "
                     rules += "beside every other column that the model is to see"
-                    raise table.wrong(row, name, f"is missing; {rules}")
+                    raise table.wrong(row, name, f"is missing; {rules}", f"a value is missing; {rules}")
                 values[row] = math.nan
                 continue
             try:
                 values[row] = column.number(cell)
             except ValueError as error:
-                raise table.wrong(row, name, str(error)) from None
+                raise table.wrong(
+                    row, name, str(error), f"not all cells are what they may be; {column.accepted}"
+                ) from None
         columns.append(values)
     return np.stack(columns, axis=1)
 
@@ -316,7 +327,8 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> NDAr
         cells = [text_of(cell).lower() for cell in _known(table, schema.test, schema)]
         wrong = next((row for row, text in enumerate(cells) if text not in PARTS), None)
         if wrong is not None:
-            raise table.wrong(wrong, schema.test, f"does not say which part it is; accepted: {', '.join(PARTS)}")
+            problem = f"does not say which part it is; accepted: {', '.join(PARTS)}"
+            raise table.wrong(wrong, schema.test, problem, f"a cell {problem}")
         return np.array([PARTS[text] == 1 for text in cells], dtype=bool)
     labels = np.unique(ids(table, schema.label, schema), return_inverse=True)[1]
     owners = np.zeros_like(labels)
@@ -340,7 +352,8 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
     if column == schema.label and schema.classes is not None:
         wrong = next((row for row, text in enumerate(texts) if text not in schema.classes), None)
         if wrong is not None:
-            raise table.wrong(wrong, column, f"no such class; accepted: {_listed(schema.classes)}")
+            accepted = f"accepted: {_listed(schema.classes)}"
+            raise table.wrong(wrong, column, f"no such class; {accepted}", f"not all labels are classes; {accepted}")
         return np.array(texts)
     if all(text.removeprefix("-").isdecimal() and len(text) < 19 for text in texts):
         return np.array([int(text) for text in texts], dtype=np.int64)
@@ -350,7 +363,9 @@ def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
 def _known(table: Table, column: str, schema: Schema) -> list[Any]:
     cells = table.cells(column, schema.missing)
     if (row := next((row for row, cell in enumerate(cells) if cell is None), None)) is not None:
-        raise table.wrong(row, column, f"the {schema.roles[column]} is missing; accepted: a value in every row")
+        accepted = "accepted: a value in every row"
+        role = schema.roles[column]
+        raise table.wrong(row, column, f"the {role} is missing; {accepted}", f"a {role} is missing; {accepted}")
     return cells
 
 

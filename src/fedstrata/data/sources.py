@@ -153,15 +153,20 @@ with warnings.catch_warnings():
                 if not len(y):
                     continue
                 if data.shape != self.shape:
-                    raise DataError(f"a sample has the shape {list(data.shape)}; data.shape is {list(self.shape)}")
+                    accepted = f"data.shape is {list(self.shape)}"
+                    error = DataError(f"a sample has the shape {list(data.shape)}; {accepted}")
+                    raise error.publicly(f"samples have another shape; {accepted}")
                 if not 0 <= int(y.min()) <= int(y.max()) < self.classes:
                     wrong = int(y.max()) if int(y.min()) >= 0 else int(y.min())
-                    raise DataError(f"y_{part} holds {wrong}; accepted: 0…{self.classes - 1}, by data.classes")
+                    accepted = f"accepted: 0…{self.classes - 1}, by data.classes"
+                    error = DataError(f"y_{part} holds {wrong}; {accepted}")
+                    raise error.publicly(f"y_{part}: not all labels are classes; {accepted}")
                 span = self.range or (-math.inf, math.inf)
                 for end in (float(x.min()), float(x.max())):
                     if not span[0] <= end <= span[1]:
                         accepted = f"accepted: {span[0]:g} to {span[1]:g}, by data.range"
-                        raise DataError(f"x_{part} holds {end:g}; {accepted}{another_unit(end, span)}")
+                        error = DataError(f"x_{part} holds {end:g}; {accepted}{another_unit(end, span)}")
+                        raise error.publicly(f"x_{part}: not all values are in range; {accepted}")
             how = Unfitted(self.normalize, data.x_train, data.x_test, given=self.given(self.shape))
             return replace(data, unfitted=how)
 
@@ -243,7 +248,8 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             with zipfile.ZipFile(file) as archive:
                 members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
                 if missing := [key for key in needed if key not in members]:
-                    raise DataError(f"{path} has no {', '.join(missing)}; it holds: {', '.join(members)}")
+                    error = DataError(f"{path} has no {', '.join(missing)}; it holds: {', '.join(members)}")
+                    raise error.publicly(f"there is no {', '.join(missing)}")
                 chosen = {key: members[key] for key in (*needed, *optional) if key in members}
                 size, most = sum(info.file_size for info in chosen.values()), memory()
                 if size > most:

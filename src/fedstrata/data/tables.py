@@ -140,7 +140,10 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, [])]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise DataError(f"{path}, line 1: the column {twice[0]!r} stands there twice; give each a name of its own")
+            error = DataError(
+                f"{path}, line 1: the column {twice[0]!r} stands there twice; give each a name of its own"
+            )
+            raise error.publicly("two columns have the same name; accepted: each once")
         rows, lines, before = [], [], reader.line_num
         for row in reader:
             if row:  # an empty line is none

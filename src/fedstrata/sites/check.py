@@ -90,7 +90,7 @@ def _settings(kit: Path) -> str:
 def _policy(kit: Path) -> str:
     """A slip in it would be found only when a job begins."""
     if not (kit / POLICY).exists():
-        return f"policy: there is no {POLICY}, and the defaults hold"
+        return f"policy: there is no {POLICY}: the defaults hold, by which no job is approved"
     Policy.read(kit)
     return f"policy: {POLICY} can be read"
 
@@ -126,7 +126,7 @@ def _data(kit: Path) -> str:
     try:
         survey_of(survey, data)
     except UnusableDataError as error:
-        raise DataError(str(error.__cause__ or error)) from None  # at its own site a file may be named
+        raise DataError(str(error.__cause__)) from None  # at its own site all of it is told
     return f"data: {data} is what the spec says"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -49,6 +50,9 @@ FEWEST = 2
 MOST_CLIENTS = 1_000_000
 """Of a job: a site's memory grows with their number."""
 
+MORE = "'fedstrata check' at the site, and its log, say more"
+"""Where the private part of an error about a site's data is told."""
+
 _PREPARING = Lock()
 """Initial parameters are drawn from PyTorch's generator, which all threads share: sites of one process take turns."""
 
@@ -56,7 +60,7 @@ _NO_LABELS = torch.empty(0, dtype=torch.int64)
 
 
 class UnusableDataError(DataError):
-    """A site's data are not what the spec says; whoever runs the experiment is told column and value, and no path."""
+    """A site's data are not what the spec says. Its text leaves the site: the public part of what was found, alone."""
 
 
 def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = False) -> ClientContext:
@@ -73,13 +77,15 @@ def context_of(begin: Begin, data: Path | None, keys: KeyRing, *, tells: bool = 
         UnusableDataError: The file is missing, damaged or not what the spec says.
     """
     spec = Experiment.from_table(parse_toml(begin.spec))
-    with _PREPARING:
-        if begin.statistics is None:
-            if data is not None:
-                raise SpecError("data", "this site has a data file of its own, but the run is about the spec's")
+    if begin.statistics is None:
+        if data is not None:
+            raise SpecError("data", "this site has a data file of its own, but the run is about the spec's")
+        with _PREPARING, _told():
             prepared = prepare(spec)
-        else:
-            own, whole, brought = _own(spec, data, begin.clients, begin.total)
+    else:
+        path = _file_of(spec, data, begin.clients)
+        with _PREPARING, _told():
+            own, whole, brought = _own(spec, path, begin.clients[0], begin.total)
             prepared = assemble(spec, own, whole, sizes_known=False, brought=brought, fitting=begin.statistics)
     if len(prepared.assignment) != begin.total:
         raise SpecError("partition.clients", f"there are {begin.total} clients", len(prepared.assignment))
@@ -116,46 +122,72 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     """
     spec = Experiment.from_table(parse_toml(survey.spec))
     least = max(least, FEWEST, spec.privacy.min_samples)
-    own, whole, brought = _own(spec, data, survey.clients, survey.total)
-    if survey.tests and brought is None and spec.evaluation.client_test is None:
-        problem = "there are no test samples, and the server has none; accepted: x_test and y_test, or a test part by "
-        raise UnusableDataError(f"{problem}evaluation.client_test")
-    _, held = hold_out(spec.evaluation, own, whole, spec.seed, brought=brought, everybody=False)
-    assert own.unfitted is not None
-    rows = list(trained_on(own, whole, held))
-    if own.unfitted.needed and (left := sum(map(len, rows))) < least:
-        problem = f"{left} training samples are left beside what is held out; accepted: {least} or more, for the mean "
-        raise UnusableDataError(f"{problem}of one is its value")
-    return own.unfitted.statistics(rows, least)
+    path = _file_of(spec, data, survey.clients)
+    with _told():
+        own, whole, brought = _own(spec, path, survey.clients[0], survey.total)
+        if survey.tests and brought is None and spec.evaluation.client_test is None:
+            problem = "there are no test samples, and the server has none; accepted: x_test and y_test, or a test part "
+            problem += "by evaluation.client_test"
+            raise DataError(f"{path}: {problem}").publicly(problem)
+        _, held = hold_out(spec.evaluation, own, whole, spec.seed, brought=brought, everybody=False)
+        assert own.unfitted is not None
+        rows = list(trained_on(own, whole, held))
+        if own.unfitted.needed and (left := sum(map(len, rows))) < least:
+            accepted = f"accepted: {least} or more, for the mean of one is its value"
+            error = DataError(f"{path}: {left} training samples are left beside what is held out; {accepted}")
+            raise error.publicly(f"too few training samples are left beside what is held out; {accepted}")
+        return own.unfitted.statistics(rows, least)
 
 
-def _own(
-    spec: Experiment, path: Path | None, clients: list[int], total: int
-) -> tuple[Dataset, Assignment, Assignment | None]:
-    """A site's own data, whose they are, and the test samples that it measures models on."""
+def description_of(spec: Experiment) -> str:
+    """Names what a spec says that a site's data must be: whether they are is the same answer to all such specs."""
+    free = {"name", "normalize", "shift", "scale"}
+    said = json.dumps([spec.data.model_dump(mode="json", exclude=free), spec.partition.min_size], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _file_of(spec: Experiment, path: Path | None, clients: list[int]) -> Path:
+    """The site's file, where the spec says all that its data must be: a site's rows complete no spec.
+
+    Raises:
+        SpecError: There is no file, or the spec does not say it.
+    """
     if path is None:
         raise SpecError("data", "the run is about the sites' own data, and this site's settings name no file")
     if len(clients) != 1:
         raise SpecError("data", "a site's own data are those of one client", clients)
-    with _told(path):
-        own = read_own(spec.data, path, client=clients[0], seed=spec.seed)
-        least = max(spec.partition.min_size, FEWEST)
-        if own.train_size < least:
-            raise DataError(f"{path}: {own.train_size} training samples; accepted: {least} or more, as by min_size")
-    whole, brought = _all_of(clients[0], own.train_size, total), None
+    _nothing(spec.data)
+    return path
+
+
+def _own(spec: Experiment, path: Path, client: int, total: int) -> tuple[Dataset, Assignment, Assignment | None]:
+    """A site's own data, whose they are, and the test samples that it measures models on."""
+    own = read_own(spec.data, path, client=client, seed=spec.seed)
+    least = max(spec.partition.min_size, FEWEST)
+    if own.train_size < least:
+        accepted = f"accepted: {least} or more, as by min_size"
+        error = DataError(f"{path}: {own.train_size} training samples; {accepted}")
+        raise error.publicly(f"too few training samples; {accepted}")
+    whole, brought = _all_of(client, own.train_size, total), None
     if spec.evaluation.client_test is None and len(own.y_test):
-        brought = _all_of(clients[0], len(own.y_test), total)
+        brought = _all_of(client, len(own.y_test), total)
     return own, whole, brought
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """What is wrong with a file goes to the site's log as it is, and to others without its place."""
+def _told() -> Iterator[None]:
+    """What is wrong with data goes to the site's log as it is, and to others in the words of the spec alone."""
     try:
         yield
-    except (DataError, SpecError) as error:
-        LOG.error("%s", error)
-        raise UnusableDataError(str(error).replace(str(path), "its data file")) from error
+    except Exception as error:
+        # An error without a public part may hold anything of the data; the key of a setting is the spec's.
+        known = isinstance(error, (DataError, SpecError))
+        LOG.error("%s", error, exc_info=None if known else error)
+        key = error.key if isinstance(error, SpecError) else ""
+        public = getattr(error, "public", "") or (
+            f"{key}: the setting does not suit them" if key else "they cannot be used"
+        )
+        raise UnusableDataError(f"the site's data are not what the spec says: {public}; {MORE}") from error
 
 
 def _all_of(client: int, size: int, clients: int) -> Assignment:
@@ -284,14 +316,16 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
     schema = data.schema
     if (path.suffix in SUFFIXES) != (schema is not None):
         wanted = ".csv or .parquet, by data.schema" if schema is not None else ".npz, by data.shape and data.classes"
-        raise DataError(f"{path} is of another kind; accepted: {wanted}")
+        error = DataError(f"{path} is of another kind; accepted: {wanted}")
+        raise error.publicly(f"the file is of another kind; accepted: {wanted}")
     if schema is not None:
         table = read_table(path, schema)
         if schema.client is not None and client is not None and schema.client in table.columns:
             found = np.unique(ids(table, schema.client, schema))
             if len(found) > 1:
                 problem = f"rows of {len(found)} clients, {found[0]!s} and {found[1]!s} among them; accepted: one"
-                raise DataError(f"{path}, column {schema.client!r}: {problem}")
+                error = DataError(f"{path}, column {schema.client!r}: {problem}")
+                raise error.publicly(f"column {schema.client!r}: rows of more clients than one; accepted: one")
         server = {"test": 0.5} if client is None else {}
         schema = schema.model_copy(update={"client": None, **server}).completed(table)
         held = np.ones(len(table), dtype=bool) if client is None else held_out(table, schema, seed, first=client)
@@ -302,14 +336,15 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
     rest = there[0][:0], _NO_LABELS
     if f"x_{other}" in arrays:
         if f"y_{other}" not in arrays:
-            raise DataError(f"{path} has x_{other} and no y_{other}")
+            raise DataError(f"{path} has x_{other} and no y_{other}").publicly(f"x_{other} without y_{other}")
         rest = _samples(path, arrays, other)
         if rest[0].shape[1:] != there[0].shape[1:]:
-            raise DataError(f"{path}: samples of x_{other} have another shape than those of x_{needed}")
+            problem = f"samples of x_{other} have another shape than those of x_{needed}"
+            raise DataError(f"{path}: {problem}").publicly(problem)
     try:
         return _arrays(data, *((there, rest) if needed == "train" else (rest, there)))
     except DataError as error:
-        raise DataError(f"{path}: {error}") from None
+        raise DataError(f"{path}: {error}").publicly(error.public) from None
 
 
 def _rows(data: Data, schema: Schema, table: Table, held: NDArray[np.bool_]) -> Dataset:
@@ -328,7 +363,8 @@ def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor,
     """Inputs and labels of one split."""
     x, y = checked_inputs(arrays[f"x_{split}"], f"x_{split}"), arrays[f"y_{split}"]
     if y.dtype.kind not in "iu" or y.shape != (len(x),):
-        raise DataError(f"{path}: y_{split} is {y.dtype} {y.shape}; expected one whole number for each of {len(x)}")
+        error = DataError(f"{path}: y_{split} is {y.dtype} {y.shape}; expected one whole number for each of {len(x)}")
+        raise error.publicly(f"y_{split}: expected one whole number for each sample")
     return x, torch.from_numpy(y.astype(np.int64))
 
 

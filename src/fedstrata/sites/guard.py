@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ def admitted(
     catalog: Collection[str] | None,
     undeclared: bool = False,
     has_data: bool = False,
+    named: Callable[[str], None] = lambda job: None,
 ) -> Declaration:
     """What a job asks, if a site takes part in it; nothing that the spec names has been read when this is decided.
 
@@ -53,6 +54,7 @@ def admitted(
         catalog: The data sets that a spec may name here; None for any.
         undeclared: Whether a method that does not declare what it asks may run, as in a simulation.
         has_data: Whether the site has a data file of its own, which no spec's data stand in for.
+        named: Told the job's hash before the policy looks at it.
 
     Raises:
         RuleError: It does not take part, by this rule.
@@ -62,10 +64,11 @@ def admitted(
     if catalog is not None:
         _refuse_files(table, catalog, data=not own_data and not has_data)
     asked = declaration_of(Experiment.from_table(table), clients=clients, own_data=own_data)
+    named(asked.job)
     if policy is not None:
         policy.check(asked)
     elif asked.questions is None and not undeclared:
-        Policy(min_samples=1).check(asked)
+        Policy(jobs="within-policy", min_samples=1).check(asked)
     return asked
 
 
@@ -92,6 +95,73 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
                 level.append((f"{place}{key}.", value))
         elif isinstance(found, list):
             level += [(place, each) for each in found if isinstance(each, (dict, list))]
+
+
+class Told:
+    """What was tried on a site's own data, over all jobs: whether data are what a spec says is an answer, too.
+
+    A job that was approved is never refused here, but what it was told counts like the rest.
+
+    Args:
+        folder: The site's.
+        policy: The site's.
+        job: The hash of the job's spec.
+    """
+
+    def __init__(self, folder: Path, policy: Policy, job: str) -> None:
+        self._folder, self._policy, self._job = folder / ".told", policy, job
+        self._path = self._folder / "told.json"
+
+    @contextmanager
+    def reading(self, description: str, question: bytes) -> Iterator[None]:
+        """Let data be read in the block, for one job at a time, and count what becomes of it.
+
+        Each description counts, whether the data fit it or not; and each question at which something failed, until
+        the same question is answered, as after the site mended its file.
+
+        Args:
+            description: What the data must be.
+            question: What is asked, as bytes.
+
+        Raises:
+            RuleError: Other jobs were told as much as the policy lets be told.
+        """
+        key = hashlib.sha256(question).hexdigest()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with waiting(self._folder):
+            told = self._read()
+            self._refuse(told["described"], description, "whether this site's data fit another description")
+            self._refuse(told["failed"], key, "why this site's data cannot be used")
+            self._add(told, "described", description)
+            self._write(told)
+            try:
+                yield
+            except Exception:
+                self._add(told, "failed", key)
+                raise
+            else:
+                told["failed"] = [each for each in told["failed"] if each != key]
+            finally:
+                self._write(told)
+
+    def _refuse(self, before: list[str], key: str, what: str) -> None:
+        most = self._policy.surveys
+        if key not in before and len(before) >= most and self._job not in self._policy.approved:
+            approve = f"'fedstrata approve {self._job} --kit DIR' at the site accepts it"
+            raise RuleError(
+                "policy.surveys", f"other jobs were told {what}; accepted: {most} such answer(s); {approve}"
+            )
+
+    def _add(self, told: dict[str, list[str]], kind: str, key: str) -> None:
+        if key not in told[kind] and len(told[kind]) < self._policy.surveys:  # more would change nothing
+            told[kind].append(key)
+
+    def _read(self) -> dict[str, list[str]]:
+        found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        return {kind: list(found.get(kind, [])) for kind in ("described", "failed")}
+
+    def _write(self, told: dict[str, list[str]]) -> None:
+        replace_file(self._path, json.dumps(told).encode(), mode=0o600)
 
 
 SECONDS = 1.0

@@ -8,6 +8,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
 from fedstrata.sites.asks import Declaration, declaration_of
-from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, require_home, survey_of
-from fedstrata.sites.guard import Books, Guard, Match, Spent, admitted
+from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
+from fedstrata.sites.guard import Books, Guard, Match, Spent, Told, admitted
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.manifest import fingerprint
 from fedstrata.sites.policy import Policy, RuleError
@@ -81,7 +82,10 @@ HARMLESS = (
     UnusableDataError,
     RuleError,
 )
-"""What tells others of their own messages and of the spec, and of data only why they are not what the spec says."""
+"""What tells others of their own messages and of the spec, and of data the column and the rule that they break."""
+
+BEGINNINGS = (Survey.__name__, Begin.__name__)
+"""Questions of which the book has also those that failed: their answers depend on whether the data fit the spec."""
 
 
 class Host:
@@ -132,6 +136,8 @@ class Host:
         """Another site may fetch a model while this one works."""
         self.turns, self.problem = Turns(), ""
         self._run: _Run | None = None
+        self._asking = ""
+        """The job that asked last to begin, or what the data come to."""
 
     def call(self, caller: str, data: object) -> bytes:
         """The answer to bytes of the server or of another site; ``Refused`` to what is not understood or allowed."""
@@ -147,9 +153,14 @@ class Host:
             # Whatever it is must not end the site, and the server must learn of it.
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
-                self._write()
             elif not isinstance(error, LateError):
                 self.problem = str(error)
+                if what in BEGINNINGS:
+                    self.note(what, failed=type(error).__name__)
+            try:
+                self._write()  # an error is an answer too
+            except Exception as unwritten:
+                error = unwritten
             for_good = isinstance(error, RuleError) and error.for_good
             return records.encode(Refused(self.message_of(error), for_good))
 
@@ -157,6 +168,7 @@ class Host:
         if self._run is not None:
             # Each thread that answers has a number of its own, and sums depend on it.
             torch.set_num_threads(self._run.context.config.training.threads)
+        self._asks("")
         with only_from(self._allow):
             return self._leaving(self._answer(envelope))
 
@@ -177,6 +189,7 @@ class Host:
         """Something for the book; see ``Entry``."""
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.asked.job
+            run = self._asking if kind in BEGINNINGS else run
             with self._noting:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
@@ -227,7 +240,11 @@ class Host:
             catalog=self._catalog,
             undeclared=self._undeclared,
             has_data=self.data is not None,
+            named=self._asks,
         )
+
+    def _asks(self, job: str) -> None:
+        self._asking = job
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
         """What others learn of an error; see ``frank``.
@@ -237,6 +254,8 @@ class Host:
             reason: What is said about it, where a client raised it.
         """
         if reason is None:
+            if self._frank and isinstance(error, UnusableDataError):
+                return str(error.__cause__)
             reason = str(error) if isinstance(error, FedstrataError) else f"{type(error).__name__}: {error}"
             if type(error) in HARMLESS:
                 return reason
@@ -287,7 +306,8 @@ class Host:
             spent.save()
         known = None if guard is None else guard.spent.survey
         if known is None:
-            surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
+            with self._reading(asked.job, survey):
+                surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
         else:
             surveyed = read(known, Surveyed)
             if surveyed.fingerprint != fingerprint(self.data, self.folder):
@@ -339,9 +359,19 @@ class Host:
             raise FedstrataError(f"site {self.name} has not begun a run")
         return self._run
 
-    def context(self, begin: Begin) -> ClientContext:
+    def _reading(self, job: str, question: Survey | Begin) -> AbstractContextManager[None]:
+        """Read the site's own data for a job in a block, by the policy."""
+        if self.policy is None:
+            return nullcontext()
+        if isinstance(question, Begin):  # one that goes on asks the same of the data
+            question = dataclasses.replace(question, run="", round=0)
+        description = description_of(Experiment.from_table(parse_toml(question.spec)))
+        return Told(self.folder, self.policy, job).reading(description, records.encode(question))
+
+    def context(self, begin: Begin, job: str) -> ClientContext:
         """What the clients of this site share."""
-        context = context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
+        with self._reading(job, begin) if begin.statistics is not None else nullcontext():
+            context = context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
         if self.policy is None:
             return context
         return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
@@ -375,7 +405,7 @@ class _Run:
         spent = Spent(host.folder, asked.job)
         if own and host.policy is not None:
             spent.settle(begin.clients, begin.total, "bounds")
-        context = host.context(begin)
+        context = host.context(begin, asked.job)
         spent.start(host.policy)  # a site that could not begin has answered nothing
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))

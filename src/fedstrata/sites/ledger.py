@@ -283,11 +283,12 @@ def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             continue
         row = rows.setdefault(
             (entry["run"], entry["kind"]),
-            {"run": entry["run"], "question": entry["kind"], "answers": 0, "refused": 0, "fewest_samples": None}
-            | {"bytes": 0, "epsilon": 0.0},
+            {"run": entry["run"], "question": entry["kind"], "answers": 0, "refused": 0, "failed": 0}
+            | {"fewest_samples": None, "bytes": 0, "epsilon": 0.0},
         )
         if "refused" in entry or "failed" in entry:
             row["refused"] += "refused" in entry
+            row["failed"] += "failed" in entry
             continue
         samples, fewest = entry.get("samples", 0), row["fewest_samples"]
         row["answers"] += 1

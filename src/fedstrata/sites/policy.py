@@ -59,14 +59,15 @@ class Policy(Setting):
             asked since.
         surveys: How many answers that differ the site gives to what its own data come to, over all jobs; one that was
             approved is answered beyond that. Another seed, or another share, holds out other samples: two answers can
-            differ by a single one.
+            differ by a single one. As many descriptions (``[data]``) may be tried on the data, and as many questions
+            may fail at them: also an error tells something.
         masking: Whether labels and their counts may leave masked alone.
         ldp: Whether numbers of samples may leave under local differential privacy alone.
         relay: ``direct``: a travelling model goes from site to site, and the server sees it at the end of its journey.
             ``server``: it may see it after every hop.
     """
 
-    jobs: Literal["approved", "within-policy"] = "within-policy"
+    jobs: Literal["approved", "within-policy"] = "approved"
     approved: list[str] = []
     methods: list[str] | None = None
     min_samples: PositiveInt = 5

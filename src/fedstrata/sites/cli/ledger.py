@@ -58,10 +58,10 @@ def _ledger(options: argparse.Namespace) -> int:
         writer.writerows(found.entries)
     elif not options.verify:
         for row in totals(found.entries):
-            refused = f", {row['refused']} refused" if row["refused"] else ""
+            without = "".join(f", {row[key]} {key}" for key in ("refused", "failed") if row[key])
             fewest = f", each of {row['fewest_samples']} samples or more" if row["fewest_samples"] is not None else ""
             spent = f", ε = {row['epsilon']:g} in all" if row["epsilon"] else ""
-            print(f"{row['run']}  {row['question']}: {row['answers']} answers{refused}{fewest}", end="")
+            print(f"{row['run']}  {row['question']}: {row['answers']} answers{without}{fewest}", end="")
             print(f", {row['bytes']} bytes{spent}")
     for note in found.notes:
         print(f"note: {note}", file=sys.stderr)

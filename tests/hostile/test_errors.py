@@ -1,0 +1,291 @@
+"""A hostile server that reads a site's data from its errors: what leaves names column and rule, and is counted.
+
+Whether data are what a spec says is up to the server, who writes the spec: each probe asks for something that the data
+are not, and learns one cell of them where the error shows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fedstrata as fs
+from fedstrata.base import records
+from fedstrata.sites.asks import hash_of
+from fedstrata.sites.data_schema import prepare_server
+from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.ledger import PLACE, Ledger, check
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.wire import Begin, Begun, Envelope, Refused, Survey, Surveyed
+
+PATIENTS = 40
+MIN_SAMPLES = 5
+SCHEMA = {"label": "disease", "classes": ["no", "yes"], "columns": {"age": "number"}}
+COUNTED = re.compile(r"\b(line|row) \d|\d+ (training|values|rows|clients|samples)|thousand")
+"""How a message would tell a place, a count, or how far off a value is."""
+
+
+def names(seed: int) -> list[str]:
+    draw = np.random.default_rng(seed)
+    return ["".join(draw.choice(list("bdfgklmprstvz"), 9)).title() + f" {seed}" for _ in range(PATIENTS)]
+
+
+def write(path: Path, seed: int) -> list[str]:
+    """A table of patients; its cells."""
+    draw = np.random.default_rng(seed)
+    ages, chol = draw.uniform(31, 90, PATIENTS).round(3), draw.uniform(150, 350, PATIENTS).round(3)
+    rows = list(zip(names(seed), ages.astype(str), chol.astype(str), strict=True))
+    text = "".join(f"{','.join(row)},{'yes' if n % 2 else 'no'}\n" for n, row in enumerate(rows))
+    path.write_text("name,age,chol,disease\n" + text)
+    return [cell for row in rows for cell in row]
+
+
+def probes() -> list[dict[str, Any]]:
+    """Schemas that the table does not fit."""
+    category = ({"columns": {"name": {"type": "category", "categories": ["?", f"guess{n}"]}}} for n in range(40))
+    narrow = ({"columns": {"age": {"type": "number", "range": [0, n]}}} for n in range(20))
+    units = ({"columns": {"chol": {"range": [0, n / 10], "unit": "g"}}} for n in range(1, 6))
+    odd: list[dict[str, Any]] = [
+        {"columns": {"name": "number"}},
+        {"columns": {"name": "boolean"}},
+        {"columns": {"chol": {"type": "category", "categories": ["?"], "impute": "constant", "value": "?"}}},
+        {"columns": {"age": {"impute": "mean"}, "weight": {"impute": "median", "step": 1}}},
+        {"columns": {"age": "number", "disease": {"type": "category", "categories": ["no"]}}},
+        {"classes": ["well", "ill"]},
+        {"label": "name", "classes": ["?"]},
+        {"label": "sick"},
+        {"client": "name"},
+        {"test": "chol"},
+        {"test": "age"},
+        {"ignore": ["weight"]},
+        {"delimiter": ";"},
+        {"missing": ["no"]},
+        {"missing": ["yes"], "columns": {"chol": {"impute": "median", "step": 1}}},
+    ]
+    return [{**SCHEMA, **probe} for probe in (*category, *narrow, *units, *odd)]
+
+
+def tables_of(schemas: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    found = [{"data": {"name": "x.csv", "schema": schema, "normalize": "none"}} for schema in schemas]
+    few = {"partition": {"name": "natural", "min_size": 500}}
+    return [*found, {**found[-1], "data": {"name": "x.csv", "schema": SCHEMA}, **few}]
+
+
+class Hospital:
+    """A site as it is deployed; what leaves it is kept."""
+
+    def __init__(self, folder: Path, data: Path, policy: Policy) -> None:
+        self.folder, self.data, self.policy, self.left = folder, data, policy, list[bytes]()
+        self.start()
+
+    def start(self) -> None:
+        """Its process starts, also once more."""
+        place = self.folder / "states"
+        self.host = Host(
+            "a", place, lambda target, data: b"", patience=5.0, data=self.data, policy=self.policy,
+            ledger=Ledger(self.folder / PLACE),
+        )  # fmt: skip
+
+    def call(self, body: Any) -> Any:
+        self.left.append(self.host.call(SERVER, records.encode(Envelope([], body))))
+        return records.decode(self.left[-1])
+
+    def survey(self, spec: fs.Experiment) -> Any:
+        return self.call(Survey(spec.to_toml(), [0], 2, False))
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        found = check(self.folder / PLACE)
+        assert found.problems == []
+        return found.entries
+
+
+def job(table: dict[str, Any], **more: Any) -> fs.Experiment:
+    return fs.Experiment.from_table({"partition": {"name": "natural"}, "model": "tabular", **table, **more})
+
+
+def attack(folder: Path, seed: int, policy: Callable[[list[str]], Policy]) -> tuple[Hospital, list[str], list[Any]]:
+    """All probes at a site, which starts again in between; its cells, and what they were answered."""
+    folder.mkdir()
+    cells = write(folder / "own.csv", seed)
+    specs = [job(table) for table in tables_of(probes())]
+    site, answers = Hospital(folder, folder / "own.csv", policy([hash_of(spec) for spec in specs])), []
+    for number, spec in enumerate(specs):
+        if number == 40:
+            site.start()
+        answers.append(site.survey(spec))
+    return site, cells, answers
+
+
+POLICIES: dict[str, tuple[Callable[[list[str]], Policy], int, str]] = {
+    "the default": (lambda jobs: Policy(), 0, "policy.approved"),
+    "within-policy": (lambda jobs: Policy(jobs="within-policy"), 1, "policy.surveys"),
+    "within-policy, generous": (lambda jobs: Policy(jobs="within-policy", surveys=30), 30, "policy.surveys"),
+    "approved": (lambda jobs: Policy(approved=jobs), 10**6, ""),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_cell_leaves_in_an_error_and_all_probes_are_in_the_ledger(tmp_path: Path, policy: str) -> None:
+    made, most, rule = POLICIES[policy]
+    site, cells, answers = attack(tmp_path / "one", 1, made)
+    _, others, elsewhere = attack(tmp_path / "other", 2, made)
+    probed = len(answers)
+    assert probed > 75
+    assert all(isinstance(answer, Refused) for answer in answers)
+    assert answers == elsewhere, "what leaves is the same whatever the cells are"
+    assert set(cells).isdisjoint(others), "the control: no cell is the same"
+    for data, answer in zip(site.left, answers, strict=True):
+        assert not [cell for cell in cells if cell.encode() in data]
+        assert not COUNTED.search(answer.reason), answer.reason
+    told = [answer.reason for answer in answers if "policy." not in answer.reason]
+    assert len(told) == min(most, probed), "each that was read counts, also after a restart"
+    if most > 1:
+        accepted = "column 'name': not all cells are what they may be; accepted: ?, guess0"
+        assert accepted in told[0], "column and rule are told"
+    entries = site.entries
+    assert [entry["kind"] for entry in entries] == ["Survey"] * probed
+    assert [entry.get("failed", entry.get("refused")) for entry in entries] == [
+        "UnusableDataError" if "policy." not in answer.reason else rule for answer in answers
+    ]
+    assert [entry["run"] for entry in entries] == [hash_of(job(table)) for table in tables_of(probes())]
+
+
+def test_the_site_itself_is_told_all_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    attack(tmp_path / "one", 1, POLICIES["approved"][0])
+    assert f"own.csv, line 2, column 'name' = {names(1)[0]!r}: no such category" in caplog.text
+
+
+def test_nobody_finds_an_extreme_by_ranges_that_become_narrower(tmp_path: Path) -> None:
+    """Also that data fit is an answer: with those alone a single failure would tell the greatest age."""
+    write(tmp_path / "own.csv", 1)
+    site = Hospital(tmp_path, tmp_path / "own.csv", Policy(jobs="within-policy", surveys=3))
+    ranges = [{**SCHEMA, "columns": {"age": {"range": [0, end]}}} for end in (140, 130, 120, 110, 100, 60, 140)]
+    answers = [
+        site.survey(job({"data": {"name": "x.csv", "schema": schema, "normalize": "none"}})) for schema in ranges
+    ]
+    assert [isinstance(answer, Surveyed) for answer in answers] == [True] * 3 + [False] * 3 + [True]
+    other = {"data": {"name": "y.csv", "schema": ranges[0]}, "training": {"rounds": 7}}
+    assert isinstance(site.survey(job(other)), Surveyed), "another job with the same description"
+
+
+def test_a_job_is_told_again_what_it_was_told_and_goes_on_once_the_file_is_mended(tmp_path: Path) -> None:
+    path = tmp_path / "own.csv"
+    write(path, 1)
+    whole = path.read_text()
+    site = Hospital(tmp_path, path, Policy(jobs="within-policy"))
+    mine = job({"data": {"name": "x.csv", "schema": SCHEMA}})
+    path.write_text(whole + "?,old,1,no\n")
+    first, again = site.survey(mine), site.survey(mine)
+    assert first == again
+    assert "column 'age'" in first.reason
+    other = job({"data": {"name": "x.csv", "schema": SCHEMA}}, training={"rounds": 7})
+    assert "policy.surveys" in site.survey(other).reason
+    path.write_text(whole)
+    assert isinstance(site.survey(mine), Surveyed)
+    assert isinstance(site.survey(other), Surveyed)
+    assert [entry.get("failed", "") for entry in site.entries].count("UnusableDataError") == 2
+
+
+@pytest.mark.parametrize("approved", [False, True])
+def test_arrays_tell_no_extreme(tmp_path: Path, approved: bool) -> None:
+    x, y = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32), np.arange(30) % 3
+    x[7, 1], x[9, 2] = 5.125, -6.625
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=y)
+    data = {"name": "x", "shape": [3], "classes": 3, "normalize": "none"}
+    changes = [{"range": [-9, n / 2]} for n in range(10)] + [{"range": [n / -2, 9]} for n in range(10)]
+    changes += [{"shape": [4]}, {"shape": [1, 8, 8]}, {"classes": 2}, {"classes": 1}]
+    specs = [job({"data": {**data, **change}, "model": {"name": "mlp"}}) for change in changes]
+    jobs = {"approved": [hash_of(spec) for spec in specs]} if approved else {"jobs": "within-policy", "surveys": 100}
+    site = Hospital(tmp_path, tmp_path / "own.npz", Policy(**jobs))
+    for spec in specs:
+        reason = site.survey(spec).reason
+        assert not re.search(r"5\.1|6\.6|holds|30|\[3\]|thousand", reason), reason
+        assert "accepted: " in reason or "data.shape is" in reason
+    assert len([entry for entry in site.entries if "failed" in entry]) == len(specs)
+
+
+@pytest.mark.parametrize("surveys", [1, 100])
+def test_who_begins_without_asking_learns_no_more(tmp_path: Path, surveys: int) -> None:
+    cells = write(tmp_path / "own.csv", 1)
+    site = Hospital(tmp_path, tmp_path / "own.csv", Policy(jobs="within-policy", surveys=surveys))
+    probed = 0
+    for table in tables_of(probes()):
+        spec = job(table)
+        unfitted = prepare_server(spec, None, 2).data.unfitted
+        assert unfitted is not None
+        answer = site.call(Begin(f"run{probed}", spec.to_toml(), unfitted.statistics(()), [0], 2, 0))
+        assert isinstance(answer, Refused)
+        assert not [cell for cell in cells if cell in answer.reason]
+        assert not COUNTED.search(answer.reason)
+        probed += 1
+    failed = [entry for entry in site.entries if entry.get("failed") == "UnusableDataError"]
+    assert len(failed) == min(surveys, probed)
+    assert len(site.entries) == probed
+    assert all(entry["kind"] == "Begin" and entry["run"] for entry in site.entries)
+
+
+def test_what_a_server_says_of_all_samples_finds_no_missing_values(tmp_path: Path) -> None:
+    """Where nobody is said to have a value, a job fails at a site that lacks one: that is told once."""
+    path = tmp_path / "own.csv"
+    write(path, 1)
+    path.write_text(path.read_text() + "?,,,no\n" * 3)
+    columns = {name: {"impute": "mean"} for name in ("age", "chol")}
+    spec = job({"data": {"name": "x.csv", "schema": {**SCHEMA, "columns": columns}}})
+    site = Hospital(tmp_path, path, Policy(jobs="within-policy"))
+    true = site.survey(spec).statistics
+    reasons = []
+    for place in (0, 1):
+        count = true.count.clone()
+        count[place] = 0
+        lie = type(true)(true.samples, count, true.mean, true.squares, true.low, true.high, true.counts)
+        reasons.append(site.call(Begin("run", spec.to_toml(), lie, [0], 2, 0)).reason)
+    assert "column 'age': no training row has a value that may be told" in reasons[0]
+    assert "policy.surveys" in reasons[1]
+
+
+def test_a_spec_that_leaves_something_to_the_rows_is_refused_before_they_are_read(tmp_path: Path) -> None:
+    """Otherwise a constant that is no category would list those of the table."""
+    cells = write(tmp_path / "own.csv", 1)
+    open_schemas: list[dict[str, Any]] = [
+        {**SCHEMA, "columns": {"name": {"type": "category", "impute": "constant", "value": "?"}}},
+        {**SCHEMA, "columns": None},
+        {"label": "name"},
+    ]
+    tables = [
+        {"data": {"name": "x.csv", "schema": {k: v for k, v in s.items() if v is not None}}} for s in open_schemas
+    ]
+    site = Hospital(tmp_path, tmp_path / "own.csv", Policy(approved=[hash_of(job(table)) for table in tables]))
+    for table in tables:
+        reason = site.survey(job(table)).reason
+        assert "needed where sites keep their rows" in reason
+        assert not [cell for cell in cells if cell in reason]
+
+
+def test_no_error_leaves_that_the_ledger_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "own.csv", 1)
+    site = Hospital(tmp_path, tmp_path / "own.csv", Policy(jobs="within-policy"))
+    spec = job(tables_of(probes())[0])
+
+    def full(self: Ledger, file: int, tables: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_write", full)
+        assert site.survey(spec).reason == "OSError; the log of site a says more"
+    assert "column 'name'" in site.survey(spec).reason
+    assert [entry["failed"] for entry in site.entries] == ["UnusableDataError"] * 2
+
+
+def test_an_approved_job_that_fits_begins(tmp_path: Path) -> None:
+    """The control: the site of these tests takes part."""
+    write(tmp_path / "own.csv", 1)
+    spec = job({"data": {"name": "x.csv", "schema": SCHEMA}})
+    site = Hospital(tmp_path, tmp_path / "own.csv", Policy(approved=[hash_of(spec)]))
+    statistics = site.survey(spec).statistics
+    assert isinstance(site.call(Begin("run", spec.to_toml(), statistics, [0], 2, 0)), Begun)
