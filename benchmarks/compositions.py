@@ -26,8 +26,8 @@ from marks import write
 from rebafl_tables import validation_arrays
 
 import fedstrata as fs
-from fedstrata.papers.judging import difference_text, order_of
-from fedstrata.reporting.statistics import paired_difference, t_interval
+from fedstrata.papers.judging import difference_text
+from fedstrata.reporting.statistics import paired_difference
 from fedstrata.spec.callbacks import Watched
 
 HERE = Path(__file__).parent
@@ -198,15 +198,10 @@ def confirming_table() -> Iterator[str]:
                 {seed: done.get(f"{label} | {seed}", {}).get(f"at_{budget}") for seed in CONFIRMING}
                 for label in (best, rival)
             )
-            difference = paired_difference(ours, theirs)
-            interval = None
-            if difference.mean is not None and difference.n > 1:
-                pairs = [a - b for seed in CONFIRMING if (a := ours[seed]) is not None and (b := theirs[seed])]
-                interval = t_interval(difference.mean, statistics.stdev(pairs), difference.n, together=8)
-            orders.append(order_of(difference.n, interval))
+            difference = paired_difference(ours, theirs, resolution=0.0, together=8)
+            orders.append(difference.order())
             seeds.append(difference.n)
-            text = difference_text(difference.mean, interval, difference.n)
-            yield f"| {rival} | {budget} | {text} | {orders[-1]} |"
+            yield f"| {rival} | {budget} | {difference_text(difference)} | {orders[-1]} |"
     ahead = orders.count("above")
     answer = "yes" if ahead == len(orders) else "in part" if ahead else "no"
     if min(seeds) < len(CONFIRMING):

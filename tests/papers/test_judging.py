@@ -8,8 +8,9 @@ import pytest
 from scipy import stats
 
 from fedstrata.papers import judging
-from fedstrata.papers.judging import Claim, cells_of, compared, judged, paired_interval
+from fedstrata.papers.judging import Claim, cells_of, compared, difference_text, judged
 from fedstrata.papers.tables import read
+from fedstrata.reporting.statistics import paired_difference
 
 TEXT = """
 title = "Three methods"
@@ -60,7 +61,8 @@ def results(table, figures: dict[tuple[str, str], list[float]]) -> dict[str, dic
 def test_differences_are_paired_and_corrected_over_all_that_the_table_compares(table):
     figures = {("a", "x"): [70.0, 80.0, 75.0], ("b", "x"): [71.0, 81.5, 76.0], ("c", "x"): [60.0, 90.0, 75.0]}
     found = {
-        (each.column, each.row, each.than): each for each in compared(table, cells_of(table, results(table, figures)))
+        (each.column, each.row, each.than): each.difference
+        for each in compared(table, cells_of(table, results(table, figures)))
     }
     assert len(found) == 6  # b and c beside a, and c beside b, in both columns: run or not
     each = found["x", "b", "a"]
@@ -69,13 +71,13 @@ def test_differences_are_paired_and_corrected_over_all_that_the_table_compares(t
     assert each.mean == pytest.approx(7 / 6)
     assert each.interval == pytest.approx((7 / 6 - reach, 7 / 6 + reach))
     # Holm: the smallest of six p-values, of which three are those of cells that are not run.
-    assert each.p == pytest.approx(6 * stats.ttest_1samp([1.0, 1.5, 1.0], 0.0).pvalue)
-    assert (each.order, found["x", "c", "b"].order, found["y", "b", "a"].order) == (
+    assert each.corrected == pytest.approx(6 * stats.ttest_1samp([1.0, 1.5, 1.0], 0.0).pvalue)
+    assert (each.order(), found["x", "c", "b"].order(), found["y", "b", "a"].order()) == (
         "no order shown",
         "no order shown",
         "not run",
     )
-    assert str(found["y", "b", "a"]) == "not run"
+    assert difference_text(found["y", "b", "a"]) == "not run"
 
 
 def test_an_order_is_stated_from_three_seeds_on_and_where_the_interval_leaves_out_zero(table):
@@ -83,34 +85,35 @@ def test_an_order_is_stated_from_three_seeds_on_and_where_the_interval_leaves_ou
     above = [value + step for value, step in zip(base, [10.0, 10.2, 9.9], strict=True)]
     for seeds, order in ((0, "not run"), (1, "too few seeds"), (2, "too few seeds"), (3, "above")):
         there = results(table, {("a", "x"): base[:seeds], ("b", "x"): above[:seeds]})
-        assert compared(table, cells_of(table, there))[0].order == order
+        assert compared(table, cells_of(table, there))[0].difference.order() == order
     there = results(table, {("b", "x"): base, ("a", "x"): above})
-    assert compared(table, cells_of(table, there))[0].order == "below"
+    assert compared(table, cells_of(table, there))[0].difference.order() == "below"
 
 
 def test_an_interval_of_too_few_seeds_is_not_shown(table):
     there = results(table, {("a", "x"): [70.0, 80.0], ("b", "x"): [71.0, 90.0]})
-    assert str(compared(table, cells_of(table, there))[0]) == "+5.5 (2 seeds)"
-    assert paired_interval({0: 1.0}, {0: 2.0}, resolution=0.01) is None
+    assert difference_text(compared(table, cells_of(table, there))[0].difference) == "+5.5 (2 seeds)"
+    assert paired_difference({0: 1.0}, {0: 2.0}, resolution=0.01).interval is None
 
 
 def test_a_p_of_two_seeds_does_not_help_the_others_of_the_table(table):
     """It is not stated, and the third seed may raise it."""
     three = {("a", "x"): [70.0, 80.0, 75.0], ("b", "x"): [71.0, 81.5, 76.0]}
     two = {("a", "y"): [70.0, 80.0], ("b", "y"): [80.0, 90.001]}
-    alone = compared(table, cells_of(table, results(table, three)))[0].p
-    assert compared(table, cells_of(table, results(table, three | two)))[0].p == alone
+    alone = compared(table, cells_of(table, results(table, three)))[0].difference.corrected
+    assert compared(table, cells_of(table, results(table, three | two)))[0].difference.corrected == alone
 
 
 def test_differences_that_are_equal_by_rounding_state_no_order(table):
     for step, order in ((0.01, "no order shown"), (1.0, "above")):
         above = [value + step for value in BASE]
         there = results(table, {("a", "x"): BASE, ("b", "x"): above})
-        assert compared(table, cells_of(table, there))[0].order == order
+        assert compared(table, cells_of(table, there))[0].difference.order() == order
     # Two rounded numbers have a variance of 1/12 each.
     reach = stats.t.ppf(0.975, 2) * math.sqrt(1 / 6) / math.sqrt(3)
     same = {0: 1.0, 1: 1.0, 2: 1.0}
-    assert paired_interval(same, dict.fromkeys(same, 4.0), resolution=1.0) == pytest.approx((-3 - reach, -3 + reach))
+    found = paired_difference(same, dict.fromkeys(same, 4.0), resolution=1.0)
+    assert found.interval == pytest.approx((-3 - reach, -3 + reach))
 
 
 BASE = [70.0, 80.0, 75.0]
@@ -262,7 +265,7 @@ def test_rounds_are_pooled_over_settings_where_runs_have_few(table):
 
 def test_an_interval_is_cut_at_what_is_possible(table):
     there = results(table, {("a", "x"): [0.0, 100.0, 50.0], ("b", "x"): [100.0, 0.0, 50.0]})
-    assert compared(table, cells_of(table, there))[0].interval == (-100.0, 100.0)
+    assert compared(table, cells_of(table, there))[0].difference.interval == (-100.0, 100.0)
 
 
 def test_nothing_is_stated_before_anything_is_run():

@@ -1,9 +1,4 @@
-"""What may be said of a table's results, and of a paper's claims.
-
-Differences are paired by seed. An order is stated only from three seeds on, and only where the interval of the
-difference leaves out zero: Student's t, held together at 95 % over all comparisons that the table makes (Bonferroni).
-The p-values beside it are corrected over the same family by Holm.
-"""
+"""Verdicts on a paper's claims, from its tables' results; ``report.statistics`` has the procedure."""
 
 from __future__ import annotations
 
@@ -13,23 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fedstrata.base.errors import SpecError
 from fedstrata.papers.readings import Reading, readings
 from fedstrata.papers.running import Results
 from fedstrata.papers.tables import CLAIMS, PAPERS, Table, tables
-from fedstrata.reporting.statistics import Range, holm, paired_difference, t_interval
+from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Order, Range, planned_differences, t_interval
 from fedstrata.spec.experiment import parse_toml
 
-FEWEST = 3
-"""Seeds below which no order is stated."""
 POINT = 0.01
 """To what accuracies are rounded, in percent."""
 POINTS: Range = (-100.0, 100.0)
 """Between which two accuracies can differ."""
 
-Order = Literal["above", "below", "no order shown", "too few seeds", "not run"]
 Verdict = Literal[
     "holds", "in part", "not", "not shown", "not yet", "cannot be tested with this data", "out of reach of two cores"
 ]
@@ -37,50 +29,33 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 """Results by row, column and seed."""
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A row beside another one.
 
     Args:
         column: In which setting.
         row: The row.
         than: What it is compared with.
-        seeds: That both have.
-        mean: Mean difference in points of the table's metric; None where there is none.
-        interval: Its interval, held over all comparisons of the table together and cut at what is possible; None for
-            fewer than two seeds.
-        p: Of the paired t-test, corrected by Holm over the same; None for fewer than three seeds.
+        difference: In points of the table's metric, as one of all comparisons of the table.
     """
 
     column: str
     row: str
     than: str
-    seeds: int
-    mean: float | None
-    interval: Range | None
-    p: float | None
-
-    @property
-    def order(self) -> Order:
-        """What may be said."""
-        return order_of(self.seeds, self.interval)
-
-    def __str__(self) -> str:
-        """The difference in words."""
-        return difference_text(self.mean, self.interval, self.seeds)
+    difference: Difference
 
 
-def difference_text(mean: float | None, interval: Range | None, seeds: int) -> str:
-    """A difference with its interval, or how many seeds it is of.
+def difference_text(difference: Difference) -> str:
+    """Return a difference with its interval, or how many seeds it is of.
 
-    >>> difference_text(1.5, (0.5, 2.5), 3), difference_text(-1.5, None, 1)
+    >>> difference_text(Difference(1.5, 3, (0.5, 2.5))), difference_text(Difference(-1.5, 1))
     ('+1.5 [+0.5, +2.5]', '−1.5 (1 seed)')
     """
-    if mean is None:
+    if difference.mean is None:
         return "not run"
-    if interval is None or seeds < FEWEST:
-        return f"{signed(mean)} ({seeds} seed{'s' * (seeds != 1)})"
-    return f"{signed(mean)} [{signed(interval[0])}, {signed(interval[1])}]"
+    if difference.interval is None or difference.n < MIN_SEEDS:
+        return f"{signed(difference.mean)} ({difference.n} seed{'s' * (difference.n != 1)})"
+    return f"{signed(difference.mean)} [{', '.join(map(signed, difference.interval))}]"
 
 
 def signed(value: float) -> str:
@@ -91,19 +66,6 @@ def signed(value: float) -> str:
     """
     text = f"{value:+.1f}".replace("-", "−")
     return "0.0" if text in ("+0.0", "−0.0") else text
-
-
-def order_of(seeds: int, interval: Range | None) -> Order:
-    """What may be said of a difference.
-
-    >>> order_of(3, (0.5, 2.5)), order_of(3, (-0.5, 2.5)), order_of(2, (0.5, 2.5))
-    ('above', 'no order shown', 'too few seeds')
-    """
-    if seeds == 0:
-        return "not run"
-    if seeds < FEWEST or interval is None:
-        return "too few seeds"
-    return "above" if interval[0] > 0 else "below" if interval[1] < 0 else "no order shown"
 
 
 def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
@@ -123,29 +85,13 @@ def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, fl
 
 def compared(table: Table, cells: Cells) -> list[Comparison]:
     """All comparisons that a table makes, run or not."""
-    pairs = table.comparisons()
-    found = [
-        paired_difference(over_seeds(cells, row, c, table.metric), over_seeds(cells, than, c, table.metric))
-        for c, row, than in pairs
+    comparisons = table.comparisons()
+    pairs = [
+        (over_seeds(cells, row, c, table.metric), over_seeds(cells, than, c, table.metric))
+        for c, row, than in comparisons
     ]
-    # What is not tested yet counts as tested in vain: what is stated today must not fall with the next cell.
-    corrected = holm([1.0 if each.p is None or each.n < FEWEST else each.p for each in found])
-    result = []
-    for (column, row, than), each, p in zip(pairs, found, corrected, strict=True):
-        values = over_seeds(cells, row, column, table.metric), over_seeds(cells, than, column, table.metric)
-        interval = cut(paired_interval(*values, resolution=POINT, together=len(pairs)))
-        enough = each.p is not None and each.n >= FEWEST
-        result.append(Comparison(column, row, than, each.n, each.mean, interval, p if enough else None))
-    return result
-
-
-def cut(interval: Range | None, to: Range = POINTS) -> Range | None:
-    """What of an interval is possible; a t interval of few seeds may be wider.
-
-    >>> cut((-186.7, 3.5)), cut(None)
-    ((-100.0, 3.5), None)
-    """
-    return None if interval is None else (max(interval[0], to[0]), min(interval[1], to[1]))
+    found = planned_differences(pairs, resolution=POINT, bounds=POINTS)
+    return [Comparison(*each, difference) for each, difference in zip(comparisons, found, strict=True)]
 
 
 def needed(seeds: int, comparisons: int) -> float:
@@ -159,25 +105,6 @@ def needed(seeds: int, comparisons: int) -> float:
     (2.48, 2.43)
     """
     return t_interval(0.0, 1.0, seeds, together=comparisons)[1]
-
-
-def paired_interval(
-    values: Mapping[int, float], baseline: Mapping[int, float], *, resolution: float, together: int = 1
-) -> Range | None:
-    """The t interval of the mean difference of the seeds that both have; None for fewer than two.
-
-    Args:
-        values: By seed.
-        baseline: By seed.
-        resolution: To what both are rounded. Their differences deviate by resolution / √6 for that alone, and are not
-            taken to deviate less: three that are equal by chance would have no interval at all.
-        together: How many such intervals hold all together.
-    """
-    differences = [values[seed] - baseline[seed] for seed in values if seed in baseline]
-    if len(differences) < 2:
-        return None
-    sd = max(statistics.stdev(differences), resolution / 6**0.5)
-    return t_interval(statistics.fmean(differences), sd, len(differences), together=together)
 
 
 @dataclass(frozen=True)
@@ -261,19 +188,18 @@ MOST = 4
 """Comparisons that a claim's evidence shows one by one."""
 
 
-Part = tuple[str, float | None, Range | None, int]
-"""What a difference is of, its mean, its interval and its seeds."""
+Part = tuple[str, Difference]
+"""What a difference is of, and the difference."""
 
 
 def _listed(parts: Sequence[Part]) -> str:
     """Differences by what they are of; of many, how many have which order, and the least and the largest."""
-    if all(seeds == 0 for *_, seeds in parts):
+    if all(difference.n == 0 for _, difference in parts):
         return "not run"
     if len(parts) <= MOST:
-        texts = [(label, difference_text(mean, interval, seeds)) for label, mean, interval, seeds in parts]
-        return "; ".join(f"{label}: {text}" if label else text for label, text in texts)
-    orders = Counter(order_of(seeds, interval) for _, _, interval, seeds in parts)
-    means = [mean for _, mean, *_ in parts if mean is not None]
+        return "; ".join(f"{label}: " * bool(label) + difference_text(each) for label, each in parts)
+    orders = Counter(each.order() for _, each in parts)
+    means = [each.mean for _, each in parts if each.mean is not None]
     text = ", ".join(f"{count} {order}" for order, count in orders.items())
     return f"of {len(parts)}: {text}; from {signed(min(means))} to {signed(max(means))}"
 
@@ -286,24 +212,20 @@ def _above(claim: Claim, known: Results, quick: bool) -> Judgement:
     columns = claim.about.get("columns", list(table.columns))
     there = compared(table, cells_of(table, known, quick=quick))
     found = [each for each in there if each.row == row and each.than in others]
-    found += [_turned(each) for each in there if each.than == row and each.row in others]
+    found += [
+        Comparison(each.column, row, each.row, -each.difference)
+        for each in there
+        if each.than == row and each.row in others
+    ]
     found = [each for each in found if each.column in columns]
     if len(found) != len([1 for c in columns for o in others if {row, o} <= set(table.rows_of(c))]):
         raise SpecError(f"{claim.paper}/claims", f"{claim.about['table']} does not compare them all", claim.says)
     parts: list[Part] = []
     for each in found:
         where = [each.column] * (len(table.columns) > 1) + [f"− {each.than}"] * (len(others) > 1)
-        parts.append((" ".join(where), each.mean, each.interval, each.seeds))
+        parts.append((" ".join(where), each.difference))
     text = f"{row} − {others[0] if len(others) == 1 else 'others'}: {_listed(parts)}"
-    return Judgement(claim, _verdict([each.order for each in found]), text, _command(table))
-
-
-def _turned(each: Comparison) -> Comparison:
-    """The same comparison seen from the other row."""
-    interval = None if each.interval is None else (-each.interval[1], -each.interval[0])
-    return Comparison(
-        each.column, each.than, each.row, each.seeds, None if each.mean is None else -each.mean, interval, each.p
-    )
+    return Judgement(claim, _verdict([each.difference.order() for each in found]), text, _command(table))
 
 
 def _near(claim: Claim, known: Results, quick: bool) -> Judgement:
@@ -312,33 +234,25 @@ def _near(claim: Claim, known: Results, quick: bool) -> Judgement:
     row, reference, within = claim.about["row"], claim.about["reference"], float(claim.about["within"])
     cells = cells_of(table, known, quick=quick)
     columns = [column for column in table.columns if column != reference and row in table.rows_of(column)]
-    orders: list[Order] = []
-    parts: list[Part] = []
-    for column in columns:
-        mine, theirs = (over_seeds(cells, row, c, table.metric) for c in (column, reference))
-        found = paired_difference(mine, theirs)
-        interval = cut(paired_interval(mine, theirs, resolution=POINT, together=len(columns)))
-        order = order_of(found.n, None if interval is None else (interval[0] + within, interval[1] + within))
-        orders.append(order)
-        parts.append((column, found.mean, interval, found.n))
+    theirs = over_seeds(cells, row, reference, table.metric)
+    pairs = [(over_seeds(cells, row, column, table.metric), theirs) for column in columns]
+    found = planned_differences(pairs, resolution=POINT, bounds=POINTS)
+    parts = list(zip(columns, found, strict=True))
     text = f"{row} − {row} with {reference}: {_listed(parts)}; as good: at most {within:g} below"
-    return Judgement(claim, _verdict(orders), text, _command(table))
+    return Judgement(claim, _verdict([each.order(within) for _, each in parts]), text, _command(table))
 
 
 def _margin(claim: Claim, known: Results, quick: bool) -> Judgement:
     """A row no more than some points below another, in all columns of a table."""
     table = tables()[f"{claim.paper}/{claim.about['table']}"]
     row, than, within = claim.about["row"], claim.about["than"], float(claim.about["within"])
-    found = [
-        each for each in compared(table, cells_of(table, known, quick=quick)) if (each.row, each.than) == (row, than)
+    parts = [
+        (each.column, each.difference)
+        for each in compared(table, cells_of(table, known, quick=quick))
+        if (each.row, each.than) == (row, than)
     ]
-    orders = []
-    for each in found:
-        interval = None if each.interval is None else (each.interval[0] + within, each.interval[1] + within)
-        orders.append(order_of(each.seeds, interval))
-    parts = [(each.column, each.mean, each.interval, each.seeds) for each in found]
     text = f"{row} − {than}: {_listed(parts)}; as good: at most {within:g} below"
-    return Judgement(claim, _verdict(orders), text, _command(table))
+    return Judgement(claim, _verdict([each.order(within) for _, each in parts]), text, _command(table))
 
 
 COUNTED = {"bytes_up": "bytes of the clients' answers", "bytes_down": "bytes to the clients"}
@@ -421,8 +335,7 @@ def _less(
         groups = [("", other, there) for other, there in has.items()]
     else:
         groups = [(c, other, [c]) for c in columns for other in others if c in has[other]]
-    orders: list[Order] = []
-    parts: list[Part] = []
+    pairs, labels = [], []
     for label, other, over in groups:
         both: dict[int, list[tuple[float, float]]] = {}
         for seed, column in product(table.seeds, over):
@@ -430,16 +343,15 @@ def _less(
             if curve and baseline:
                 both.setdefault(seed, []).append(figures(curve, baseline))
         whole = {seed: pairs for seed, pairs in both.items() if len(pairs) == len(over)}
-        mine, theirs = ({s: statistics.fmean(pair[i] for pair in pairs) for s, pairs in whole.items()} for i in (0, 1))
-        found = paired_difference(mine, theirs)
-        interval = paired_interval(mine, theirs, resolution=resolution, together=len(groups))
-        orders.append(order_of(found.n, interval))
+        mine, theirs = ({s: statistics.fmean(pair[i] for pair in of) for s, of in whole.items()} for i in (0, 1))
+        pairs.append((mine, theirs))
         where = [label] * (bool(label) and len(columns) > 1) + [f"− {other}"] * (len(others) > 1)
-        parts.append((" ".join(where), found.mean, interval, found.n))
-    text = f"{says(others[0] if len(others) == 1 else 'others')}: {_listed(parts)}"
+        labels.append(" ".join(where))
+    found = planned_differences(pairs, resolution=resolution)
+    text = f"{says(others[0] if len(others) == 1 else 'others')}: {_listed(list(zip(labels, found, strict=True)))}"
     if claim.about.get("pooled"):
         text += f"; mean over {', '.join(columns)}"
-    return Judgement(claim, _verdict(orders, "below"), text, _command(table))
+    return Judgement(claim, _verdict([each.order() for each in found], "below"), text, _command(table))
 
 
 def _reading(claim: Claim, known: Results, quick: bool) -> Judgement:

@@ -10,13 +10,12 @@ from typing import Any
 
 from fedstrata.base.jsonl import replace_file
 from fedstrata.papers.judging import (
-    FEWEST,
     Cells,
     Comparison,
     cells_of,
     claims,
     compared,
-    cut,
+    difference_text,
     judged,
     needed,
     over_seeds,
@@ -25,7 +24,7 @@ from fedstrata.papers.judging import (
 from fedstrata.papers.readings import FEW_MORE, readings
 from fedstrata.papers.running import Results, known
 from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
-from fedstrata.reporting.statistics import Estimate
+from fedstrata.reporting.statistics import MIN_SEEDS, Estimate, cut
 
 FIRST, READINGS = "claims.md", "readings.md"
 MADE = "Written by `fedstrata reproduce`; the figures are in `cells/`, one file a table."
@@ -33,7 +32,7 @@ QUICK = "\n**At small scale, to see that everything runs: nothing here says anyt
 
 ABOUT_CLAIMS = f"""\
 Every quantitative claim of the abstracts and conclusions, in our words, and what came of it here.
-Differences are paired by seed and judged from {FEWEST} seeds on; their 95 % intervals are in brackets. Those between
+Differences are paired by seed and judged from {MIN_SEEDS} seeds on; their 95 % intervals are in brackets. Those between
 methods hold together over all comparisons of the table; those between settings of one method, of rounds and of
 deviations hold together over the comparisons of the claim. Seeds draw the split, the first model and the batches. The
 test set is the same for all of them: nothing here is said of another one.
@@ -53,7 +52,7 @@ ABOUT_TABLES = f"""\
 In the tables the paper's figure stands beside ours, which has the 95 % interval of its mean over seeds (Student's t).
 Differences are paired: they are of the seeds that both methods have, and need not be the difference of the means shown.
 Their intervals hold together at 95 % over all comparisons of the table (Bonferroni), and are cut at what is possible.
-An order is only stated from {FEWEST} seeds on and where that interval leaves out zero. p is of the paired t-test,
+An order is only stated from {MIN_SEEDS} seeds on and where that interval leaves out zero. p is of the paired t-test,
 corrected over the same comparisons (Holm); it decides nothing. Seeds draw the split, the first model and the batches;
 the test set is the same for all of them. A cell that is not run has its command and the time of one core that it takes.
 {MADE}
@@ -223,13 +222,13 @@ def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]
             ]
             said = _said(beside.get((column, row))) if values else ["", "", _left(table, row, column, seconds)]
             lines.append(f"| {column} | {row} | " + " | ".join([*figures, *said]) + " |")
-    more = [each for each in comparisons if each.than != table.baseline and each.seeds]
+    more = [each for each in comparisons if each.than != table.baseline and each.difference.n]
     if more:
         lines += ["", "| setting | also compared | difference | p | what may be said |", "|---|---|---:|---:|---|"]
         lines += [f"| {each.column} | {each.row} − {each.than} | " + " | ".join(_said(each)) + " |" for each in more]
     if outside:
         lines += ["", f"The paper's figure lies outside our interval: {'; '.join(outside)}."]
-    if len(table.seeds) >= FEWEST and comparisons and not quick:
+    if len(table.seeds) >= MIN_SEEDS and comparisons and not quick:
         times = needed(len(table.seeds), len(comparisons))
         family = f"With {len(table.seeds)} seeds and {len(comparisons)} comparisons"
         rule = f"a difference must be {times:.1f} times as large as its deviation from seed to seed"
@@ -246,7 +245,7 @@ def _published(table: Table, row: str, column: str) -> tuple[str, str]:
 
 
 def _is_outside(published: float | None, estimate: Estimate) -> bool:
-    if published is None or estimate.interval is None or estimate.n < FEWEST:
+    if published is None or estimate.interval is None or estimate.n < MIN_SEEDS:
         return False
     return not estimate.interval[0] <= published <= estimate.interval[1]
 
@@ -288,7 +287,7 @@ def _here(estimate: Estimate) -> str:
     if estimate.mean is None:
         return ""
     interval = cut(estimate.interval, (0.0, 100.0))
-    if interval is None or estimate.n < FEWEST:
+    if interval is None or estimate.n < MIN_SEEDS:
         return f"{estimate.mean:.2f}"
     return f"{estimate.mean:.2f} [{interval[0]:.1f}, {interval[1]:.1f}]"
 
@@ -305,14 +304,15 @@ def _said(comparison: Comparison | None) -> list[str]:
     """Difference, p, and words."""
     if comparison is None:
         return ["", "", ""]
-    difference = "" if comparison.mean is None else str(comparison)
-    p = "" if comparison.p is None else "< 0.001" if comparison.p < 0.001 else f"{comparison.p:.3f}"
+    found = comparison.difference
+    difference = "" if found.mean is None else difference_text(found)
+    p = "" if found.corrected is None else "< 0.001" if found.corrected < 0.001 else f"{found.corrected:.3f}"
     words = {
         "above": f"above {comparison.than}",
         "below": f"below {comparison.than}",
         "not run": "no comparison yet",
     }
-    return [difference, p, words.get(comparison.order, comparison.order)]
+    return [difference, p, words.get(found.order(), found.order())]
 
 
 def duration(hours: float) -> str:

@@ -1,13 +1,19 @@
-"""What a few seeds tell: means with intervals, differences that are paired by seed, tests and their correction.
+"""Statistics over a few seeds: means with intervals, differences paired by seed, tests and their correction.
 
-SciPy does the work; it is imported when it is first needed.
+There are two procedures. ``paired_difference`` with ``holm`` serves tables of any runs.
+``planned_differences`` judges the papers' claims: an order is stated only from ``MIN_SEEDS`` seeds on, and only where
+the interval of the difference leaves out zero. Its intervals are Student's t, held together at 95 % over all planned
+comparisons (Bonferroni); its p-values are corrected over the same family (Holm).
+
+SciPy is imported when it is first needed.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -17,11 +23,14 @@ from fedstrata.base.errors import SpecError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+K = TypeVar("K", bound=Hashable)
+
 Range: TypeAlias = tuple[float, float]
 """Lower and upper end of an interval."""
 Test = Literal["t", "wilcoxon"]
-
-K = TypeVar("K", bound=Hashable)
+Order = Literal["above", "below", "no order shown", "too few seeds", "not run"]
+Values: TypeAlias = Mapping[K, float | None]
+"""A number for each key (a seed), None where a key has none."""
 
 TESTS: tuple[Test, ...] = ("t", "wilcoxon")
 """Tests of paired differences: Student's t, and Wilcoxon's signed ranks."""
@@ -31,6 +40,8 @@ RESAMPLES = 9_999
 """Of a bootstrap interval."""
 FEWEST = {"t": 2, "wilcoxon": 6}
 """Pairs that a test needs. The smallest two-sided p of n signed ranks is 2^(1-n): below six it cannot reach 0.05."""
+MIN_SEEDS = 3
+"""Seeds below which no order is stated."""
 ALIKE = 1e-12
 """Values that differ by no more than this share of the largest one differ by rounding alone."""
 
@@ -87,7 +98,7 @@ class Difference:
     Args:
         mean: Mean over the pairs; None where there is none.
         n: Pairs, which are the seeds that both have.
-        interval: Its 95 % bootstrap interval, see ``bootstrap_interval``; None for fewer than two pairs.
+        interval: Its 95 % interval, see ``paired_difference``; None for fewer than two pairs.
         p: Of the test, two-sided and not corrected; None below the test's ``FEWEST`` pairs, and where all differences
             are alike, of which no test has anything to say.
         corrected: The same after ``holm`` over all comparisons of a table.
@@ -99,16 +110,49 @@ class Difference:
     p: float | None = None
     corrected: float | None = None
 
+    def __neg__(self) -> Difference:
+        mean, interval = self.mean, self.interval
+        return replace(
+            self,
+            mean=None if mean is None else -mean,
+            interval=None if interval is None else (-interval[1], -interval[0]),
+        )
+
+    def order(self, margin: float = 0.0) -> Order:
+        """Return what may be said of the difference plus a margin.
+
+        >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()
+        ('above', 'no order shown')
+        >>> Difference(1.0, 3, (-0.5, 2.5)).order(margin=1.0), Difference(1.5, 2, (0.5, 2.5)).order()
+        ('above', 'too few seeds')
+        """
+        if self.n == 0:
+            return "not run"
+        if self.n < MIN_SEEDS or self.interval is None:
+            return "too few seeds"
+        return (
+            "above" if self.interval[0] + margin > 0 else "below" if self.interval[1] + margin < 0 else "no order shown"
+        )
+
 
 def paired_difference(
-    values: Mapping[K, float | None], baseline: Mapping[K, float | None], test: Test = "t"
+    values: Values[K],
+    baseline: Values[K],
+    test: Test = "t",
+    *,
+    resolution: float | None = None,
+    together: int = 1,
 ) -> Difference:
-    """The difference to a baseline, paired by key.
+    """Compute the difference to a baseline, paired by key.
 
     Args:
         values: A number for each seed, None where a seed has none.
         baseline: The same of the baseline.
         test: ``"t"``, the paired t-test, or ``"wilcoxon"``, the signed ranks.
+        resolution: To what both are rounded; the interval is then Student's t, otherwise ``bootstrap_interval``.
+            Differences of rounded numbers deviate by resolution / √6 for that alone, and are not taken to deviate
+            less: three that are equal by chance would have no interval at all.
+        together: How many t intervals hold all together, see ``t_interval``.
 
     Raises:
         SpecError: There is no such test.
@@ -127,9 +171,42 @@ def paired_difference(
     if len(differences) < 2:
         return Difference(mean, len(differences))
     rounding = ALIKE * float(np.abs([mine, theirs]).max())
-    if np.ptp(differences) <= rounding:
-        return Difference(mean, len(differences), (mean, mean))
-    return Difference(mean, len(differences), bootstrap_interval(differences), _p(differences, test, rounding))
+    alike = bool(np.ptp(differences) <= rounding)
+    if resolution is not None:
+        sd = max(statistics.stdev(differences.tolist()), resolution / 6**0.5)
+        interval = t_interval(mean, sd, len(differences), together=together)
+    else:
+        interval = (mean, mean) if alike else bootstrap_interval(differences)
+    return Difference(mean, len(differences), interval, None if alike else _p(differences, test, rounding))
+
+
+def planned_differences(
+    pairs: Sequence[tuple[Values[K], Values[K]]], *, resolution: float, bounds: Range = (-math.inf, math.inf)
+) -> list[Difference]:
+    """Compute the differences of all comparisons that were planned, run or not, as one family.
+
+    Args:
+        pairs: The values and the baseline of each comparison.
+        resolution: To what the values are rounded.
+        bounds: The smallest and the largest difference that is possible; the intervals are cut there.
+    """
+    found = [paired_difference(*pair, resolution=resolution, together=len(pairs)) for pair in pairs]
+    tested = [each.p if each.n >= MIN_SEEDS else None for each in found]
+    # What is not tested yet counts as tested in vain: what is stated today must not fall with the next cell.
+    corrected = holm([1.0 if p is None else p for p in tested])
+    return [
+        replace(each, interval=cut(each.interval, bounds), corrected=None if p is None else q)
+        for each, p, q in zip(found, tested, corrected, strict=True)
+    ]
+
+
+def cut(interval: Range | None, to: Range) -> Range | None:
+    """Return the part of an interval that is possible; a t interval of few seeds may be wider.
+
+    >>> cut((-186.7, 3.5), (-100.0, 100.0)), cut(None, (-100.0, 100.0))
+    ((-100.0, 3.5), None)
+    """
+    return None if interval is None else (max(interval[0], to[0]), min(interval[1], to[1]))
 
 
 def bootstrap_interval(values: NDArray[np.float64]) -> Range:
