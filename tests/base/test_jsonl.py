@@ -44,6 +44,15 @@ def test_log_survives_a_torn_line(tmp_path: Path) -> None:
         assert len(rounds) - 1 == whole[: cut + 1].count(b"\n")
 
 
+def test_a_write_that_broke_off_does_not_swallow_the_next_record(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"round": 1})
+    with log.path.open("ab") as file:  # as a full disk leaves it
+        file.write(b'{"round": 2, "na')
+    log.append({"round": 2})
+    assert [record["round"] for record in read_jsonl(log.path)] == [1, 2]
+
+
 def test_truncate_for_resume(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = MetricsLog(path)

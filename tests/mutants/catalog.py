@@ -363,8 +363,9 @@ MUTANTS = [
         '("model", "model"), ("partition", "partition")',
     ),
     identity("code is not compared", 'if before["code"].get(name) != now["code"].get(name):', "if False:"),
-    logs("the chain is none", "_checksum(last, text) != checksum:", "False:"),
+    logs("the chain is none", "if checksum_of(line, last) != checksum:", "if False:"),
     logs("each line for itself", "            last = checksum\n        elif", '            last = ""\n        elif'),
+    logs("a checksum is of its line alone", "sha256(before.encode() + text)", "sha256(text)", "sites/test_ledger.py"),
     logs("zeros are a torn line", 'if number == len(lines) and b"\\0" not in line:', "if number == len(lines):"),
     folder(
         "later records stay",

@@ -81,6 +81,16 @@ def changed(book: Path) -> str:
     return "line 5 of 10 is not what was written there"
 
 
+def changed_with_its_checksum(book: Path) -> str:
+    kept, head = lines(book), (book / HEAD).read_text()
+    (book / FILE).write_bytes(b"".join(kept[:4]))
+    Ledger(book).append(entries(1))
+    kept[4] = lines(book)[4]
+    (book / FILE).write_bytes(b"".join(kept))
+    (book / HEAD).write_text(head)
+    return "line 6 of 10 is not what was written there"
+
+
 def cut_out(book: Path) -> str:
     kept = lines(book)
     del kept[3]
@@ -131,7 +141,19 @@ def binary(book: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "attack", [changed, cut_out, moved, tail_cut_off, all_gone, head_gone, head_spoilt, written_anew, binary]
+    "attack",
+    [
+        changed,
+        changed_with_its_checksum,
+        cut_out,
+        moved,
+        tail_cut_off,
+        all_gone,
+        head_gone,
+        head_spoilt,
+        written_anew,
+        binary,
+    ],
 )
 def test_whatever_is_done_to_it_shows(book: Path, attack, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(book).problems == []
@@ -157,7 +179,7 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(book: Pa
     assert check(book, reported).problems == []
     kept = lines(book)[:6]
     (book / FILE).write_bytes(b"".join(kept))
-    digest = json.loads(kept[-1])["hash"]
+    digest = json.loads(kept[-1])["checksum"]
     (book / HEAD).write_text(f"6:{digest}\n")
     assert check(book).problems == []
     assert check(book, reported).problems == ["entries 7 to 11 are missing: the server was told 11, and there are 6"]
@@ -174,7 +196,7 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(book: Pa
 def test_a_line_that_a_crash_tore_is_cut_off_and_said(book: Path, left: int) -> None:
     whole = lines(book)
     (book / FILE).write_bytes(b"".join(whole[:-1]) + whole[-1][:left])
-    (book / HEAD).write_text(f"9:{json.loads(whole[8])['hash']}\n")
+    (book / HEAD).write_text(f"9:{json.loads(whole[8])['checksum']}\n")
     found = check(book)
     assert found.problems == []
     assert "a crash tore the line after entry 9" in found.notes[0]
@@ -186,7 +208,7 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_said(book: Path, left: int) -> 
 
 
 def test_a_crash_before_the_head_was_written_is_no_tampering(book: Path) -> None:
-    digest = json.loads(lines(book)[7])["hash"]
+    digest = json.loads(lines(book)[7])["checksum"]
     (book / HEAD).write_text(f"8:{digest}\n")
     found = check(book)
     assert found.problems == []
@@ -311,7 +333,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
     book = tmp_path / "a" / PLACE
     kept = lines(book)[:-1]
     (book / FILE).write_bytes(b"".join(kept))
-    (book / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['hash']}")
+    (book / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['checksum']}")
     assert check(book).problems == []
     assert "missing: the server was told" in check(book, heads_of(folder, "a")).problems[0]
 

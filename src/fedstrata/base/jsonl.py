@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -19,48 +20,44 @@ from fedstrata.base.errors import DataError
 CHECKSUM = "checksum"
 """The key of a line's checksum, the last of each line: of the line without it and of the checksum before it."""
 
+_SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 
-class MetricsLog:
-    """A file of records, one JSON object a line, that survives being killed in the middle of one.
 
-    Each line carries a checksum that goes on from the line before: one that is flipped, lost, repeated or moved shows.
+class Log:
+    """A file of records, one JSON object a line, to which records are only added.
+
+    Each line carries a checksum that goes on from the line before: one that is changed, lost, repeated or moved shows.
 
     Args:
         path: The file; made by the first ``append``.
+        mode: Who may read it; the umask takes from that.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self._last: str | None = None
-        """The checksum of the last line; None while the file was not read."""
+    def __init__(self, path: Path | str, mode: int = 0o666) -> None:
+        self.path, self._mode = Path(path), mode
+        self.last, self.size = "", 0
+        """The last line's checksum, and the bytes of all lines, as far as this object knows."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the file has the size that this object knows: no other wrote into it, and no write broke off."""
+        return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
         """Add records, one line each, and hand them to the operating system.
 
         Raises:
             TypeError: A value is nothing that JSON can hold.
-            DataError: The file that is there is damaged.
         """
-        lines = []
-        last = self.last  # which drops a torn last line: it would swallow the first new one
+        lines, last = list[str](), self.last
         for record in records:
             text = json.dumps(jsonable(record), allow_nan=False)
-            last = _checksum(last, text)
+            last = _checksum(last, text.encode())
             lines.append(f'{text[:-1]}{", " if len(text) > 2 else ""}"{CHECKSUM}": "{last}"}}\n')
-        with self.path.open("ab") as file:
-            file.write("".join(lines).encode())
-        self._last = last
-
-    @property
-    def last(self) -> str:
-        """The checksum of the last line; empty before there is one."""
-        if self._last is None:
-            self.truncate_after(math.inf)
-        return self._last or ""
-
-    def holds(self, checksum: str) -> bool:
-        """Whether a line has that checksum, so that it and all before it are what they were when it was the last."""
-        return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
+        data = "".join(lines).encode()
+        with open(self.path, "ab", opener=lambda name, flags: os.open(name, flags, self._mode)) as file:
+            file.write(data)
+        self.last, self.size = last, self.size + len(data)
 
     def sync(self) -> None:
         """Wait until what was appended is on the disk: a power cut cannot take it away any more."""
@@ -68,22 +65,47 @@ class MetricsLog:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
 
+
+def checksum_of(line: bytes, after: str | None = None) -> str | None:
+    """Return a line's checksum; None where it has none, or none that goes on from ``after``."""
+    found = _SEAL.search(line)
+    if found is None or (after is not None and _checksum(after, line[: found.start()] + b"}") != found[1].decode()):
+        return None
+    return found[1].decode()
+
+
+class MetricsLog(Log):
+    """What a run writes round by round; it survives being killed in the middle of a line."""
+
+    def append(self, *records: Mapping[str, Any]) -> None:
+        """Add records, one line each; first a torn last line is dropped: it would swallow the first new one.
+
+        Raises:
+            DataError: The file that is there is damaged.
+        """
+        if not self.is_known:
+            self.truncate_after(math.inf)
+        super().append(*records)
+
+    def holds(self, checksum: str) -> bool:
+        """Whether a line has that checksum, so that it and all before it are what they were when it was the last."""
+        return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
+
     def truncate_after(self, round: float) -> None:
         """Drop the records of later rounds, and a torn last line; the file is replaced in one step.
 
         Raises:
             DataError: A line before the last is damaged, or a record has no round.
         """
-        self._last = ""
+        lines, last = [], ""
         if self.path.exists():
-            lines = []
             for line, record, checksum in _lines(self.path):
                 if record["round"] <= round:
                     lines.append(line + b"\n")
-                    self._last = checksum
-            kept = b"".join(lines)
-            if kept != self.path.read_bytes():
-                replace_file(self.path, kept)
+                    last = checksum
+            if b"".join(lines) != self.path.read_bytes():
+                replace_file(self.path, b"".join(lines))
+        self.last, self.size = last, sum(map(len, lines))
 
     def salvage(self) -> str:
         """Keep what can be read of a damaged file, and the whole of it beside as ``NAME.damaged``.
@@ -98,7 +120,6 @@ class MetricsLog:
         except DataError as error:
             replace_file(self.path.with_name(self.path.name + ".damaged"), self.path.read_bytes())
             replace_file(self.path, b"".join(readable))
-            self._last = None
             return str(error)
         return ""
 
@@ -131,9 +152,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
             raise DataError(f"{path}, line {number}: no record of a round (an object with a whole number 'round')")
         checksum = record.pop(CHECKSUM, None)
         if checksum is not None:
-            end = f'"{CHECKSUM}": "{checksum}"}}'.encode()
-            text = line.removesuffix(end).removesuffix(b", ").decode() + "}"
-            if not line.endswith(end) or _checksum(last, text) != checksum:
+            if checksum_of(line, last) != checksum:
                 problem = "its checksum says that it, or a line before it, is not what was written"
                 raise DataError(f"{path}, line {number}: {problem}; what stands before can be read")
             last = checksum
@@ -142,8 +161,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         yield line, record, last
 
 
-def _checksum(before: str, text: str) -> str:
-    return hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
+def _checksum(before: str, text: bytes) -> str:
+    return hashlib.sha256(before.encode() + text).hexdigest()
 
 
 def write_json(path: Path | str, value: object) -> None:

@@ -1,14 +1,12 @@
 """A site's own book of what it answered: who asked what, how many samples were behind it, what was refused.
 
-One line of JSON an entry, each with a hash over itself and the hash before it, so that no line can be changed, cut out
-or moved unseen. The head (how many entries, and the last one's hash) is kept in a second file and travels with every
-answer to the server, which writes it into the run's folder: so a tail that is cut off is seen too. No value, no label
-and no text of an error is ever written.
+It is a ``jsonl.Log``, so that no line can be changed, cut out or moved unseen. The head (how many entries, and the
+checksum of the last one) is kept in a second file and travels with every answer to the server, which writes it into the
+run's folder: so a tail that is cut off is seen too. No value, no label and no text of an error is ever written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.base.errors import DataError
+from fedstrata.base.jsonl import CHECKSUM, Log, checksum_of
 
 LOG = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ PLACE = "fedstrata"
 RECOVERED = "recovered"
 """The kind of the entry that says that a line was torn by a crash."""
 
-_END = re.compile(rb', "hash": "([0-9a-f]{64})"\}$')
 _HEAD = re.compile(r"(\d{1,15}):([0-9a-f]{64})")
 
 
@@ -44,7 +42,7 @@ class Head:
 
     Args:
         entries: How many there are.
-        digest: The hash of the last one; empty before there is any.
+        digest: The checksum of the last one; empty before there is any.
     """
 
     entries: int = 0
@@ -104,8 +102,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.head_path = folder / FILE, folder / HEAD
-        self._mutex = threading.Lock()
-        self._head, self._size = Head(), -1
+        self._mutex, self._log, self._head = threading.Lock(), Log(self.path, 0o600), Head()
 
     def append(self, entries: Iterable[Entry]) -> Head:
         """Write entries, and wait once until they are on the disk: only then may the answers leave.
@@ -115,50 +112,38 @@ class Ledger:
             OSError: Nothing can be written, so that no answer may leave.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._mutex, _locked(self.path) as file:
-            if os.fstat(file).st_size != self._size:
-                self._take_up(file)
+        with self._mutex, _locked(self.path):
+            if not self._log.is_known:
+                self._take_up()
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            self._write(file, [{"at": now, **entry.table()} for entry in entries])
+            self._write([{"at": now, **entry.table()} for entry in entries])
             return self._head
 
-    def _take_up(self, file: int) -> None:
+    def _take_up(self) -> None:
         """Go on behind the last whole line; a torn one is cut off, and an entry says so."""
         data = self.path.read_bytes()
         whole = data[: data.rfind(b"\n") + 1]
         last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
-        found = _END.search(last)
-        if last and found is None:
+        digest = checksum_of(last) or ""
+        if last and not digest:
             raise DataError(f"{self.path}: its last line is no entry; 'fedstrata ledger --verify' says more")
-        self._head = Head(whole.count(b"\n"), found[1].decode()) if found else Head()
-        self._size = len(whole)
+        self._head = Head(whole.count(b"\n"), digest)
+        self._log.last, self._log.size = digest, len(whole)
         if torn := len(data) - len(whole):
-            os.ftruncate(file, len(whole))
+            os.truncate(self.path, len(whole))
             LOG.warning("%s: its last line was torn by a crash; the %d bytes of it are cut off", self.path, torn)
-            self._write(file, [{"kind": RECOVERED, "torn_bytes": torn}])
+            self._write([{"kind": RECOVERED, "torn_bytes": torn}])
 
-    def _write(self, file: int, tables: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, tables: Sequence[Mapping[str, Any]]) -> None:
         if not tables:
             return
-        lines, head = [], self._head
-        for table in tables:
-            text = json.dumps({"n": head.entries + 1, **table}, ensure_ascii=False, allow_nan=False)
-            head = Head(head.entries + 1, _digest(head.digest, text.encode()))
-            lines.append(f'{text[:-1]}, "hash": "{head.digest}"}}\n')
-        data = memoryview("".join(lines).encode())
-        written = 0
-        while written < len(data):
-            written += os.write(file, data[written:])
-        os.fsync(file)
-        self._head, self._size = head, self._size + len(data)
+        self._log.append(*({"n": n, **table} for n, table in enumerate(tables, self._head.entries + 1)))
+        self._head = Head(self._head.entries + len(tables), self._log.last)
+        self._log.sync()
         # Renamed into its place: a crash leaves the old one, which is a head of the same chain.
         beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
-        beside.write_text(f"{head}\n", encoding="utf-8")
+        beside.write_text(f"{self._head}\n", encoding="utf-8")
         beside.replace(self.head_path)
-
-
-def _digest(before: str, text: bytes) -> str:
-    return hashlib.sha256(before.encode() + text).hexdigest()
 
 
 @contextmanager
@@ -209,16 +194,12 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
     *lines, torn = data.split(b"\n")
     found, digests = Checked([]), [""]
     for number, line in enumerate(lines, start=1):
-        end, entry = _END.search(line), None
-        if end is not None:
-            text = line[: end.start()] + b"}"
-            if _digest(digests[-1], text) == end[1].decode():
-                entry = json.loads(text)
-        if entry is None or entry.get("n") != number:
+        entry = json.loads(line) if checksum_of(line, digests[-1]) else {}
+        if entry.get("n") != number:
             problem = "is not what was written there: it was changed, or lines before it were cut out or moved"
             found.problems.append(f"line {number} of {len(lines)} {problem}; what stands before is whole")
             break
-        digests.append(end[1].decode() if end else "")
+        digests.append(entry.pop(CHECKSUM))
         found.entries.append(entry)
         if entry.get("kind") == RECOVERED:
             found.notes.append(f"entry {number}: a crash tore the line after entry {number - 1}, which never left")

@@ -29,7 +29,7 @@ def add_ledger(commands: Commands) -> None:
     )
     parser.add_argument("kit", type=Path, metavar="KIT", help="the site's folder")
     parser.add_argument(
-        "--verify", action="store_true", help="check every hash and the head; exit code 1 if one is off"
+        "--verify", action="store_true", help="check every checksum and the head; exit code 1 if one is off"
     )
     parser.add_argument(
         "--told",
