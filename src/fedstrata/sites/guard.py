@@ -7,14 +7,16 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from filelock import BaseFileLock, FileLock
+
 from fedstrata.base import records
 from fedstrata.base.jsonl import replace_file
-from fedstrata.base.locking import waiting
+from fedstrata.base.locking import LOCK
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
 from fedstrata.sites.asks import Declaration, declaration_of
@@ -128,7 +130,7 @@ class Told:
         """
         key = hashlib.sha256(question).hexdigest()
         self._folder.mkdir(parents=True, exist_ok=True)
-        with waiting(self._folder):
+        with FileLock(self._folder / LOCK):
             told = self._read()
             self._refuse(told["described"], description, "whether this site's data fit another description")
             self._refuse(told["failed"], key, "why this site's data cannot be used")
@@ -256,9 +258,9 @@ class Spent:
         """The answers to the surveys of all jobs that there were at the site."""
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
-    def alone(self) -> AbstractContextManager[None]:
+    def alone(self) -> BaseFileLock:
         """Keep other processes of the site from what is written here for a block."""
-        return waiting(self._survey.parent)
+        return FileLock(self._survey.with_name(LOCK))
 
     def keep(self) -> None:
         """Write it down now and then: a site that is killed forgets a second at most."""

@@ -11,16 +11,17 @@ import json
 import logging
 import os
 import re
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from fedstrata.base.errors import DataError
 from fedstrata.base.jsonl import CHECKSUM, Log, checksum_of
+from fedstrata.base.locking import LOCK
 
 LOG = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.head_path = folder / FILE, folder / HEAD
-        self._mutex, self._log, self._head = threading.Lock(), Log(self.path, 0o600), Head()
+        self._log, self._head = Log(self.path, 0o600), Head()
 
     def append(self, entries: Iterable[Entry]) -> Head:
         """Write entries, and wait once until they are on the disk: only then may the answers leave.
@@ -112,7 +113,7 @@ class Ledger:
             OSError: Nothing can be written, so that no answer may leave.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._mutex, _locked(self.path):
+        with FileLock(self.path.with_name(LOCK), poll_interval=0.005):
             if not self._log.is_known:
                 self._take_up()
             now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -121,7 +122,7 @@ class Ledger:
 
     def _take_up(self) -> None:
         """Go on behind the last whole line; a torn one is cut off, and an entry says so."""
-        data = self.path.read_bytes()
+        data = self.path.read_bytes() if self.path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]
         last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
         digest = checksum_of(last) or ""
@@ -144,22 +145,6 @@ class Ledger:
         beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
         beside.write_text(f"{self._head}\n", encoding="utf-8")
         beside.replace(self.head_path)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[int]:
-    """The file, open for writing at its end, for this process alone."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except (ImportError, OSError):
-            pass  # a system, or a file system, without such locks
-        yield file
-    finally:
-        os.close(file)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from pydantic import BeforeValidator
 from fedstrata.base.config import MayChange, Setting, from_word
 from fedstrata.base.errors import ExtraMissingError, SpecError
 from fedstrata.base.jsonl import write_json
+from fedstrata.base.locking import LOCK
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.evaluation.settings import Evaluation
 from fedstrata.spec.callbacks import Callback, Watched
@@ -229,7 +230,7 @@ class MLflow(Tracker):
                     self.client.set_tag(run, f"fedstrata.{key}", text)
             if self.artifacts and simulation.folder is not None:
                 for path in sorted(simulation.folder.iterdir()):
-                    if path.is_file() and path.name != TOKEN:
+                    if path.is_file() and path.name not in (TOKEN, LOCK):
                         self.client.log_artifact(run, str(path))
         status = "FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED"
         self.client.set_terminated(run, status)
