@@ -12,24 +12,25 @@ Forty clients, one label each:
 """
 
 import matplotlib.pyplot as plt
+from sklearn.decomposition import PCA
 
 import fedstrata as fs
-from fedstrata.reporting.replayed_strata import strata_after
-from fedstrata.reporting.strata import plane
 
 spec = fs.Experiment(
     partition=fs.Classes(clients=40, per_client=1),
     method=fs.FedSSAR(),
     training=fs.Training(rounds=1, clients_per_round=10, local_epochs=2),
 )
-view = strata_after(fs.prepare(spec))
+view = fs.strata_after(fs.prepare(spec))
 print(len(view.sizes()), "clusters of", view.sizes(), "clients")
 print(f"{view.purity():.0%} of the samples bear the most frequent label of their cluster")
 
 # %%
 # The models, by the first two principal components. The server sees the left picture alone.
 
-where, share = plane(view.points)
+components = PCA(2)
+where = components.fit_transform(view.points)
+share = components.explained_variance_ratio_.sum()
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), sharex=True, sharey=True, layout="constrained")
 left.scatter(*where.T, c=view.strata, cmap="tab20", s=50)
 left.set_title(f"the {len(view.sizes())} clusters that OPTICS found", fontsize=10)
@@ -51,7 +52,7 @@ for features in ("parameters", "updates"):
             "training": fs.Training(rounds=8, clients_per_round=10, local_epochs=2),
         }
     )
-    found = strata_after(fs.prepare(later), rounds=8)
+    found = fs.strata_after(fs.prepare(later), rounds=8)
     print(f"after 8 rounds, by {features}: {len(found.sizes())} clusters, purity {found.purity():.0%}")
 
 # %%

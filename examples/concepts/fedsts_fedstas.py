@@ -19,11 +19,9 @@ Sixty clients, after three rounds:
 
 import matplotlib.pyplot as plt
 import numpy as np
+from sklearn.decomposition import PCA
 
 import fedstrata as fs
-from fedstrata.reporting.replayed_strata import strata_of
-from fedstrata.reporting.strata import plane
-from fedstrata.sampling.allocation import neyman, spread
 
 spec = fs.Experiment(
     partition=fs.Dirichlet(alpha=0.05, clients=60, balance="client"),
@@ -35,14 +33,16 @@ invited = []
 with fs.Simulation(prepared, listener=lambda _, replies: invited.append(sorted(replies))) as simulation:
     for record in simulation:
         print(f"round {record['round']}: draws by stratum {record['strata_allocation']}")
-    view = strata_of(prepared, simulation.state, 3)
+    view = fs.strata_of(prepared, simulation.state, 3)
 
 # %%
 # Each dot is a client, placed by the first two principal components of its compressed gradient. The server sees the
 # left picture. The right one, the label that each client holds most of, it never sees. The strata found it from the
 # gradients alone. Rings: whom the last round drew.
 
-where, share = plane(view.points)
+components = PCA(2)
+where = components.fit_transform(view.points)
+share = components.explained_variance_ratio_.sum()
 drawn = np.isin(view.clients, invited[-1])
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.4), sharex=True, sharey=True, layout="constrained")
 left.scatter(*where.T, c=view.strata, cmap="tab10", vmax=9, s=45)
@@ -55,10 +55,12 @@ for axes in (left, right):
 figure.show()
 
 # %%
-# **Whom Neyman picks.** The same fifteen places, shared out in proportion to the strata's sizes, and by Neyman:
+# **Whom Neyman picks.** The same fifteen draws in proportion to the strata's sizes, and by Neyman: in proportion to size
+# times the spread S of the compressed gradients within the stratum.
 
-sizes, deviations = np.bincount(view.strata), spread(view.points, view.strata, view.strata.max() + 1)
-by_size, by_neyman = 15 * sizes / sizes.sum(), neyman(15, sizes, deviations, least=0)
+sizes = np.bincount(view.strata)
+deviations = [np.sqrt(view.points[view.strata == h].var(axis=0).mean()) for h in range(len(sizes))]
+by_size, by_neyman = 15 * sizes / sizes.sum(), 15 * sizes * deviations / (sizes @ deviations)
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
 place = np.arange(len(sizes))
 axes.bar(place - 0.2, by_size, 0.4, label="in proportion to size", color="0.7")
@@ -69,7 +71,7 @@ axes.legend(frameon=False)
 figure.show()
 
 # %%
-# Some strata may get no draw at all. That is how it was published; ``allocation`` has other rules. What is unbiased and
+# A share is rounded to whole draws, and some strata may get no draw at all. That is how it was published; ``allocation`` has other rules. What is unbiased and
 # what is not is in :doc:`/sampling`.
 #
 # **Use it**: ``fedstrata run spec.toml --set method=fedsts``; ``fedstrata strata spec.toml --set method=fedsts`` draws

@@ -15,8 +15,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import fedstrata as fs
-from fedstrata.stratify.schedule import frequencies, schedule
-from fedstrata.stratify.selection import assign_runs
 
 CLIENTS, SHOWN, CHUNK = 12, 60, 10
 data = fs.Data("digits").load()
@@ -27,14 +25,25 @@ held = fs.Dirichlet(alpha=0.1, clients=CLIENTS).split(data, seed=3).counts(data.
 # a label that is everywhere does not crowd out the others.
 
 generator = np.random.default_rng(0)
-labels = schedule(frequencies(held.sum(axis=0)), generator)[:SHOWN]
+available = held.sum(axis=0)
+times = np.minimum(available, int(np.median(available)))
+labels = generator.permutation(np.repeat(np.arange(10), times))[:SHOWN]
 print("the first labels of the schedule:", *labels[:20])
 
 # %%
 # **The walk.** In the single-sample mode the model travels. At each position the server looks for the client that can
-# train the longest run of positions from there on. Fewer changes of the client are fewer messages.
+# train the longest run of positions from there on, up to the end of the chunk. Fewer changes of the client are fewer
+# messages.
 
-owner = assign_runs(labels, held.T > 0, chunk_size=CHUNK, retain=1.0, generator=generator)
+owner = np.empty(SHOWN, dtype=int)
+position = 0
+while position < SHOWN:
+    end = (position // CHUNK + 1) * CHUNK
+    holds = held[:, labels[position:end]] > 0  # (clients, positions)
+    runs = np.cumprod(holds, axis=1).sum(axis=1)  # the positions that each client can train before it lacks a label
+    longest = runs.max()
+    owner[position : position + longest] = generator.choice(np.flatnonzero(runs == longest))
+    position += longest
 
 figure, (top, axes) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=[1, 6], layout="constrained")
 colours = [plt.colormaps["tab10"](label) for label in labels]

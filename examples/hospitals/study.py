@@ -5,25 +5,24 @@
 
 Every patient is predicted by models that have not seen them: five folds, by label within each hospital, for each seed.
 A cell is a method, a seed and a fold; what is there is not repeated, so that a study that was broken off goes on.
-``--results`` writes the figures, ``--page`` puts the table between the marks of docs/hospitals.md.
+``--results`` writes the figures, ``--page`` puts the table between the marks of docs/hospitals.md. The study needs
+pandas: ``pip install 'fedstrata[tables]'``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
 import fedstrata as fs
-from fedstrata.data.schema import Schema, Table, ids
-from fedstrata.data.tables import dataset_of, read_csv
-from fedstrata.experiments.references import reference_runs
-from fedstrata.spec.experiment import read_table, variants
 
 HERE = Path(__file__).parent
 SPEC = HERE / "hospitals.toml"
@@ -65,7 +64,7 @@ def cell(label: str, spec: fs.Experiment, data: fs.Dataset) -> Reals:
     if label not in REFERENCES:
         return predicted(spec, data)
     assert data.client_test is not None
-    runs = list(reference_runs(label, {"": spec}, data=data).values())
+    runs = list(fs.reference_runs(label, {"": spec}, data=data).values())
     each = [predicted(run, data) for run in runs]
     if label == "centralised":
         return each[0]
@@ -79,10 +78,11 @@ def study(out: Path, seeds: int) -> dict[str, Reals]:
         "evaluation.every=0",
         "training.workers=1",
     ]  # no result depends on those
-    specs = variants(read_table(SPEC), METHODS, overrides)
+    specs = fs.variants(tomllib.loads(SPEC.read_text(encoding="utf-8")), METHODS, overrides)
     specs |= dict.fromkeys(REFERENCES, specs["fedavg"])
-    table, schema, hospital, sick = patients()
-    result = {label: np.full((seeds, len(LOOKS), len(table)), np.nan) for label in specs}
+    frame, hospital, sick = patients()
+    schema = dict(specs["fedavg"].data.schema)
+    result = {label: np.full((seeds, len(LOOKS), len(frame)), np.nan) for label in specs}
     for seed in range(seeds):
         fold = folds(2 * hospital + sick, seed)
         for number in range(FOLDS):
@@ -90,7 +90,9 @@ def study(out: Path, seeds: int) -> dict[str, Reals]:
             for label, spec in specs.items():
                 file = out / label / f"seed-{seed}-fold-{number}.npy"
                 if not file.exists():
-                    data = data or dataset_of(table, schema, fold == number, name="heart")
+                    if data is None:
+                        held = fold == number
+                        data = fs.from_dataframe(frame[~held], name="heart", **schema | {"test": frame[held]})
                     file.parent.mkdir(parents=True, exist_ok=True)
                     half = file.with_suffix(".half.npy")
                     np.save(half, cell(label, spec.model_copy(update={"seed": seed}), data))
@@ -100,13 +102,11 @@ def study(out: Path, seeds: int) -> dict[str, Reals]:
     return result
 
 
-def patients() -> tuple[Table, Schema, Ints, Ints]:
-    """The table, its schema, and the hospital and the diagnosis (1 for diseased) of everybody, (N,)."""
-    schema = fs.Experiment.from_toml(SPEC).data.schema
-    table = read_csv(HERE / "heart.csv")
-    schema = schema.completed(table)
-    hospital = np.unique(ids(table, "hospital", schema), return_inverse=True)[1]
-    return table, schema, hospital, (ids(table, "disease", schema) == "yes").astype(np.int64)
+def patients() -> tuple[pd.DataFrame, Ints, Ints]:
+    """The rows as texts, and the hospital and the diagnosis (1 for diseased) of everybody, (N,)."""
+    frame = pd.read_csv(HERE / "heart.csv", dtype=str, keep_default_na=False)
+    hospital = np.unique(frame["hospital"], return_inverse=True)[1]
+    return frame, hospital, (frame["disease"] == "yes").to_numpy(dtype=np.int64)
 
 
 def ranked(p: Reals, sick: Ints) -> Reals:
@@ -130,8 +130,8 @@ def resampled(pairs: Reals, seed: int) -> tuple[Reals, int]:
 
 def figures(predictions: dict[str, Reals]) -> dict[str, Any]:
     """AUROC by hospital, rounds and method with 95 % bootstrap intervals, and the gain over training alone."""
-    table, schema, hospital, sick = patients()
-    names = np.unique(ids(table, "hospital", schema)).tolist()
+    frame, hospital, sick = patients()
+    names = np.unique(frame["hospital"]).tolist()
     seeds = len(predictions["local"])
     result: dict[str, Any] = {"seeds": seeds, "folds": FOLDS, "resamples": RESAMPLES, "hospitals": {}}
     for number, name in enumerate(names):

@@ -5,8 +5,6 @@ fedstrata compare --methods fedavg,{module}:Steady
 """
 
 import fedstrata as fs
-from fedstrata.objectives.fedprox import Proximal
-from fedstrata.sampling.weighted import Weighted
 
 
 class Steady(fs.Recipe):
@@ -15,6 +13,6 @@ class Steady(fs.Recipe):
     Name the choices in which the method differs from FedAvg: client_sampler, data_sampler, objective, aggregator.
     """
 
-    client_sampler = Weighted()
-    objective = Proximal(mu=0.1)
+    client_sampler = fs.Weighted()
+    objective = fs.Proximal(mu=0.1)
     mu: float = fs.setting_of("objective")  # the objective's setting, now the method's: --set method.mu=0.5
