@@ -22,9 +22,9 @@ from typing import Any, Generic, Self, TypeVar, cast
 import threadpoolctl
 import torch
 
-from fedstrata.base.ending import end_with_parent, ending_in_order, in_main_thread
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.process import prepare_process
+from fedstrata.base.signals import end_with_parent, ending_in_order, in_main_thread
 
 GRACE = 5.0
 """Seconds for a worker to end in order."""

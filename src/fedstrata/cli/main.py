@@ -16,9 +16,9 @@ from contextlib import contextmanager, suppress
 
 from fedstrata import __version__
 from fedstrata.base import outer
-from fedstrata.base.ending import TERMINATED, Terminated, ending_in_order
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.loading import only_from
+from fedstrata.base.signals import TERMINATED, Terminated, ending_in_order
 from fedstrata.cli import inspect, results, run, teach
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130

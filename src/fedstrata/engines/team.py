@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from fedstrata.base.ending import end_with_parent, in_main_thread
 from fedstrata.base.process import prepare_process
 from fedstrata.base.records import Tree
+from fedstrata.base.signals import end_with_parent, in_main_thread
 from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request
 

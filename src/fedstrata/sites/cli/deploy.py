@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedstrata.base.ending import Terminated
 from fedstrata.base.errors import SpecError
+from fedstrata.base.signals import Terminated
 from fedstrata.cli.common import (
     add_command,
     add_output,

@@ -18,6 +18,9 @@ TERMINATED = 128 + signal.SIGTERM
 GRACE = 2.0
 """Seconds for a process without its parent to end in order; less than whoever comes next waits for a folder."""
 
+AGAIN = 0.01
+"""Seconds after which a SIGTERM whose exception Python ignored is sent again."""
+
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
@@ -34,14 +37,29 @@ def ending_in_order() -> Iterator[None]:
 
     Only the main thread can have that, and only where nobody else decided what the signal does.
     """
-    ours = in_main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
+    if not in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    usual, again = sys.unraisablehook, list[threading.Timer]()
+
+    def raise_again(unraisable: sys.UnraisableHookArgs) -> None:
+        # Python ignores what is raised in a finaliser or in a weak reference's callback.
+        if not isinstance(unraisable.exc_value, Terminated):
+            usual(unraisable)
+            return
         signal.signal(signal.SIGTERM, _terminate)
+        again[:] = [threading.Timer(AGAIN, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM))]
+        again[0].start()
+
+    sys.unraisablehook = raise_again
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        sys.unraisablehook = usual
+        for timer in again:
+            timer.cancel()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _terminate(*_: object) -> None:
