@@ -21,7 +21,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.partitions import Assignment, draw_partition
 from fedstrata.data.sources import Data
-from fedstrata.engines import team
+from fedstrata.engines import worker_pool
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always, Availability
 from fedstrata.federation.engine import FederationConfig
@@ -72,7 +72,7 @@ def _spare_time() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Data, "load", load_once)
         # Several tests run at once already, and forking workers pays for long work alone.
-        patch.setattr(team, "cores", lambda: 1)
+        patch.setattr(worker_pool, "cores", lambda: 1)
         patch.setattr(run_folder, "draw_partition", lambda assignment, data, path: path.write_bytes(GREY))
         yield
 

@@ -64,7 +64,7 @@ Why some cases cannot happen on some engines:
   in this process is a function call, which cannot be given up.
   `tests/sites/test_patience.py` tests its limit.
 - **A client dies.** A local client, or a site in this process, would take the test with it.
-  `tests/engines/test_team.py` kills workers, `tests/engines/test_ray.py` those of Ray.
+  `tests/engines/test_worker_pool.py` kills workers, `tests/engines/test_ray.py` those of Ray.
 - **A message is garbled.** Local, workers and Ray carry messages only between parties that trust each other.
   `tests/sites/test_sites.py` garbles those of sites in one process.
 - **An answer in several messages.** The test lowers the limit of a message, which it cannot do in another process. Real

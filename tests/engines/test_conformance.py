@@ -102,7 +102,7 @@ STARTS_SERVERS = [pytest.mark.slow, pytest.mark.xdist_group("servers")]
 @pytest.fixture(params=[pytest.param(name, marks=STARTS_SERVERS if name == "ray" else []) for name in ENGINES])
 def federation(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Federation]:
     if request.param == "workers":  # such small work would not pay
-        monkeypatch.setattr("fedstrata.engines.local.TEAM_PAYS", -1.0)
+        monkeypatch.setattr("fedstrata.engines.local.STARTING_PAYS", -1.0)
         monkeypatch.setattr("fedstrata.engines.local.ASKING_PAYS", -1.0)
     prepared = fs.prepare(SPEC)
     engine = ENGINES[request.param](prepared, tmp_path, request)

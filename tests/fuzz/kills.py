@@ -40,7 +40,7 @@ def forked(work: Callable[[], object], log: Path) -> int:
         warnings.simplefilter("ignore")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Workers although they do not pay for work as small as this, and no pictures, which take longer than it.
-        local.TEAM_PAYS = local.ASKING_PAYS = -1.0
+        local.STARTING_PAYS = local.ASKING_PAYS = -1.0
         run_folder.draw_partition = lambda assignment, data, path: path.touch()  # type: ignore[assignment]
         work()
         code = 0

@@ -127,7 +127,7 @@ def test_a_run_repeats_to_the_bit_and_nobody_fails(model: str, method: str, reco
 @pytest.mark.parametrize("model", NAMES)
 def test_workers_give_the_same_bits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Sharing is forced: such small work would not pay.
-    monkeypatch.setattr("fedstrata.engines.local.TEAM_PAYS", -1.0)
+    monkeypatch.setattr("fedstrata.engines.local.STARTING_PAYS", -1.0)
     monkeypatch.setattr("fedstrata.engines.local.ASKING_PAYS", -1.0)
     alone, shared = (fs.run(spec(model, "scaffold", workers=workers, local_steps=3)) for workers in (1, 2))
     assert bytes_of(alone) == bytes_of(shared)

@@ -23,7 +23,7 @@ def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
     """
     if name == "local":
         from fedstrata.engines.local import LocalEngine
-        from fedstrata.engines.team import cores
+        from fedstrata.engines.worker_pool import cores
 
         return LocalEngine(context, store, context.config.training.workers or cores())
     if name == "ray":

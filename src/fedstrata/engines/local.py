@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import Thread
 
 from fedstrata.base.errors import FedstrataError, SpecError, WithheldError
+from fedstrata.base.processes import can_fork
 from fedstrata.base.records import Tree
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
 from fedstrata.clients.training.devices import CPU, placed
-from fedstrata.engines.team import Answer, State, Team, can_fork
+from fedstrata.engines.worker_pool import Answer, LocalWorkerPool, State
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
-TEAM_PAYS, ASKING_PAYS = 0.2, 0.01
+STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
 """Seconds of work beyond which worker processes are started, and beyond which those that there are get some of it.
 
 Two processes do 0.05 seconds of work 1.1 times as fast as one, and more work up to twice as fast.
@@ -56,9 +57,9 @@ class LocalEngine(Engine):
         # A fork of a process whose operations use several threads, or a GPU, could hang.
         alone = context.config.training.threads != 1 or device != CPU or not can_fork()
         self._helpers = 0 if alone else workers - 1
-        self._team: Team | None = None
-        self._pace: dict[type[Request], float] = {}
-        """Seconds for a unit of work, as measured here."""
+        self._pool: LocalWorkerPool | None = None
+        self._seconds_per_unit: dict[type[Request], float] = {}
+        """By kind of request, as measured here."""
 
     def ask(
         self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
@@ -79,24 +80,24 @@ class LocalEngine(Engine):
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         left = sum(work.values())
 
-        def here(number: ClientId) -> None:
+        def run_locally(number: ClientId) -> None:
             nonlocal left
             began = time.perf_counter()
             outcomes[number] = self._outcome(number, requests[number])
-            self._pace[type(requests[number])] = (time.perf_counter() - began) / work[number]
+            self._seconds_per_unit[type(requests[number])] = (time.perf_counter() - began) / work[number]
             left -= work[number]
 
         # What takes no gradients goes through clients' states at most: sharing these would cost more.
         asked = not self._helpers or left <= len(work)
         for place, number in enumerate(order):
             if not asked and len(order) - place > 1:
-                seconds = left * self._pace.get(type(requests[number]), 0.0)
-                if seconds > (TEAM_PAYS if self._team is None else ASKING_PAYS):
+                seconds = left * self._seconds_per_unit.get(type(requests[number]), 0.0)
+                if seconds > (STARTING_PAYS if self._pool is None else ASKING_PAYS):
                     asked = True
-                    self._ask_team(order[place:], requests, outcomes, here)
-            # After the team, those whom nobody answered for: what went wrong there can be seen here.
+                    self._ask_pool(order[place:], requests, outcomes, run_locally)
+            # After the workers, those whom nobody answered for: what went wrong there can be seen here.
             if number not in outcomes:
-                here(number)
+                run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
 
     def _outcome(self, number: ClientId, request: Request) -> Reply | Failure:
@@ -115,22 +116,22 @@ class LocalEngine(Engine):
         sizes = self.context.config.sizes
         return 1 if sizes is None else int(sizes[number])
 
-    def _ask_team(
+    def _ask_pool(
         self,
         order: Sequence[ClientId],
         requests: Mapping[ClientId, Request],
         outcomes: dict[ClientId, Reply | Failure],
-        here: Callable[[ClientId], None],
+        run_locally: Callable[[ClientId], None],
     ) -> None:
         """Let workers and this process answer, each when it is free; some answers may be missing afterwards."""
-        if self._team is None:
+        if self._pool is None:
             try:
-                self._team = Team(self._helpers, self._answer)
+                self._pool = LocalWorkerPool(self._helpers, self._answer)
             except OSError:
                 self._helpers = 0
                 return
         states = {number: state for number in order if (state := self.store.get(number))}
-        for number, answer in self._team.ask(order, requests, states, here).items():
+        for number, answer in self._pool.ask(order, requests, states, run_locally).items():
             outcomes[number] = answer.reply
             if answer.state is not None:
                 self._client(number).state = dict(answer.state)
@@ -176,9 +177,9 @@ class LocalEngine(Engine):
 
     def close(self) -> None:
         """End worker processes and remove states that went to disk."""
-        if self._team is not None:
-            self._team.close()
-            self._team = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         self.store.close()
 
     def _client(self, number: ClientId) -> Client:

@@ -86,8 +86,8 @@ class RayEngine(Engine):
         self.context, self.store = context, store
         self._states: dict[ClientId, bytes] = {}
         self._exchange = 0
-        self._pace: dict[type[Request], float] = {}
-        """Seconds for a unit of work, as a worker measured them."""
+        self._seconds_per_unit: dict[type[Request], float] = {}
+        """By kind of request, as a worker measured them."""
         self._ray = _import_ray()
         with ExitStack() as closing:
             closing.callback(store.close)
@@ -117,7 +117,7 @@ class RayEngine(Engine):
                 outcomes |= dict.fromkeys(call.clients, result)
                 continue
             answers, seconds = result
-            self._pace[type(requests[call.clients[0]])] = seconds / call.work
+            self._seconds_per_unit[type(requests[call.clients[0]])] = seconds / call.work
             for client, answer in zip(call.clients, answers, strict=True):
                 outcomes[client] = self._read(client, answer)
         return outcomes
@@ -185,7 +185,7 @@ class RayEngine(Engine):
         while left:
             # As in guided self-scheduling: ever fewer in a call, so that all workers end at about one time.
             count = min(MOST_AT_ONCE, len(left) // (4 * len(self._pool)))
-            seconds = self._pace.get(type(requests[left[0]]), math.inf) * work[left[0]]
+            seconds = self._seconds_per_unit.get(type(requests[left[0]]), math.inf) * work[left[0]]
             short = min(math.ceil(CALL_PAYS / max(seconds, 1e-9)), -(-len(left) // len(self._pool)))
             yield call([left.popleft() for _ in range(max(1, count, short))])
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from fedstrata.base.config import build
 from fedstrata.base.errors import FedstrataError, SpecError
-from fedstrata.base.pool import Pool, Task, can_fork
+from fedstrata.base.processes import Task, TaskPool, can_fork
 from fedstrata.evaluation.history import History
 from fedstrata.experiments.references import fold, reference_runs
 from fedstrata.experiments.run import carry_out
@@ -214,7 +214,7 @@ def _carry_out(
         else:
             tasks[key] = partial(run_text, spec.to_toml(), folders[key])
     waiting, lost = list(tasks), dict[Key, str]()
-    with Pool[Key](jobs, fork=fork) as pool:
+    with TaskPool[Key](jobs, fork=fork) as pool:
         while waiting or pool.busy:
             while waiting and pool.free:
                 key = waiting.pop(0)

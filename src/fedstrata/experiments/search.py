@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedstrata.base.config import LARGEST
 from fedstrata.base.errors import ExtraMissingError, SpecError, nearest
 from fedstrata.base.locking import occupied
-from fedstrata.base.pool import Pool
+from fedstrata.base.processes import TaskPool
 from fedstrata.base.rng import SERVER, rng
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.experiments.compare import (
@@ -330,7 +330,7 @@ def go_on(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watc
             try_out(setup, number, cell.spec.to_toml(), watch)
             judged(setup, study, number, watch, cell)
         return
-    with Pool[int](jobs, fork=fork) as pool:
+    with TaskPool[int](jobs, fork=fork) as pool:
         while True:
             while pool.free and (found := next_one()) is not None:
                 number, busy[number] = found

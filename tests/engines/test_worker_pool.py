@@ -18,7 +18,7 @@ from fedstrata.base.records import record
 from fedstrata.clients.handling import handles
 from fedstrata.engines import local
 from fedstrata.engines.local import LocalEngine
-from fedstrata.engines.team import cores
+from fedstrata.engines.worker_pool import cores
 from fedstrata.federation.messages import Reply, Request
 from fedstrata.sampling.messages import SizeReport
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are for
 @pytest.fixture
 def eager(monkeypatch):
     """Workers for the smallest task."""
-    monkeypatch.setattr(local, "TEAM_PAYS", -1.0)
+    monkeypatch.setattr(local, "STARTING_PAYS", -1.0)
     monkeypatch.setattr(local, "ASKING_PAYS", -1.0)
 
 
@@ -170,17 +170,17 @@ def test_an_interrupted_question_leaves_nothing_behind(federation, monkeypatch):
 
 def test_questions_that_take_no_gradients_are_answered_here(federation):
     federation.ask(dict.fromkeys(range(40), SizeReport(1, 0, 1.0)))
-    assert federation.engine._team is None
+    assert federation.engine._pool is None
 
 
 def test_little_work_is_done_here(tiny):
     federation = tiny(4)
     federation.engine = LocalEngine(federation.engine.context, federation.store, workers=3)
     federation.ask(federation.fits())
-    assert federation.engine._team is None
+    assert federation.engine._pool is None
 
 
-def test_a_process_among_several_starts_no_team(monkeypatch):
+def test_a_process_among_several_starts_no_workers(monkeypatch):
     assert cores() == len(os.sched_getaffinity(0))
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
     assert cores() == 1
@@ -192,7 +192,7 @@ import fedstrata as fs
 from fedstrata.cli import main
 from fedstrata.engines import local
 
-local.TEAM_PAYS = local.ASKING_PAYS = -1.0
+local.STARTING_PAYS = local.ASKING_PAYS = -1.0
 sys.exit(main(["run", "spec.toml", "--out", "out", "--quiet"]))
 """
 """A run of many clients and workers."""
