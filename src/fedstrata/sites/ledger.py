@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -103,7 +104,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.head_path = folder / FILE, folder / HEAD
-        self._log, self._head = Log(self.path, 0o600), Head()
+        self._mutex, self._log, self._head = threading.Lock(), Log(self.path, 0o600), Head()
 
     def append(self, entries: Iterable[Entry]) -> Head:
         """Write entries, and wait once until they are on the disk: only then may the answers leave.
@@ -113,7 +114,7 @@ class Ledger:
             OSError: Nothing can be written, so that no answer may leave.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_name(LOCK), poll_interval=0.005):
+        with self._mutex, FileLock(self.path.with_name(LOCK), poll_interval=0.001):
             if not self._log.is_known:
                 self._take_up()
             now = datetime.now(UTC).isoformat(timespec="seconds")
