@@ -1,0 +1,254 @@
+"""How many functions a round passes through, and how large the package is.
+
+    python benchmarks/calls.py                      # the path of a round, and the sizes
+    python benchmarks/calls.py --json > FILE        # the same as JSON
+    python benchmarks/calls.py --against FILE       # beside what FILE says
+
+Counted are functions of the package ``fedstrata`` in the second round with the digits (20 clients, 10 invited, one
+worker, one epoch, no evaluation). Comprehensions and lambdas are calls, but not functions of their own. Execution
+changes from one file to another where two successive calls are in different files; the first call counts too. Counts
+of different versions of Python are not compared: 3.12 inlines comprehensions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import itertools
+import json
+import platform
+import sys
+import tokenize
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+
+import fedstrata as fs
+
+METHODS = {"FedAvg": "fedavg", "SCAFFOLD": "scaffold", "ReBaFL": "rebafl", "FedSTaS": "fedstas", "Stratify": "stratify"}
+PACKAGE = Path(fs.__file__).parent
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+CONSTRUCTION = ("__init__", "__new__", "__post_init__", "model_post_init")
+Call = tuple[CodeType, str]
+"""A function, and the file of the function of the package that called it; empty for none."""
+
+
+def calls_of(method: str, invited: int) -> list[Call]:
+    """All calls of the second round, in order."""
+    training = {"rounds": 3, "clients_per_round": invited, "workers": 1, "local_epochs": 1}
+    partition = {"name": "dirichlet", "alpha": 0.3, "clients": 20}
+    table = {"seed": 0, "method": method, "data": "digits", "partition": partition, "training": training}
+    spec = fs.Experiment.from_table({**table, "evaluation": {"every": 0}})
+    root, found = f"{PACKAGE}/", list[Call]()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            caller = frame.f_back
+            while caller is not None and not caller.f_code.co_filename.startswith(root):
+                caller = caller.f_back
+            found.append((frame.f_code, "" if caller is None else caller.f_code.co_filename))
+
+    with fs.Simulation(fs.prepare(spec)) as simulation:
+        simulation.step()
+        sys.setprofile(note)
+        try:
+            simulation.step()
+        finally:
+            sys.setprofile(None)
+    return found
+
+
+def layers() -> dict[str, int]:
+    """The layer of each module that pyproject.toml names; 0 is the lowest."""
+    content = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = content["tool"]["importlinter"]["contracts"]
+    names = next(each["layers"] for each in contracts if each["type"] == "layers")
+    split = (line.replace("|", " ").replace(":", " ").split() for line in reversed(names))
+    return {name.strip("()"): height for height, line in enumerate(split) for name in line}
+
+
+def layer_of(file: str, known: Mapping[str, int]) -> int | None:
+    """The layer of a file; None where no layer names it."""
+    parts = ("fedstrata", *Path(file).relative_to(PACKAGE).with_suffix("").parts)
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((known[name] for name in names if name in known), None)
+
+
+def path_of(method: str) -> dict[str, float]:
+    """What a round of a method passes through."""
+    calls, known = calls_of(method, 10), layers()
+    functions = {code for code, _ in calls if not code.co_name.startswith("<")}
+    files = [code.co_filename for code, _ in calls]
+    lengths = {place: length for place, _, length in function_lengths(set(files))}
+    upwards = 0
+    for code, caller in calls:
+        here, below = layer_of(code.co_filename, known), layer_of(caller, known) if caller else None
+        upwards += here is not None and below is not None and here > below
+    return {
+        "functions": len(functions),
+        "files": len(set(files)),
+        "calls": len(calls),
+        "file changes": sum(a != b for a, b in itertools.pairwise(["", *files])),
+        "calls per further client": (len(calls) - len(calls_of(method, 5))) / 5,
+        "calls up the layers": upwards,
+        "longest function": max(lengths.get((c.co_filename, c.co_firstlineno), 0) for c in functions),
+    }
+
+
+def function_lengths(files: Iterable[str]) -> Iterator[tuple[tuple[str, int], ast.AST, int]]:
+    """Each function of some files: where it begins, with its decorators, and how many lines it has without them."""
+    for file in sorted(files):
+        for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
+            if isinstance(node, FUNCTIONS):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                yield (file, first), node, lines_of(node)
+
+
+def lines_of(node: Any) -> int:
+    """From its first line to its last one."""
+    return int(node.end_lineno - node.lineno + 1)
+
+
+def code_lines(text: str) -> int:
+    """Lines without blanks, comments and docstrings."""
+    lines: set[int] = set()
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", None), list) else []:
+            value = getattr(statement, "value", None)
+            if isinstance(statement, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                lines.difference_update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def parts_of(name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """A class with its private bases and mixins, and theirs."""
+    found, waiting = [], [name]
+    while waiting:
+        node = classes.get(waiting.pop())
+        if node is None or node in found:
+            continue
+        found.append(node)
+        bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
+        waiting += [base for base in bases if base.startswith("_") or base.endswith("Mixin")]
+    return found
+
+
+def reassigned(node: ast.ClassDef) -> set[str]:
+    """Attributes that methods other than the constructors assign."""
+    methods = [each for each in node.body if isinstance(each, FUNCTIONS) and each.name not in CONSTRUCTION]
+    inner = (each for method in methods for each in ast.walk(method) if isinstance(each, ast.Attribute))
+    stores = (each for each in inner if isinstance(each.ctx, ast.Store))
+    return {each.attr for each in stores if isinstance(each.value, ast.Name) and each.value.id == "self"}
+
+
+def parameters(node: Any) -> int:
+    """How many parameters a function has, without ``self`` and ``cls``."""
+    given = node.args
+    named = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([name for name in named if name not in ("self", "cls")]) + sum(map(bool, (given.vararg, given.kwarg)))
+
+
+def size_of_package() -> dict[str, Any]:
+    """Lines, statements, and what is large."""
+    packages, lengths, statements, classes = Counter[str](), [], 0, dict[str, ast.ClassDef]()
+    files = sorted(PACKAGE.rglob("*.py"))
+    for file in files:
+        text, inside = file.read_text(encoding="utf-8"), file.relative_to(PACKAGE)
+        packages[inside.parts[0].removesuffix(".py")] += code_lines(text)
+        lengths.append(len(text.splitlines()))
+        nodes = list(ast.walk(ast.parse(text)))
+        statements += sum(isinstance(node, ast.stmt) for node in nodes)
+        classes |= {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+    functions = list(function_lengths({str(file) for file in files}))
+    whole = {name: parts_of(name, classes) for name in classes if not name.startswith("_")}
+    tall = {name: sum(map(lines_of, parts)) for name, parts in whole.items()}
+    moving = {name: len(set[str]().union(*map(reassigned, parts))) for name, parts in whole.items()}
+    wide = {
+        f"{Path(place[0]).relative_to(PACKAGE)}:{node.name}": parameters(node)  # type: ignore[attr-defined]
+        for place, node, _ in functions
+    }
+    return {
+        "code lines": sum(packages.values()),
+        "statements": statements,
+        "function length, 95th percentile": float(np.percentile([length for *_, length in functions], 95)),
+        "file length, 95th percentile": float(np.percentile(lengths, 95)),
+        "classes over 300 lines": over(tall, 300),
+        "classes with more than 12 reassigned attributes": over(moving, 12),
+        "functions with more than 8 parameters": over(wide, 8),
+        "code lines by package": dict(sorted(packages.items(), key=lambda pair: -pair[1])),
+    }
+
+
+def over(counts: Mapping[str, int], limit: int) -> dict[str, int]:
+    """Those above a limit, the largest first."""
+    return dict(sorted(((k, v) for k, v in counts.items() if v > limit), key=lambda pair: (-pair[1], pair[0])))
+
+
+def flat(content: Mapping[str, Any]) -> dict[str, float]:
+    """Every number of a result by its name; of a list of what is large, how many there are."""
+    found: dict[str, float] = {}
+    for key, value in content.get("size", {}).items():
+        if key == "code lines by package":
+            found |= {f"code lines, {name}": lines for name, lines in value.items()}
+        else:
+            found[key] = len(value) if isinstance(value, dict) else value
+    return found
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def printed(found: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    """The result as tables; what was there before stands in front of an arrow."""
+
+    def cell(new: float, old: float | None) -> str:
+        text = f"{new:,.1f}".removesuffix(".0")
+        return text if old is None or old == new else f"{old:,.1f}".removesuffix(".0") + f" → {text}"
+
+    parts = [f"Python {found['python']}"]
+    if path := found.get("path"):
+        old = (before or {}).get("path", {})
+        keys = list(next(iter(path.values())))
+        rows = [[key, *(cell(path[m][key], old.get(m, {}).get(key)) for m in path)] for key in keys]
+        parts.append(table([["second round", *path], *rows]))
+    if "size" in found:
+        old = flat(before or {})
+        parts.append(table([["size", ""], *([key, cell(value, old.get(key))] for key, value in flat(found).items())]))
+        large = {key: value for key, value in found["size"].items() if isinstance(value, dict)}
+        large.pop("code lines by package")
+        parts += [f"{key}: " + ", ".join(f"{k} {v}" for k, v in value.items()) for key, value in large.items() if value]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Count the calls of a round and the size of the package.")
+    parser.add_argument("--size", action="store_true", help="sizes only, without running anything")
+    parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="an earlier result, as --json printed it")
+    options = parser.parse_args()
+    before = json.loads(options.against.read_text(encoding="utf-8")) if options.against else None
+    found: dict[str, Any] = {"python": ".".join(platform.python_version_tuple()[:2])}
+    if before is not None and before["python"] != found["python"]:
+        parser.error(f"--against = {options.against}: counted with Python {before['python']}. Use that version.")
+    if not options.size:
+        found["path"] = {name: path_of(method) for name, method in METHODS.items()}
+    found["size"] = size_of_package()
+    print(json.dumps(found, indent=1) if options.json else printed(found, before))
+
+
+if __name__ == "__main__":
+    main()
