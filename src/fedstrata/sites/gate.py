@@ -13,7 +13,6 @@ from nvflare.apis.fl_component import FLComponent
 from fedstrata.sites.members import Members
 from fedstrata.sites.settings import USER
 from fedstrata.sites.streams import bound_growth
-from fedstrata.sites.turned_away import tell_handshakes
 
 LOG = logging.getLogger(__name__)
 
@@ -34,7 +33,6 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     def __init__(self, records: str) -> None:
         super().__init__()
         bound_growth()  # this process runs longer than any job
-        tell_handshakes()
         self._members = Members(Path(records).parent)
         self._said_of: set[str] = set()
         self._lock = threading.Lock()  # heartbeats come in many threads, and a client is logged out once

@@ -11,13 +11,6 @@ LOGGING = Path("local") / "log_config.json"
 RECORDS = "records"
 """Where a server keeps NVFlare's own records of jobs, inside its kit."""
 
-TURNED_AWAY = "fedstrata.sites.turned_away.TurnedAway"
-_OF_THE_SERVER = (
-    "nvflare.private.fed.client.communicator.Communicator",
-    "nvflare.private.fed.authenticator.Authenticator",
-)
-"""What of NVFlare at a site is told that it is turned away; the one at a heartbeat, the other when it registers."""
-
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
 """What NVFlare adds. Its filters of privacy see NVFlare's own messages: of ours they would see nothing."""
 
@@ -134,8 +127,5 @@ def logged(kit: Path, *, verbose: bool) -> None:
     kept = ["consoleHandler", "logFileHandler"]
     config["handlers"] = {name: config["handlers"][name] for name in kept}
     quiet: dict[str, Any] = {} if verbose else {"nvflare": {"level": "ERROR"}, "websockets": {"level": "ERROR"}}
-    if not verbose:
-        config.setdefault("filters", {})["turned_away"] = {"()": TURNED_AWAY}
-        quiet |= {name: {"level": "INFO", "filters": ["turned_away"]} for name in _OF_THE_SERVER}
     config["loggers"] = {"root": {"level": "INFO", "handlers": kept}, **quiet}
     (kit / LOGGING).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
