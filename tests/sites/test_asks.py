@@ -47,7 +47,7 @@ ROWS: dict[str, dict[str, str]] = {
 }
 MASKED = {
     f"stratify {mode} {selection}": {"method": "stratify", "masking": mode, "selection": selection}
-    for mode in ("prf", "ckks", "ckks-paper")
+    for mode in ("prf", "ckks")
     for selection in combinations.SELECTIONS
 }
 CODECS: dict[str, dict[str, Any]] = {
@@ -78,15 +78,13 @@ def test_a_job_asks_what_it_declares_and_all_of_it(name: str, tmp_path: Path) ->
     assert engine.unused() == []
 
 
-LONG = {name: [pytest.mark.long] if "paper" in name or name == "stratify ckks weighted" else [] for name in MASKED}
+LONG = {name: [pytest.mark.long] if name == "stratify ckks weighted" else [] for name in MASKED}
 
 
 @needs_tenseal
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:masking = 'ckks-paper'")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=LONG[name]) for name in MASKED])
 def test_enrolment_asks_what_it_declares_and_all_of_it(name: str, tmp_path: Path) -> None:
-    """One client holds all ten classes, so that the printed protocol compares ten labels."""
     table = _table(MASKED[name])
     table["partition"] = {"name": "iid", "clients": 2}
     table["training"] |= {"rounds": 1, "clients_per_round": 2}

@@ -82,5 +82,3 @@ def test_masking_asks_only_what_it_needs() -> None:
     assert kinds("prf") == ["OpenKeys", "TagReport", "CountReport", "OpenTotals"]
     assert kinds("prf", True)[-1] == "ShareReport"
     assert kinds("ckks") == ["OpenKeys", "SealLabels", "Compare", "Enlist", "CountReport", "OpenTotals"]
-    compared = next(q for q in enrolment_questions("ckks-paper", weighted=False, classes=3) if q.times != 1)
-    assert (compared.kind.__name__, compared.times) == ("CompareOne", 3)

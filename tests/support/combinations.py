@@ -95,7 +95,7 @@ AVAILABILITIES: dict[str, Any] = {
 NORMS = ("none", "average", "local")
 """A model without BatchNorm, and one with it under both settings of ``training.batch_norm``."""
 EFFORTS = ("epochs", "steps")
-MASKINGS = ("none", "prf", "ckks", "ckks-paper")
+MASKINGS = ("none", "prf", "ckks")
 MODES = ("batch", "single", "hybrid")
 SELECTIONS = ("uniform", "weighted")
 

@@ -65,8 +65,6 @@ HANDLERS = Handlers(
         masking.seal_labels,
         masking.compare,
         masking.enlist,
-        masking.seal_pairs,
-        masking.compare_one,
         masking.report_counts,
         masking.open_totals,
         masking.report_shares,

@@ -69,9 +69,8 @@ class Stratify(Method):
             longest, and larger holders take more of them.
         pretraining: Hybrid mode: rounds of batches; half of all rounds unless given.
         stream: Hybrid mode: the part of every client's samples that arrives later.
-        masking: How the server learns who shares a label: ``none`` (labels in the clear), ``prf`` (a keyed hash),
-            ``ckks`` (compared under encryption) or ``ckks-paper`` (as printed, for comparison). All train alike
-            under the same keys.
+        masking: How the server learns who shares a label: ``none`` (labels in the clear), ``prf`` (a keyed hash)
+            or ``ckks`` (compared under encryption). All train alike under the same keys.
     """
 
     paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
@@ -139,7 +138,7 @@ class Stratify(Method):
         weighted, hybrid = self.selection == "weighted", self.mode == "hybrid"
         found = enrolment_questions(self.masking, weighted=weighted, classes=agreed.classes)
         # Where nobody told it what a placeholder is, a client takes it for the label.
-        after = {"none": "", "ckks-paper": "Assign"}.get(self.masking, "CountReport")
+        after = "" if self.masking == "none" else "CountReport"
         there = by_round("what has arrived" if hybrid else "all", lambda round: self._phase(agreed, round)[1])
         before = self._pretraining(agreed) if hybrid else None
         if self.mode != "single":

@@ -11,13 +11,11 @@ from fedstrata.federation.questions import Bound, Fact, Question, Questions, Rul
 from fedstrata.stratify.masking.messages import (
     Assign,
     Compare,
-    CompareOne,
     CountReport,
     Enlist,
     OpenKeys,
     OpenTotals,
     SealLabels,
-    SealPairs,
     ShareReport,
     TagReport,
 )
@@ -126,24 +124,18 @@ def enrolment_questions(masking: str, *, weighted: bool, classes: int | None) ->
     compares = masking != "prf"
     keys = once(OpenKeys, "the public keys that all clients share", where={"comparing": compares})
     says = "sums over all clients, label by label under random names, which it decrypts"
-    totals = once(OpenTotals, says, where={"packed": masking != "ckks-paper"})
+    totals = once(OpenTotals, says)
     counts = once(CountReport, "how many samples of each label it holds, encrypted")
     says = "its share of all samples of each of its labels, under random names"
     shares = (once(ShareReport, says, tells=SIZES),) if weighted else ()
     agreed: dict[str, Any] = {} if classes is None else {"where": {"classes": classes}}
     if masking == "prf":
         own: Questions = (once(TagReport, "a keyed hash of each of its labels"), counts)
-    elif masking == "ckks":
+    else:
         own = (
             once(SealLabels, "its labels, encrypted", **agreed),
             once(Compare, "which of its labels are on the encrypted list of all labels", **agreed),
             once(Enlist, "those that are not, encrypted for the list", **agreed),
             counts,
-        )
-    else:
-        own = (
-            once(SealPairs, "its labels and how many samples of each it holds, encrypted one by one"),
-            once(CompareOne, "which entry of the encrypted list one of its labels is", times=classes),
-            assign,
         )
     return keys, *own, totals, *shares

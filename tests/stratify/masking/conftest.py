@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import printed_protocol
 import pytest
 from torch import nn
 
@@ -23,6 +24,7 @@ from fedstrata.federation.settings import Training
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.runs.simulation import HANDLERS
+from fedstrata.stratify.masking import enrolment
 from fedstrata.stratify.masking.key_store import KeyRing
 
 
@@ -110,10 +112,18 @@ def build(
     config = FederationConfig(
         7, Training(), Model(nn.Linear(1, data.classes)), data.classes, len(holdings), assignment.sizes
     )
-    context = ClientContext(config, data, assignment, CrossEntropy(), HANDLERS, keys=keys or SHARED)
+    context = ClientContext(
+        config, data, assignment, CrossEntropy(), HANDLERS + printed_protocol.HANDLERS, keys=keys or SHARED
+    )
     site = Site(Wire(LocalEngine(context, StateStore())), config, Always(), "toy")
     site.begin(0)
     return site
+
+
+@pytest.fixture(autouse=True)
+def printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published protocol is a mode beside the package's own."""
+    monkeypatch.setitem(enrolment._MODES, printed_protocol.MODE, printed_protocol.enrol_printed)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ class PackedRegister:
     places: Ints
 
 
-class PackedList(UniqueList[SealedLabels]):
+class PackedList(UniqueList):
     """Mode ``ckks``: one subtraction compares many labels, and what a client decrypts is zero or noise."""
 
     def __init__(self, federation: Federation, public: Public, register: PackedRegister | None = None) -> None:

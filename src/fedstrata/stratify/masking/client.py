@@ -14,14 +14,12 @@ from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.stratify.client_batch import PLACEHOLDERS
-from fedstrata.stratify.masking.ckks import COUNTING, Opener
+from fedstrata.stratify.masking.ckks import COUNTING
 from fedstrata.stratify.masking.key_store import ring_of
 from fedstrata.stratify.masking.messages import (
     Assign,
     Assigned,
     Compare,
-    CompareOne,
-    CompareOneReply,
     CompareReply,
     CountReply,
     CountReport,
@@ -31,9 +29,7 @@ from fedstrata.stratify.masking.messages import (
     OpenTotals,
     PublicKeys,
     SealedLabels,
-    SealedPairs,
     SealLabels,
-    SealPairs,
     ShareReply,
     ShareReport,
     TagReply,
@@ -134,29 +130,6 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
     return Enlisted(keys.name, {page: keys.comparing.seal(values).serialize() for page, values in pages.items()})
 
 
-@handles(SealPairs)
-def seal_pairs(client: Client, request: SealPairs) -> SealedPairs:
-    """One ciphertext for each label and each count, as printed."""
-    keys = ring_of(client.context).open()
-    labels, counts = presented(client)
-    sealed = tuple(keys.comparing.seal([label]).serialize() for label in labels.tolist())
-    return SealedPairs(keys.name, sealed, tuple(keys.counting.seal([n]).serialize() for n in counts.tolist()))
-
-
-@handles(CompareOne)
-def compare_one(client: Client, request: CompareOne) -> CompareOneReply:
-    """Which difference is zero, as printed: the client sees them all."""
-    opener = ring_of(client.context).open().comparing
-    zeros = [place for place, data in enumerate(request.differences) if _open_one(opener, data) == 0]
-    if len(zeros) > 1:
-        raise FedstrataError("a comparison contradicts itself: a label is on the unique list twice")
-    return CompareOneReply(zeros[0] if zeros else -1)
-
-
-def _open_one(opener: Opener, data: bytes) -> int:
-    return int(opener.open_whole(opener.load(data, length=1), tolerance=_WHOLE)[0])
-
-
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
     """Encrypted counts by placeholder; and remember which class each of them stands for."""
@@ -174,14 +147,9 @@ def report_counts(client: Client, request: CountReport) -> CountReply:
 def open_totals(client: Client, request: OpenTotals) -> Totals:
     """Decrypted sums over clients, rounded: what CKKS leaves of its error would tell about the secret key."""
     keys = ring_of(client.context).open()
-    if request.packed:
-        opener = keys.counting
-        pages = [
-            opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages
-        ]
-        totals = np.concatenate([*pages, np.empty(0, dtype=np.int64)])[: request.size]
-    else:
-        totals = np.array([_open_one(keys.counting, data) for data in request.pages], dtype=np.int64)
+    opener = keys.counting
+    pages = [opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages]
+    totals = np.concatenate([*pages, np.empty(0, dtype=np.int64)])[: request.size]
     return Totals(torch.from_numpy(totals))
 
 

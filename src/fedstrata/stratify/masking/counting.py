@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -51,29 +49,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     return counted, tuple(total.serialize() for total in sums)
 
 
-def sum_printed(
-    public: Public, held: Held, sealed: Mapping[ClientId, Sequence[bytes]], names: Ints
-) -> tuple[bytes, ...]:
-    """Add up E(n(l)) by placeholder, one ciphertext each.
-
-    Args:
-        public: The clients' public keys.
-        held: Placeholders of each client.
-        sealed: E(n(l)) for each of them.
-        names: What clients call them, shape (P,).
-
-    Returns:
-        E(N(p)), P ciphertexts, by name; an encrypted zero where nobody is left that holds p.
-    """
-    sums: dict[int, Cipher] = {}
-    for client, placeholders in held.items():
-        for name, data in zip(names[placeholders].tolist(), sealed[client], strict=True):
-            count = public.counting.load(data, length=1)
-            sums[name] = sums[name].add_(count) if name in sums else count
-    return tuple((sums[p] if p in sums else public.counting.seal([0.0])).serialize() for p in range(len(names)))
-
-
-def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints, *, packed: bool) -> Ints:
+def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
     """N(p), decrypted by the first client that answers.
 
     Args:
@@ -81,7 +57,6 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         pages: E(N(p)), by name.
         held: Placeholders of each client that is counted.
         names: What clients call them, shape (P,).
-        packed: Whether a ciphertext holds many totals.
 
     Returns:
         Shape (P,).
@@ -94,7 +69,7 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         return np.zeros(size, dtype=np.int64)
     holders = np.zeros(size, dtype=np.int64)
     holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=size)
-    request = OpenTotals(pages, size, packed, holders)
+    request = OpenTotals(pages, size, holders)
     _, reply = ask_until(federation, held, request, "decrypt the totals")
     totals: Ints = reply.totals.numpy()[names]
     return totals

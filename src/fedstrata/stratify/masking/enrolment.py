@@ -11,7 +11,6 @@ Reference:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -26,16 +25,16 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.stratify.masking.ckks import tenseal
 from fedstrata.stratify.masking.ckks_packed import PackedList
-from fedstrata.stratify.masking.ckks_paper import PrintedList
-from fedstrata.stratify.masking.counting import open_totals, shares, sum_packed, sum_printed
+from fedstrata.stratify.masking.counting import open_totals, shares, sum_packed
 from fedstrata.stratify.masking.messages import Assign, Assigned, PublicKeys, TagReport
 from fedstrata.stratify.masking.public_keys import Public
 from fedstrata.stratify.masking.slot_layout import MOST_CLASSES, shuffled
+from fedstrata.stratify.masking.unique_list import UniqueList
 from fedstrata.stratify.messages import LabelReply, LabelReport
 from fedstrata.stratify.schedule import Holders
 
 Ints = NDArray[np.int64]
-Masking = Literal["none", "prf", "ckks", "ckks-paper"]
+Masking = Literal["none", "prf", "ckks"]
 Watch = Callable[[str], None]
 Held = dict[ClientId, Ints]
 
@@ -135,7 +134,6 @@ def enrol(
     Args:
         federation: Whose clients are asked.
         masking: ``none``: labels in the clear. ``prf``: a keyed hash of them. ``ckks``: compared under encryption.
-            ``ckks-paper``: the same as the paper prints it, which shows clients the differences between labels.
         weighted: Whether clients also say what share of a placeholder's samples is theirs.
         before: An earlier roll; only clients that are not on it are asked, and its placeholders stay.
         watch: Called at the beginning of each phase: "unique list", "mapping", "counts".
@@ -211,28 +209,8 @@ def _packed(
     return Roll("ckks", names, held, counts, totals, unique.register())
 
 
-def _printed(
-    federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
-) -> Roll:
-    warnings.warn(
-        "masking = 'ckks-paper' is the protocol as printed: a client that decrypts the difference between its label "
-        "and another learns the other client's label. It is here for comparison; use 'ckks'.",
-        stacklevel=3,
-    )
-    public = _public(federation, clients, before, comparing=True)
-    unique = PrintedList(federation, public, before.register if before else None)
-    held = _match(unique, clients, watch)
-    watch("counts")
-    names = _names(before, len(unique))
-    held = _assign(federation, held, names)
-    pages = sum_printed(public, held, {client: unique.counts[client] for client in held}, names)
-    totals = open_totals(federation, pages, held, names, packed=False)
-    counts = shares(federation, held, totals) if weighted else {}
-    return Roll("ckks-paper", names, held, counts, totals, unique.register())
-
-
 _Mode = Callable[[Federation, Sequence[ClientId], Roll | None, Watch, bool], Roll]
-_MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _packed, "ckks-paper": _printed}
+_MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _packed}
 
 
 def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
@@ -246,7 +224,7 @@ def _names(before: Roll | None, size: int) -> Ints:
     return np.concatenate([old, len(old) + shuffled(size - len(old))])
 
 
-def _match(unique: PackedList | PrintedList, clients: Sequence[ClientId], watch: Watch) -> Held:
+def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
     """Build the unique list, until it is complete, and map the labels of all other clients."""
     watch("unique list")
     held, rest = unique.discover(clients)
@@ -259,7 +237,7 @@ def _counted(
 ) -> tuple[Held, Ints, dict[int, Ints]]:
     """Encrypted counts summed, totals decrypted by clients, and shares where selection is weighted."""
     held, pages = sum_packed(federation, public, held, names)
-    totals = open_totals(federation, pages, held, names, packed=True)
+    totals = open_totals(federation, pages, held, names)
     return held, totals, shares(federation, held, totals) if weighted else {}
 
 

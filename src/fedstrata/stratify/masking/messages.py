@@ -226,74 +226,6 @@ class Enlist(Request):
             self.public.comparing.load(data, length=COMPARING.slots)
 
 
-@record("SealedPairs")
-class SealedPairs(Reply):
-    """One ciphertext for each label, and one for each count.
-
-    Args:
-        key: Fingerprint.
-        labels: E(l).
-        counts: E(n(l)).
-    """
-
-    key: str
-    labels: tuple[bytes, ...]
-    counts: tuple[bytes, ...]
-
-
-@record("SealPairs")
-class SealPairs(Request):
-    """Send [E(l), E(n(l))] for every label (mode ``ckks-paper``).
-
-    Args:
-        public: The clients' public keys; stays at the server.
-        classes: C; stays at the server.
-    """
-
-    reply_type: ClassVar[type[Reply]] = SealedPairs
-
-    public: Any = unsent()
-    classes: Any = unsent()
-
-    def check(self, reply: SealedPairs) -> None:
-        """A count for each label."""
-        self.public.check_key(reply.key)
-        if len(reply.labels) != len(reply.counts) or len(reply.labels) > self.classes:
-            raise ReplyRefusedError(f"{len(reply.labels)} labels and {len(reply.counts)} counts")
-        for label, count in zip(reply.labels, reply.counts, strict=True):
-            self.public.comparing.load(label, length=1)
-            self.public.counting.load(count, length=1)
-
-
-@record("CompareOneReply")
-class CompareOneReply(Reply):
-    """Which entry it is.
-
-    Args:
-        entry: Its place on the list; −1 for none.
-    """
-
-    entry: int
-
-
-@record("CompareOne")
-class CompareOne(Request):
-    """Differences between one of your labels and every entry of the unique list (mode ``ckks-paper``).
-
-    Args:
-        differences: E(l − u), one for each entry.
-    """
-
-    reply_type: ClassVar[type[Reply]] = CompareOneReply
-
-    differences: tuple[bytes, ...]
-
-    def check(self, reply: CompareOneReply) -> None:
-        """An entry of the list."""
-        if not -1 <= reply.entry < len(self.differences):
-            raise ReplyRefusedError(f"entry {reply.entry} of a list of {len(self.differences)}")
-
-
 @record("CountReply")
 class CountReply(Reply):
     """Encrypted counts.
@@ -350,7 +282,6 @@ class OpenTotals(Request):
     Args:
         pages: Encrypted totals by placeholder.
         size: P.
-        packed: Whether a ciphertext holds many totals (or one each, mode ``ckks-paper``).
         holders: How many clients hold each placeholder, int64, shape (P,); stays at the server.
     """
 
@@ -358,7 +289,6 @@ class OpenTotals(Request):
 
     pages: tuple[bytes, ...]
     size: int
-    packed: bool
     holders: Any = unsent()
 
     def check(self, reply: Totals) -> None:

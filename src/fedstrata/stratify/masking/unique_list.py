@@ -1,32 +1,31 @@
 """The unique list under encryption, at the server: which clients share a label (Stratify §IV-A).
 
-What the two protocols have in common: client after client until the list is complete, then everybody else against
-the complete list. The modules ``ckks_packed`` and ``ckks_paper`` beside this one say how labels are compared. The
-server holds public keys only: it learns what clients answer, which is where zeros are.
+Client after client until the list is complete, then everybody else against the complete list. The module
+``ckks_packed`` beside this one says how labels are compared. The server holds public keys only: it learns what clients
+answer, which is where zeros are.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request
-from fedstrata.stratify.masking.messages import SealedLabels, SealedPairs
+from fedstrata.stratify.masking.messages import SealedLabels
 from fedstrata.stratify.masking.public_keys import Public, ask_one
 
 Ints = NDArray[np.int64]
-S = TypeVar("S", SealedLabels, SealedPairs)
 
 TOGETHER = 8
 """So many clients' ciphertexts are held at a time."""
 
 
-class UniqueList(Generic[S]):
+class UniqueList(ABC):
     """Placeholders in the order in which their labels were discovered.
 
     Args:
@@ -42,15 +41,15 @@ class UniqueList(Generic[S]):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, S]:
+    def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
         """Encrypted labels."""
 
     @abstractmethod
-    def match(self, clients: dict[ClientId, S]) -> dict[ClientId, Ints]:
+    def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
         """The placeholder of each of the clients' labels; −1 for those that are not on the list."""
 
     @abstractmethod
-    def enlist(self, client: ClientId, sealed: S, labels: Ints) -> bool:
+    def enlist(self, client: ClientId, sealed: SealedLabels, labels: Ints) -> bool:
         """Add a client's labels to the list; whether it worked."""
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
