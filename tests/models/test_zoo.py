@@ -209,9 +209,12 @@ def test_bad_specs(value, message):
     [
         (
             MLP(hidden=(10**6, 10**6)),
-            r"model.name = 'mlp': its parameters take 3,7\d\d.\d GiB, and there are \d",
+            "model.name = 'mlp': cannot be built for samples of .*RuntimeError: .*alloc",
         ),
-        (Tabular(hidden=(2**31 - 1,) * 2), "model.name = 'tabular': cannot be built for .*Storage size calculation"),
+        (
+            Tabular(hidden=(2**31 - 1,) * 2),
+            "model.name = 'tabular': cannot be built for samples of .*RuntimeError: .*alloc",
+        ),
         (CNN(channels=(2**31 - 1,) * 2), "model.name = 'cnn': cannot be built for samples of shape .*RuntimeError"),
         (Custom(factory=f"{__name__}:too_large"), "too_large': cannot be built for samples of .*RuntimeError: .*alloc"),
         (Custom(factory=f"{__name__}:failing"), "failing': cannot be built for samples of .*KeyError: 'weights'"),

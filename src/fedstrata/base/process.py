@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from pathlib import Path
 
 import torch
 
@@ -17,29 +15,6 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # of mallopt(3)
 KEPT_FREE, GROWTH, LARGE = 256 << 20, 16 << 20, 32 << 20
 """Bytes at the end of the heap beyond which some go back to the system, that it grows by, and of a block that is
 mapped by itself (the most that the C library allows)."""
-
-
-LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""Where Linux says how much memory a container may use."""
-
-
-def memory() -> int:
-    """Bytes that this process can hold at all: what the machine has, or what its container or ``ulimit -v`` allows.
-
-    What asks for more must be refused before it is allocated: a system that promises memory that it has not ends the
-    process without a word.
-    """
-    limits = [sys.maxsize]
-    with suppress(AttributeError, OSError, ValueError):  # not every system says
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with suppress(ImportError, OSError):
-        import resource
-
-        limits.append(resource.getrlimit(resource.RLIMIT_AS)[0])
-    for path in LIMITS:
-        with suppress(OSError, ValueError):
-            limits.append(int(Path(path).read_text(encoding="ascii")))
-    return min(limit for limit in limits if limit > 0)
 
 
 def prepare_process(threads: int) -> None:

@@ -19,7 +19,6 @@ from torch import nn
 from fedstrata.base.config import FromRegistry, Registry, Setting, build, plain
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.loading import load_object
-from fedstrata.base.process import memory
 from fedstrata.base.rng import torch_seeded
 from fedstrata.models.memory_format import lay_out
 from fedstrata.models.model import Model
@@ -200,8 +199,6 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
     """
     name = spec.to_spec().get("name", type(spec).__name__)
     try:
-        if ":" not in name:
-            _check_size(spec, shape, classes)
         with torch_seeded(seed, "model"):
             module = spec.build(shape, classes)
             _try_out(module, name, shape, classes)
@@ -211,16 +208,6 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
         problem = f"cannot be built for samples of shape {shape}: {type(error).__name__}: {error}"
         raise SpecError("model.name", problem, name) from error
     return Model(lay_out(module, shape) if isinstance(spec, Custom) else module)
-
-
-def _check_size(spec: ModelSpec, shape: tuple[int, ...], classes: int) -> None:
-    """Refuse what does not fit into memory before it is allocated; it is built without its numbers to see."""
-    with torch.device("meta"):
-        module = spec.build(shape, classes)
-    size, most = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers())), memory()
-    if size > most:
-        problem = f"its parameters take {size / 2**30:,.1f} GiB, and there are {most / 2**30:,.1f} GiB of memory"
-        raise SpecError("model.name", problem, spec.name)
 
 
 def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> None:
