@@ -245,12 +245,12 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
             raise DataError(f"{path} is no file")  # reading from a pipe could wait for ever
         with _reading, path.open("rb") as file:  # which NumPy leaves open where it is damaged
             archive = np.load(file, allow_pickle=False)
-            if not isinstance(archive, NpzFile):
+            if not isinstance(archive, NpzFile) or archive.zip is None:
                 raise DataError(f"{path} holds a single array; save it with np.savez(file, {needed[0]}=…, …)")
             if missing := [key for key in needed if key not in archive]:
                 error = DataError(f"{path} has no {', '.join(missing)}; it holds: {', '.join(archive)}")
                 raise error.publicly(f"there is no {', '.join(missing)}")
-            if (size := sum(info.file_size for info in archive.zip.infolist())) > MOST:
+            if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} holds {size / 2**30:,.1f} GiB of arrays; accepted: at most {MOST >> 30}")
             if damaged := archive.zip.testzip():  # NumPy reads no checksum where a header claims too little
                 raise ValueError(f"{damaged} does not fit its checksum")
