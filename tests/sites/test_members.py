@@ -40,7 +40,7 @@ def test_a_list_with_a_slip_leaves_the_last_that_could_be_read(
 
 def test_only_who_was_on_the_list_is_put_on_it_again(kit: Path) -> None:
     """A name with a slip was added, and the site that was meant stayed away."""
-    (kit / MEMBERS).write_text('{"sites": ["a", "b"]}')  # as kits were made before
+    write_members(kit, ["a", "b"])
     assert revoke(kit, "b") == ["a"]
     with pytest.raises(SpecError, match=r"SITE = 'bb'.*accepted: a, b"):
         revoke(kit, "bb", undo=True)

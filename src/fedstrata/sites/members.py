@@ -35,11 +35,13 @@ def _read(kit: Path) -> dict[str, list[str]]:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: no list of who may connect: {error}") from None
-    lists: dict[str, Any] = {"sites": None, "federation": []}  # earlier kits have no second list
+    lists: dict[str, Any] = dict.fromkeys(("sites", "federation"))
     lists |= {key: found[key] for key in lists if key in found} if isinstance(found, dict) else {}
     for names in lists.values():
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise DataError(f'{path}: no list of who may connect: expected {{"sites": [NAME, …]}}')
+            raise DataError(
+                f'{path}: no list of who may connect: expected {{"sites": [NAME, …], "federation": [NAME, …]}}'
+            )
     return lists
 
 
