@@ -19,4 +19,7 @@ class FedNova(fs.Recipe):
     """FedAvg whose clients may take different numbers of steps without pulling the model their way."""
 
     paper = "Wang et al. 2020, Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization"
-    aggregator = Normalised()
+
+    def parts(self):
+        """FedAvg's choices, except the aggregator."""
+        return {"aggregator": Normalised()}

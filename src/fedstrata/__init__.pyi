@@ -63,7 +63,7 @@ from .federation.settings import Privacy as Privacy
 from .federation.settings import Training as Training
 from .methods.base import Method as Method
 from .methods.base import Recipe as Recipe
-from .methods.base import setting_of as setting_of
+from .methods.base import Parts as Parts
 from .methods.bsm import BSMFedAvg as BSMFedAvg
 from .methods.clustered import ClusteredSampling as ClusteredSampling
 from .methods.fedavg import FedAvg as FedAvg

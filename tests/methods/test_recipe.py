@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import itertools
-import sys
 import tomllib
-import typing
 
 import numpy as np
 import pytest
 import torch
+from pydantic import Field
 from torch import nn
 
 import fedstrata as fs
@@ -19,11 +16,13 @@ from fedstrata.aggregation.base import AGGREGATORS, HorvitzThompson, Mean, Strat
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import torch_seeded
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.methods.base import CHOICES, METHODS, setting_of, training_metrics, weight_diversity
-from fedstrata.objectives.base import OBJECTIVES, CrossEntropy
+from fedstrata.methods.base import CHOICES, METHODS, training_metrics, weight_diversity
+from fedstrata.methods.head_tuning import HeadTuning
+from fedstrata.objectives.base import OBJECTIVES
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.objectives.rebafl import Rebalanced
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS
+from fedstrata.sampling.fedsampling import FedSamplingData
 from fedstrata.sampling.stratified import Stratified
 
 
@@ -188,14 +187,17 @@ def test_a_spec_says_what_acts(method, table):
 
 
 class Strong(fs.FedProx):
-    objective = Proximal(mu=1.0)
+    mu: float = Field(1.0, ge=0)
 
 
 class Both(fs.FedSTS, fs.ReBaFL):
     """Two methods' choices, and the settings of both."""
 
+    def parts(self):
+        return {**fs.FedSTS.parts(self), **fs.ReBaFL.parts(self)}
 
-def test_a_choice_that_is_assigned_anew_brings_its_defaults():
+
+def test_a_subclass_may_change_a_default_and_join_two_recipes():
     assert (Strong().mu, Strong().objective, Strong(mu=2).objective) == (1, Proximal(mu=1), Proximal(mu=2))
     assert fs.FedProx().mu == 0.01
     assert Both(strata=3, epsilon=0.5).choices()[::2] == (Stratified(strata=3), Rebalanced(epsilon=0.5))
@@ -203,42 +205,94 @@ def test_a_choice_that_is_assigned_anew_brings_its_defaults():
     assert METHODS.parse(Both(mu=0.2).to_spec()) == Both(mu=0.2)
 
 
-def test_what_cannot_be_declared_says_so():
-    with pytest.raises(TypeError, match=r"Unmade\.objective = <class .*>: expected an instance of a objective"):
+def test_parts_that_cannot_be_choices_say_so():
+    class Unmade(fs.Recipe):
+        def parts(self):
+            return {"objective": Proximal}
 
-        class Unmade(fs.Recipe):
-            objective = Proximal
+    class Mixed(fs.Recipe):
+        def parts(self):
+            return {"objective": Mean()}
 
-    with pytest.raises(TypeError, match=r"Lost\.mu: CrossEntropy has no setting 'mu'"):
+    class Misspelt(fs.Recipe):
+        def parts(self):
+            return {"objectiv": Proximal()}
 
-        class Lost(fs.FedProx):
-            objective = CrossEntropy()
+    with pytest.raises(TypeError, match=r"Unmade\.parts: objective = <class .*> is not an instance of Objective"):
+        Unmade()
+    with pytest.raises(TypeError, match=r"Mixed\.parts: objective = Mean\(.*\) is not an instance of Objective"):
+        Mixed()
+    with pytest.raises(TypeError, match=r"Misspelt\.parts: 'objectiv' is not a choice of client_sampler, "):
+        Misspelt()
 
-    with pytest.raises(TypeError, match=r"Misspelt\.nu: Proximal has no setting 'nu'"):
 
-        class Misspelt(fs.FedProx):
-            nu: float = setting_of("objective")
+class Needed(fs.Recipe):
+    """Args:
+    mu: Strength.
+    """
+
+    mu: float = Field(ge=0)
+
+    def parts(self):
+        return {"objective": Proximal(mu=self.mu)}
+
+
+def test_a_setting_of_a_recipe_may_be_needed():
+    assert Needed(mu=0.5).objective == Proximal(mu=0.5)
+    with pytest.raises(SpecError, match="needed, and not given"):
+        Needed()
+    again = METHODS.parse(Needed(mu=0.5, objective="cross-entropy").to_spec())
+    assert again == Needed(mu=0.5, objective="cross-entropy")
+
+
+class Ours(fs.Recipe):
+    """A recipe with a setting of its own, ``samples``, that its data sampler has too."""
+
+    samples: int = 5
+
+    def parts(self):
+        return {"data_sampler": FedSamplingData()}
+
+
+def test_a_setting_that_only_shares_a_name_with_a_replaced_choice_stays_in_the_spec():
+    assert Ours(samples=7, data_sampler="all").to_spec()["samples"] == 7
+
+
+OTHERS = [0.3, 2.5, 1, 3, False, "one", "updates", "participants", "centroids", "proportional"]
+
+
+def accepts(part: type, name: str, value: object) -> bool:
+    try:
+        part(**{name: value})
+    except SpecError:
+        return False
+    return True
 
 
 RECIPES = [method for name in METHODS if issubclass(method := METHODS.find(name), fs.Recipe)]
+SHARED = [(method, key) for method in RECIPES for key in method().shared_settings()]
 
 
-@pytest.mark.parametrize("method", RECIPES)
-def test_editors_are_told_the_types_that_the_choices_have(method):
-    """Each type is written at the recipe too, for tools that do not run the code."""
-    module = sys.modules[method.__module__]
-    body = next(n.body for n in ast.parse(inspect.getsource(module)).body if getattr(n, "name", "") == method.__name__)
-    written = {
-        statement.target.id: eval(ast.unparse(statement.annotation), vars(module))
-        for statement in body
-        if isinstance(statement, ast.AnnAssign) and "setting_of" in ast.unparse(statement)
-    }
-    assert method.linked_settings.keys() >= written.keys()
-    for name, kind in written.items():
-        link = method.linked_settings[name]
-        choice = method.model_fields[link.choice].default
-        assert typing.get_type_hints(type(choice))[link.key] == kind, f"{method.__name__}.{name}"
-        assert inspect.signature(method).parameters[name].default == getattr(choice, link.key)
+def test_every_setting_of_a_recipe_is_one_of_a_choice_or_the_recipes_own():
+    shared = {(method.name, key) for method, key in SHARED}
+    settings = {(method.name, key) for method in RECIPES for key in method.model_fields if key not in CHOICES}
+    own = {("fedavg-ft", key) for key in HeadTuning.model_fields} | {("fedbabu", "fine_tune")}
+    assert settings - shared == own | {("fedsts", "aggregation"), ("fedstas", "aggregation")}
+
+
+@pytest.mark.parametrize(("method", "key"), SHARED)
+def test_a_setting_is_declared_as_in_its_choice_and_acts_there(method, key):
+    choice, name = method().shared_settings()[key]
+    part = type(getattr(method(), choice))
+    here, there = method.model_fields[key], part.model_fields[name]
+    assert (here.annotation, here.metadata, here.default) == (there.annotation, there.metadata, there.default)
+    # Whichever values the limits accept, the choice gets them.
+    values = [value for value in OTHERS if value != here.default and accepts(part, name, value)]
+    assert values
+    for value in values:
+        made = method(**{key: value})
+        assert getattr(getattr(made, choice), name) == getattr(made, key) == value
+        assert getattr(made, choice).model_copy(update={name: there.default}) == getattr(method(), choice)
 
 
 def test_weight_diversity_by_hand():

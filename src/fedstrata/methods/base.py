@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, get_args
 
 import torch
-from pydantic import ConfigDict, model_validator
+from pydantic import model_validator
 
 from fedstrata.aggregation.base import Aggregator, AnyAggregator, MeanBySize
-from fedstrata.base.config import FromRegistry, Registry, Setting, build
+from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
@@ -114,41 +113,25 @@ class RecipeState:
     aggregator: Tree
 
 
+class Parts(TypedDict, total=False):
+    """Choices of a recipe by name."""
+
+    client_sampler: ClientSampler
+    data_sampler: DataSampler
+    objective: Objective
+    aggregator: Aggregator
+
+
 Choice = Literal["client_sampler", "data_sampler", "objective", "aggregator"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 """What a recipe chooses, in the order of a round."""
 
 
-@dataclass
-class SettingOf:
-    """Where a recipe's setting acts; see ``setting_of``."""
-
-    choice: Choice
-    key: str
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.key = self.key or name
-
-
-def setting_of(choice: Choice, key: str = "") -> Any:
-    """Declares a setting of a recipe that is a setting of one of its choices.
-
-    After ``mu: float = setting_of("objective")`` limits, default and description are the choice's. The type is written
-    once more because editors and type checkers know a class by its annotations alone: with it they complete and check
-    ``FedProx(mu=0.1)``.
-
-    Args:
-        choice: Which of the four.
-        key: What the choice calls it; the same name unless given.
-    """
-    return SettingOf(choice, key)
-
-
 class Recipe(Method):
-    """A method that is four choices. Each may be replaced from a spec, by name or by a table with settings.
+    """A method that is four choices. A spec may replace each of them, by a name or by a table with settings.
 
-    A subclass assigns the choices in which it differs, and names those of their settings that are settings of the
-    method too. Where a choice is replaced, a setting of the one that it replaces is refused.
+    A subclass returns the choices in which it differs from FedAvg from ``parts``, made from its own settings. A setting
+    is refused when a spec replaces every choice on which it has an effect.
 
     Args:
         client_sampler: Who takes part.
@@ -156,88 +139,76 @@ class Recipe(Method):
         objective: What a client minimises.
         aggregator: How the server combines.
 
+    >>> from pydantic import Field
     >>> from fedstrata.objectives.fedprox import Proximal
     >>> class Pulled(Recipe):
-    ...     objective = Proximal(mu=0.5)
-    ...     strength: float = setting_of("objective", "mu")
-    >>> Pulled().objective, Pulled(strength=0.1).objective
+    ...     mu: float = Field(0.5, ge=0)
+    ...     def parts(self):
+    ...         return {"objective": Proximal(mu=self.mu)}
+    >>> Pulled().objective, Pulled(mu=0.1).objective
     (Proximal(mu=0.5), Proximal(mu=0.1))
     """
 
-    # Lets a class assign a choice without annotating it.
-    model_config = ConfigDict(ignored_types=(Setting,))
-
-    declared_choices: ClassVar[Mapping[Choice, Setting]] = {}
-    """The choices that the class and its bases assign."""
-
-    linked_settings: ClassVar[Mapping[str, SettingOf]] = {}
-    """Where those of its settings act that are settings of a choice."""
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """Settings of the method that a choice calls differently, and their names there."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
     objective: AnyObjective = CrossEntropy()
     aggregator: AnyAggregator = MeanBySize()
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Write out the fields that a subclass declares in short, before pydantic collects them.
+    def parts(self) -> Parts:
+        """Return the choices in which the method differs from FedAvg, under the method's settings."""
+        return {}
 
-        Raises:
-            TypeError: A choice is no instance, or has no such setting.
-        """
-        super().__init_subclass__(**kwargs)
-        own, types, usual = vars(cls), inspect.get_annotations(cls), Recipe.model_fields
-        choices: dict[Choice, Setting] = {}
-        links: dict[str, SettingOf] = {}
-        for base in reversed(cls.__bases__):
-            if issubclass(base, Recipe):
-                choices |= base.declared_choices
-                links |= base.linked_settings
-        choices |= {choice: own[choice] for choice in CHOICES if choice in own}
-        links |= {name: item for name, item in own.items() if isinstance(item, SettingOf)}
-        for choice, default in choices.items():
-            if not isinstance(default, Setting):
-                raise TypeError(f"{cls.__name__}.{choice} = {default!r}: expected an instance of a {choice}")
-            types[choice] = usual[choice].rebuild_annotation()
-            setattr(cls, choice, default)
-        # Inherited links too: another choice has other defaults.
-        for name, link in links.items():
-            acting = choices.get(link.choice, usual[link.choice].default)
-            if link.key not in type(acting).model_fields:
-                raise TypeError(f"{cls.__name__}.{name}: {type(acting).__name__} has no setting {link.key!r}")
-            types[name] = type(acting).model_fields[link.key].rebuild_annotation()
-            setattr(cls, name, getattr(acting, link.key))
-        cls.declared_choices, cls.linked_settings, cls.__annotations__ = choices, links, types
+    def shared_settings(self) -> dict[str, tuple[Choice, str]]:
+        """Return the settings that one of the parts has too, each with the choice and its name there."""
+        keys = type(self).model_fields.keys() - set(CHOICES)
+        shared: dict[str, tuple[Choice, str]] = {}
+        for choice, part in self._checked_parts().items():
+            names = {key: self.renamed.get(key, key) for key in keys}
+            shared |= {key: (choice, name) for key, name in names.items() if name in type(part).model_fields}
+        return shared
+
+    def _checked_parts(self) -> dict[Choice, Setting]:
+        """Return ``parts``, with errors that tell an author what is wrong with them."""
+        parts: Any = self.parts()
+        for choice, part in parts.items():
+            where = f"{type(self).__name__}.parts"
+            if choice not in CHOICES:
+                raise TypeError(f"{where}: {choice!r} is not a choice of {', '.join(CHOICES)}")
+            expected: Any = Recipe.model_fields[choice].annotation
+            if not isinstance(part, expected):
+                raise TypeError(f"{where}: {choice} = {part!r} is not an instance of {expected.__name__}")
+        return dict(parts)
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the defaults of the method's settings, without the choices and the settings that are needed."""
+        fields = type(self).model_fields.items()
+        own = {key: field for key, field in fields if key not in CHOICES and not field.is_required()}
+        return {key: field.get_default(call_default_factory=True) for key, field in own.items()}
 
     @model_validator(mode="after")
     def _settle(self) -> Self:
-        """Put the settings into the choices where they act, and refuse one whose choice was replaced."""
-        own, given = self.own_choices(), self.model_fields_set
+        """Put in the parts that were not replaced, and refuse settings that act only in parts that were."""
+        parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
-        for key in sorted(given - replaced) if replaced else ():
-            usual = self.model_copy(update={key: type(self).model_fields[key].get_default(call_default_factory=True)})
-            shaped = {choice for choice, usually in usual.own_choices().items() if own[choice] != usually}
+        for key in sorted(given & defaults.keys()) if replaced else ():
+            usual = self.model_copy(update={key: defaults[key]})._checked_parts()
+            shaped = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
             if shaped and shaped <= replaced:
                 choice = min(shaped)
                 problem = f"has no effect: it belongs to the method's own {choice}, which is replaced; set it there"
                 raise SpecError(key, problem, getattr(self, key))
-        for choice in own.keys() - replaced:
-            object.__setattr__(self, choice, own[choice])
+        for choice in parts.keys() - replaced:
+            object.__setattr__(self, choice, parts[choice])
         return self
-
-    def own_choices(self) -> dict[Choice, Setting]:
-        """The method's own choices under its settings; to be extended where a setting decides more than another."""
-        own: dict[Choice, Setting] = {choice: type(self).model_fields[choice].default for choice in CHOICES}
-        for choice, default in own.items():
-            links = self.linked_settings.items()
-            settings = {link.key: getattr(self, name) for name, link in links if link.choice == choice}
-            own[choice] = build(type(default), {**dict(default), **settings}) if settings else default
-        return own
 
     def to_spec(self) -> dict[str, Any]:
         """The settings that act, and the choices that were replaced; reading it back gives an equal method."""
-        given = self.model_fields_set
-        idle = {name for name, link in self.linked_settings.items() if link.choice in given}
-        idle |= set(CHOICES) - given
+        given, defaults = self.model_fields_set, self._defaults()
+        shared = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
+        idle = {key for key in shared if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
         return {key: value for key, value in super().to_spec().items() if key not in idle}
 
     def choices(self) -> tuple[ClientSampler, DataSampler, Objective, Aggregator]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.calibrated import Balanced
 
 
@@ -11,4 +13,6 @@ class BSMFedAvg(Recipe):
 
     paper = "Chen and Chao 2022, On Bridging Generic and Personalized FL (ICLR)"
 
-    objective = Balanced()
+    @override
+    def parts(self) -> Parts:
+        return {"objective": Balanced()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from pydantic import Field
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.sampling.clustered import Algorithm, Clustered
 
 
@@ -11,6 +14,9 @@ class ClusteredSampling(Recipe):
 
     paper = "Fraboni et al. 2021, Clustered Sampling (ICML)"
 
-    client_sampler = Clustered()
-    algorithm: Algorithm = setting_of("client_sampler")
-    coordinates: int = setting_of("client_sampler")
+    algorithm: Algorithm = 2
+    coordinates: int = Field(default=2048, ge=0)
+
+    @override
+    def parts(self) -> Parts:
+        return {"client_sampler": Clustered(algorithm=self.algorithm, coordinates=self.coordinates)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.methods.base import Parts, Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
 from fedstrata.objectives.base import Objective
 from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
@@ -24,8 +26,11 @@ class FedBABU(Recipe):
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"
 
-    objective = BodyOnly()
     fine_tune: HeadTuning | None = None
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": BodyOnly()}
 
     def personal_objective(self) -> Objective:
         """The head alone, as in the paper."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pydantic import PositiveFloat
+from typing_extensions import override
+
 from fedstrata.aggregation.base import Mean
-from fedstrata.methods.base import Recipe, setting_of
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.feddyn import Dynamic
 
 
@@ -12,6 +15,8 @@ class FedDyn(Recipe):
 
     paper = "Acar et al. 2021, Federated Learning Based on Dynamic Regularization (ICLR)"
 
-    objective = Dynamic()
-    alpha: float = setting_of("objective")
-    aggregator = Mean()
+    alpha: PositiveFloat = 0.01
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": Dynamic(alpha=self.alpha), "aggregator": Mean()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from pydantic import NonNegativeFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.calibrated import LogitMargins, Missing
 
 
@@ -11,6 +14,9 @@ class FedLC(Recipe):
 
     paper = "Zhang et al. 2022, Federated Learning with Label Distribution Skew via Logits Calibration"
 
-    objective = LogitMargins()
-    tau: float = setting_of("objective")
-    missing: Missing = setting_of("objective")
+    tau: NonNegativeFloat = 1.0
+    missing: Missing = "excluded"
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": LogitMargins(tau=self.tau, missing=self.missing)}

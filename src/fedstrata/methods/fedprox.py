@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from pydantic import NonNegativeFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.fedprox import Proximal
 
 
@@ -11,5 +14,8 @@ class FedProx(Recipe):
 
     paper = "Li et al. 2020, Federated Optimization in Heterogeneous Networks (MLSys)"
 
-    objective = Proximal()
-    mu: float = setting_of("objective")
+    mu: NonNegativeFloat = 0.01
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": Proximal(mu=self.mu)}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from pydantic import Field
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.calibrated import Restricted
 
 
@@ -11,5 +14,8 @@ class FedRS(Recipe):
 
     paper = "Li and Zhan 2021, FedRS: Federated Learning with Restricted Softmax (KDD)"
 
-    objective = Restricted()
-    alpha: float = setting_of("objective")
+    alpha: float = Field(default=0.5, ge=0, le=1)
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": Restricted(alpha=self.alpha)}

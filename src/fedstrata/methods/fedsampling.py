@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from pydantic import Field, PositiveInt
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
+from fedstrata.sampling.client_sizes import Epsilon
 from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 
@@ -11,9 +15,12 @@ class FedSampling(Recipe):
 
     paper = "Qi et al. 2023, FedSampling: A Better Sampling Strategy for FL (IJCAI)"
 
-    client_sampler = Everyone()
-    data_sampler = FedSamplingData()
-    samples: int = setting_of("data_sampler")
-    epsilon: float | None = setting_of("data_sampler")
-    bound: int = setting_of("data_sampler")
-    reuse: bool = setting_of("data_sampler")
+    samples: PositiveInt = 1000
+    epsilon: Epsilon | None = None
+    bound: int = Field(default=100, gt=1)
+    reuse: bool = True
+
+    @override
+    def parts(self) -> Parts:
+        data = FedSamplingData(samples=self.samples, epsilon=self.epsilon, bound=self.bound, reuse=self.reuse)
+        return {"client_sampler": Everyone(), "data_sampler": data}

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.fedprox import Proximal
 from fedstrata.sampling.fedssar import Features, FedSSARSampler
 
@@ -15,13 +21,22 @@ class FedSSAR(Recipe):
     """
 
     paper = "Lu et al. 2023, Federated learning based on stratified sampling and regularization"
+    renamed: ClassVar[Mapping[str, str]] = {"alpha": "mu"}
 
-    client_sampler = FedSSARSampler()
-    min_samples: int = setting_of("client_sampler")
-    xi: float = setting_of("client_sampler")
-    features: Features = setting_of("client_sampler")
-    coordinates: int = setting_of("client_sampler")
-    optics_max: int = setting_of("client_sampler")
+    min_samples: int = Field(default=2, ge=2)
+    xi: float = Field(default=0.1, gt=0, lt=1)
+    features: Features = "parameters"
+    coordinates: int = Field(default=2048, ge=0)
+    optics_max: PositiveInt = 2000
+    alpha: NonNegativeFloat = 0.01
 
-    objective = Proximal()
-    alpha: float = setting_of("objective", "mu")
+    @override
+    def parts(self) -> Parts:
+        sampler = FedSSARSampler(
+            min_samples=self.min_samples,
+            xi=self.xi,
+            features=self.features,
+            coordinates=self.coordinates,
+            optics_max=self.optics_max,
+        )
+        return {"client_sampler": sampler, "objective": Proximal(mu=self.alpha)}

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field, PositiveInt
+from typing_extensions import override
+
 from fedstrata.aggregation.base import HorvitzThompson, StratumMean
-from fedstrata.base.config import Setting
-from fedstrata.methods.base import Choice, Recipe, setting_of
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.sampling.allocation import Allocation
+from fedstrata.sampling.client_sizes import Epsilon
 from fedstrata.sampling.ldp import FedSTaSData
 from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Stratified
 
@@ -22,25 +25,29 @@ class FedSTS(Recipe):
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework"
 
-    client_sampler = Stratified()
-    strata: int = setting_of("client_sampler")
-    centres: int = setting_of("client_sampler")
-    coordinates: int = setting_of("client_sampler")
-    refresh: Refresh | None = setting_of("client_sampler")
-    gradients: Gradients | None = setting_of("client_sampler")
-    compared: Compared = setting_of("client_sampler")
-    allocation: Allocation | None = setting_of("client_sampler")
-
-    aggregator = StratumMean()
+    strata: PositiveInt = 10
+    centres: int = Field(default=9, ge=1, le=255)
+    coordinates: int = Field(default=2048, ge=0)
+    refresh: Refresh | None = None
+    gradients: Gradients | None = None
+    compared: Compared = "restored"
+    allocation: Allocation | None = None
     aggregation: Literal["paper", "horvitz-thompson"] = "paper"
 
-    def own_choices(self) -> dict[Choice, Setting]:
-        """With the sampler and the aggregator that go with ``aggregation``."""
-        own = super().own_choices()
-        if self.aggregation == "horvitz-thompson":
-            own["client_sampler"] = own["client_sampler"].model_copy(update={"replacement": True})
-            own["aggregator"] = HorvitzThompson()
-        return own
+    @override
+    def parts(self) -> Parts:
+        unbiased = self.aggregation == "horvitz-thompson"
+        sampler = Stratified(
+            strata=self.strata,
+            centres=self.centres,
+            coordinates=self.coordinates,
+            refresh=self.refresh,
+            gradients=self.gradients,
+            compared=self.compared,
+            allocation=self.allocation,
+            replacement=unbiased,
+        )
+        return {"client_sampler": sampler, "aggregator": HorvitzThompson() if unbiased else StratumMean()}
 
 
 class FedSTaS(FedSTS):
@@ -48,8 +55,12 @@ class FedSTaS(FedSTS):
 
     paper = "FedSTaS: Client Stratification and Client-Level Sampling for Efficient FL (2024)"
 
-    data_sampler = FedSTaSData()
-    fraction: float = setting_of("data_sampler")
-    samples: int | None = setting_of("data_sampler")
-    epsilon: float | None = setting_of("data_sampler")
-    bound: int = setting_of("data_sampler")
+    fraction: float = Field(default=0.1, gt=0, le=1)
+    samples: PositiveInt | None = None
+    epsilon: Epsilon | None = None
+    bound: int = Field(default=100, gt=1)
+
+    @override
+    def parts(self) -> Parts:
+        data = FedSTaSData(fraction=self.fraction, samples=self.samples, epsilon=self.epsilon, bound=self.bound)
+        return {**super().parts(), "data_sampler": data}

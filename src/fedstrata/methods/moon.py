@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from pydantic import NonNegativeFloat, PositiveFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.moon import Contrastive
 
 
@@ -11,6 +14,9 @@ class MOON(Recipe):
 
     paper = "Li, He and Song 2021, Model-Contrastive Federated Learning (CVPR)"
 
-    objective = Contrastive()
-    mu: float = setting_of("objective")
-    temperature: float = setting_of("objective")
+    mu: NonNegativeFloat = 1.0
+    temperature: PositiveFloat = 0.5
+
+    @override
+    def parts(self) -> Parts:
+        return {"objective": Contrastive(mu=self.mu, temperature=self.temperature)}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pydantic import PositiveInt
+from typing_extensions import override
+
 from fedstrata.aggregation.base import Mean
-from fedstrata.methods.base import Recipe, setting_of
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.sampling import power_of_choice
 
 
@@ -12,8 +15,9 @@ class PowerOfChoice(Recipe):
 
     paper = "Cho et al. 2020, Client Selection in Federated Learning (arXiv:2010.01243)"
 
-    client_sampler = power_of_choice.PowerOfChoice()
-    candidates: int | None = setting_of("client_sampler")
+    candidates: PositiveInt | None = None
 
-    # All alike: size decided who is a candidate.
-    aggregator = Mean()
+    @override
+    def parts(self) -> Parts:
+        # Models count equally in the mean, because the size already decided who is a candidate.
+        return {"client_sampler": power_of_choice.PowerOfChoice(candidates=self.candidates), "aggregator": Mean()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from fedstrata.methods.base import Recipe, setting_of
+from pydantic import Field, NonNegativeFloat
+from typing_extensions import override
+
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.rebafl import Rebalanced
 
 
@@ -14,9 +17,19 @@ class ReBaFL(Recipe):
 
     paper = "Xu et al., Stabilizing and Improving FL with Non-IID Data and Client Dropout"
 
-    objective = Rebalanced()
-    epsilon: float = setting_of("objective")
-    mu: float = setting_of("objective")
-    transfer: float = setting_of("objective")
-    relaxed: bool = setting_of("objective")
-    keep_prototypes: bool = setting_of("objective")
+    epsilon: float = Field(default=0.01, ge=0, le=1)
+    mu: NonNegativeFloat = 0.1
+    transfer: NonNegativeFloat = 1.0
+    relaxed: bool = True
+    keep_prototypes: bool = True
+
+    @override
+    def parts(self) -> Parts:
+        objective = Rebalanced(
+            epsilon=self.epsilon,
+            mu=self.mu,
+            transfer=self.transfer,
+            relaxed=self.relaxed,
+            keep_prototypes=self.keep_prototypes,
+        )
+        return {"objective": objective}

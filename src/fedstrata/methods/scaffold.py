@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from fedstrata.aggregation.base import Mean
-from fedstrata.methods.base import Recipe
+from fedstrata.methods.base import Parts, Recipe
 from fedstrata.objectives.scaffold import Scaffold
 
 
@@ -12,6 +14,7 @@ class SCAFFOLD(Recipe):
 
     paper = "Karimireddy et al. 2020, SCAFFOLD: Stochastic Controlled Averaging (ICML)"
 
-    objective = Scaffold()
-    # Algorithm 1, line 16: x ← x + (η_g / |S|) Σ Δy.
-    aggregator = Mean()
+    @override
+    def parts(self) -> Parts:
+        # Algorithm 1, line 16: x ← x + (η_g / |S|) Σ Δy.
+        return {"objective": Scaffold(), "aggregator": Mean()}

@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from fedstrata.base.records import Tree
 from fedstrata.federation.availability import Bernoulli
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.methods.base import Recipe, RecipeState
+from fedstrata.methods.base import Parts, Recipe, RecipeState
 from fedstrata.methods.feddyn import FedDyn
 from fedstrata.methods.scaffold import SCAFFOLD
 from fedstrata.objectives.scaffold import Scaffold
@@ -83,4 +84,6 @@ class PublishedScaffold(Scaffold):
 class PublishedSCAFFOLD(SCAFFOLD):
     """SCAFFOLD as in the published code of ReBaFL; the spec adds momentum 0.5 and a clip at 10."""
 
-    objective = PublishedScaffold()
+    @override
+    def parts(self) -> Parts:
+        return {**super().parts(), "objective": PublishedScaffold()}

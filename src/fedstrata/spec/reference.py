@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union
 
@@ -97,7 +97,18 @@ def rows(cls: type[Setting]) -> list[Row]:
     """All keys of some settings."""
     meanings = _meanings(cls)
     fields = {key: field for key, field in cls.model_fields.items() if not field.exclude}
-    return [(key, _taken(field), _default(field), meanings.get(key, "")) for key, field in fields.items()]
+    usual = _usual(cls)
+    parts: Mapping[str, Any] = usual.parts() if usual else {}
+    return [
+        (key, _taken(field), parts[key].name if key in parts else _default(field), meanings.get(key, ""))
+        for key, field in fields.items()
+    ]
+
+
+def _usual(cls: type[Setting]) -> Recipe | None:
+    """Return a recipe with default settings; None if one of its settings is needed, or for other settings."""
+    needed = any(field.is_required() for field in cls.model_fields.values())
+    return cls() if issubclass(cls, Recipe) and not needed else None
 
 
 def summary(cls: type[Setting]) -> str:
@@ -136,9 +147,9 @@ def _table(found: list[Row]) -> list[str]:
 def _meanings(cls: type[Setting]) -> dict[str, str]:
     """What docstrings say about the keys, those of base classes and of a recipe's choices too."""
     found: dict[str, str] = {}
-    if issubclass(cls, Recipe):
-        for key, link in cls.linked_settings.items():
-            found[key] = _meanings(type(cls.model_fields[link.choice].default))[link.key]
+    if usual := _usual(cls):
+        for key, (choice, name) in usual.shared_settings().items():
+            found[key] = _meanings(type(getattr(usual, choice))).get(name, "")
     for part in reversed(cls.__mro__):
         text = inspect.cleandoc(part.__doc__ or "") if isinstance(part, type) and issubclass(part, Setting) else ""
         _, _, arguments = text.partition("\nArgs:\n")
