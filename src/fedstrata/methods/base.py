@@ -163,7 +163,7 @@ class Recipe(Method):
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
         """Return the settings that one of the parts has too, each with the choice and its name there."""
-        keys = type(self).model_fields.keys() - set(CHOICES)
+        keys = [key for key in type(self).model_fields if key not in CHOICES]
         shared: dict[str, tuple[Choice, str]] = {}
         for choice, part in self._checked_parts().items():
             names = {key: self.renamed.get(key, key) for key in keys}
