@@ -28,7 +28,7 @@ ASKING = {
     "data_sampler": ("keep", "init", "handlers"),
     "objective": ("client_final", "handlers"),
 }
-"""What decides what is asked, and what is sent beside a model: who overrides it declares that anew."""
+"""The hooks that decide what is asked and sent. A class that overrides one must override its declaration as well."""
 
 
 class Method(Setting):
@@ -39,71 +39,71 @@ class Method(Setting):
     """
 
     paper: ClassVar[str] = ""
-    """Where it comes from."""
+    """The paper that defines the method."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """How clients answer requests of the method's own: functions marked with ``fedstrata.clients.handling``."""
+    """Client code for the method's own requests: functions marked with ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Its own handlers and those of its choices."""
+        """Return the method's own handlers and the handlers of its choices."""
         return self.handlers
 
     def objective_in_use(self) -> Objective:
-        """What clients minimise when they train locally."""
+        """Return the objective of local training."""
         return CrossEntropy()
 
     def personal_objective(self) -> Objective:
-        """What a client minimises when it tunes the global model for itself (``evaluation.fine_tune``)."""
+        """Return the objective of a client that personalises the global model (``evaluation.fine_tune``)."""
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Whether clients answer with changes of a model that was sent, which codecs are for; not in a relay."""
+        """Return True if clients answer with updates of the model they were sent, which codecs may compress."""
         return False
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """What it asks clients, each request with its bounds; real sites answer nothing else.
+        """Return the requests of the method with their bounds; real sites answer no other request.
 
-        None where that is not declared: such a method runs in a simulation, and no site takes part in it. Who overrides
-        ``run_round``, ``init`` or ``handlers`` declares anew what is asked.
+        None means that the requests are not declared: the method then runs in simulations only. A subclass that
+        overrides ``run_round``, ``init`` or ``handlers`` must override ``questions`` as well.
         """
         return None
 
     def declared(self, agreed: Agreed) -> Questions | None:
-        """``questions``, or None where a subclass may ask more than they say."""
+        """Return ``questions``, or None if a subclass may ask more than they declare."""
         return self.questions(agreed) if asks_no_more(type(self), "questions", *ASKING["method"]) else None
 
     @property
     def hides(self) -> frozenset[Fact]:
-        """What it keeps private, so that no evaluation may tell it."""
+        """The facts about clients that the method keeps private, and that evaluations must not disclose."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` where the settings do not fit the federation."""
+        """Raise ``SpecError`` if the settings do not fit the federation."""
 
     @abstractmethod
     def init(self, federation: Federation, weights: Weights) -> Any:
-        """The state before the first round; clients may be asked (round 0)."""
+        """Return the state before the first round; clients may be asked (round 0)."""
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
-        """One round: the new state and what the method adds to the round's metrics."""
+        """Run one round; return the new state and the method's metrics of the round."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """The model that is evaluated, and that a run leaves behind: ``state.weights`` unless a method prepares it."""
+        """Return the model that is evaluated, and that a run saves; ``state.weights`` by default."""
         weights: Weights = state.weights
         return weights
 
 
 @record("RecipeState")
 class RecipeState:
-    """The state of a recipe: the global model and what each of the four choices remembers.
+    """The state of a recipe: the global model and the state of each of the four choices.
 
     Args:
         weights: The global model.
-        clients: The client sampler's.
-        data: The data sampler's.
-        objective: The objective's, at the server.
-        aggregator: The aggregator's.
+        clients: The client sampler's state.
+        data: The data sampler's state.
+        objective: The objective's state at the server.
+        aggregator: The aggregator's state.
     """
 
     weights: Weights
@@ -124,7 +124,7 @@ class Parts(TypedDict, total=False):
 
 Choice = Literal["client_sampler", "data_sampler", "objective", "aggregator"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
-"""What a recipe chooses, in the order of a round."""
+"""The choices of a recipe, in the order of a round."""
 
 
 class Recipe(Method):
@@ -205,30 +205,30 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """The settings that act, and the choices that were replaced; reading it back gives an equal method."""
+        """Return the settings that have an effect and the replaced choices; parsing them gives an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         shared = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         idle = {key for key in shared if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
         return {key: value for key, value in super().to_spec().items() if key not in idle}
 
     def choices(self) -> tuple[ClientSampler, DataSampler, Objective, Aggregator]:
-        """The four choices in use."""
+        """Return the four choices in use."""
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Its own handlers and those of its choices."""
+        """Return the method's own handlers and the handlers of its choices."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:
-        """What clients minimise."""
+        """Return the objective of local training."""
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Of the model that each client trains."""
+        """Return True: clients answer with updates of the model they were sent."""
         return True
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """What the samplers ask, and local training."""
+        """Return the requests of the samplers and of local training."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {**effort(agreed), "keep": SHARE if kept is None else kept, "counts": not data.private}
@@ -236,7 +236,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, update)
 
     def with_samplers(self, agreed: Agreed, training: Question) -> Questions | None:
-        """What the samplers ask, and one more question, about training; None where a choice is not declared."""
+        """Return the requests of the samplers and of training; None if a choice does not declare its requests."""
         parts: list[Questions | None] = [
             choice.questions(agreed) if asks_no_more(type(choice), "questions", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -245,23 +245,23 @@ class Recipe(Method):
         return joined(*parts, [training] if said else None)
 
     def update_of(self, objective: Objective) -> str:
-        """What leaves a client that trained, in words."""
+        """Return in words what a client sends after training."""
         counts = "" if self.data_sampler.private else ", with how many samples it used and their mean loss"
         more = f"; and {objective.sends}" if objective.sends else ""
         return f"the model as its own training changed it{counts}{more}"
 
     @property
     def tells(self) -> frozenset[Fact]:
-        """What an update says in the clear."""
+        """The facts about a client that its update discloses."""
         return self.objective.tells | frozenset(() if self.data_sampler.private else ("sizes",))
 
     @property
     def hides(self) -> frozenset[Fact]:
-        """Sizes, where the data sampler keeps them private."""
+        """Sizes, if the data sampler keeps them private."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
-        """Each choice against the federation, and against the others."""
+        """Check each choice against the federation and the other choices."""
         sampler, data, objective, aggregator = self.choices()
         sampler.check(config)
         data.check(config)
@@ -271,7 +271,7 @@ class Recipe(Method):
             self._check_private(config)
 
     def _check_private(self, config: FederationConfig) -> None:
-        """Nothing may tell the sizes that clients keep private."""
+        """Refuse settings that would disclose the sizes that clients keep private."""
         sampler, _, objective, aggregator = self.choices()
         sampler.check_private(config)
         if aggregator.needs_counts:
@@ -293,7 +293,7 @@ class Recipe(Method):
             raise SpecError("training.local_steps", problem + "private; give a number of steps, the same for all")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
-        """Every choice's own beginning."""
+        """Return the initial state of every choice."""
         sampler, data, objective, _ = self.choices()
         return RecipeState(
             weights=weights,
@@ -339,7 +339,7 @@ class Recipe(Method):
 
 
 def effort(config: Agreed) -> dict[str, Any]:
-    """What a request says about the work that local training takes, for simulated time."""
+    """Return the fields of a request that tell the work of local training, for simulated time."""
     training = config.training
     return {
         "passes": float(training.epochs),
@@ -349,10 +349,10 @@ def effort(config: Agreed) -> dict[str, Any]:
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
-    """Who trained, the samples that they saw, and the mean loss.
+    """Return how many clients trained, the samples that they saw, and their mean loss.
 
-    A client's loss is the mean over its steps; over the clients it is weighted by the samples that they saw. Where
-    clients keep their counts private, the samples are 0 and the loss is the mean over the clients that took a step.
+    A client's loss is the mean over its steps. The mean over clients is weighted by the samples that each client saw.
+    If clients keep their counts private, the samples are 0 and the loss is the mean over the clients that took a step.
     """
     seen = sum(reply.seen for reply in answers)
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]
@@ -363,12 +363,12 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
 
 
 def diversity_of(answers: Sequence[FitReply], config: FederationConfig) -> dict[str, Any]:
-    """``weight_diversity`` of the models that came back, where it was asked for."""
+    """Return the ``weight_diversity`` of the returned models if ``evaluation.weight_diversity`` is set."""
     return weight_diversity([reply.weights.params for reply in answers]) if config.weight_diversity else {}
 
 
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:
-    """Λ = mean_k ‖w_k − w̄‖² with w̄ the plain mean of the clients' parameters (ReBaFL, Eq. 24); None for no client.
+    """Return Λ = mean_k ‖w_k − w̄‖² with w̄ the mean of the clients' w_k (ReBaFL, Eq. 24); None without clients.
 
     >>> weight_diversity([{"w": torch.tensor([0.0, 1.0])}, {"w": torch.tensor([2.0, 1.0])}])
     {'weight_diversity': 1.0}

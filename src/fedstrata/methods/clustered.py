@@ -10,7 +10,7 @@ from fedstrata.sampling.clustered import Algorithm, Clustered
 
 
 class ClusteredSampling(Recipe):
-    """FedAvg whose draws come from one distribution of similar clients each; unbiased."""
+    """FedAvg that draws each client from its own distribution over similar clients; unbiased."""
 
     paper = "Fraboni et al. 2021, Clustered Sampling (ICML)"
 

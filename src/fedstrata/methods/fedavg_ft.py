@@ -13,24 +13,24 @@ from fedstrata.methods.head_tuning import HeadTuning
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose aggregated head is trained on server data before anybody sees it: a reference, no rival.
+    """FedAvg whose aggregated head is trained on server data before clients receive it: an upper bound.
 
-    A partition that gives every sample to a client leaves the server none, and is refused.
+    A partition that assigns every sample to a client is refused, because the server then has no samples.
     """
 
     paper = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
 
     def check(self, config: FederationConfig) -> None:
-        """There must be samples for the server."""
+        """Require samples at the server."""
         super().check(config)
         self.require_samples(config, "method")
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """No more than the recipe asks: the head is trained at the server."""
+        """Return the recipe's requests; the head is trained at the server and needs none."""
         return super().questions(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """A recipe's round, then the head."""
+        """Run a recipe's round, then train the head."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

@@ -20,8 +20,8 @@ class FedBABU(Recipe):
     ``evaluation.fine_tune`` measures.
 
     Args:
-        fine_tune: How the head is trained for evaluation, such as ``{ per_class = 10 }`` (``{}``: as FedAvg-FT does
-            by default, with the same keys); not at all unless given.
+        fine_tune: How the head is trained for evaluation, such as ``{ per_class = 10 }``, with the keys and defaults of
+            FedAvg-FT. Default: the head is not trained.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"
@@ -33,15 +33,15 @@ class FedBABU(Recipe):
         return {"objective": BodyOnly()}
 
     def personal_objective(self) -> Objective:
-        """The head alone, as in the paper."""
+        """Return the objective that trains only the head, as in the paper."""
         return HeadOnly()
 
     def check(self, config: FederationConfig) -> None:
-        """There must be samples for the server, where it has any use for them."""
+        """Require samples at the server if it trains the head."""
         super().check(config)
         if self.fine_tune:
             self.fine_tune.require_samples(config, "method.fine_tune")
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
-        """The body as it is, the head fine-tuned."""
+        """Return the model with its head fine-tuned, if ``fine_tune`` is set."""
         return self.fine_tune.tuned(config, state.weights)[0] if self.fine_tune else state.weights

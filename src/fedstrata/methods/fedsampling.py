@@ -11,7 +11,7 @@ from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 
 class FedSampling(Recipe):
-    """Everybody trains on a few samples, kept with one probability everywhere; updates weighted by what was kept."""
+    """All clients train on a few samples, kept with one probability; updates are weighted by the samples kept."""
 
     paper = "Qi et al. 2023, FedSampling: A Better Sampling Strategy for FL (IJCAI)"
 

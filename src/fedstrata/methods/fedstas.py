@@ -51,7 +51,7 @@ class FedSTS(Recipe):
 
 
 class FedSTaS(FedSTS):
-    """FedSTS with data-level sampling: the server requests a number of samples a round."""
+    """FedSTS with data-level sampling: the server requests a number of samples per round."""
 
     paper = "FedSTaS: Client Stratification and Client-Level Sampling for Efficient FL (2024)"
 

@@ -1,4 +1,4 @@
-"""FedTAN (Wang et al. 2023): FedAvg that tends to BatchNorm's statistics layer by layer, once a round."""
+"""FedTAN (Wang et al. 2023): FedAvg that averages BatchNorm's statistics layer by layer, once per round."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class FedTAN(Recipe):
     """Uniform clients and the mean by size; BatchNorm's statistics are averaged over them in the first local step.
 
     In that step every BatchNorm layer normalises with the mean and the variance averaged over the round's clients, and
-    the gradients of both are averaged on the way back: one exchange a layer in each direction. Later local steps keep
+    the gradients of both are averaged on the way back: one exchange per layer in each direction. Later local steps keep
     these statistics, and so does the global model. The clients of a round train at the same time; if one of them fails
     in the first step, the round is void.
 
-    Data samplers and objectives other than the plain ones are refused.
+    Only the data sampler ``all`` and the objective ``cross-entropy`` are accepted.
     """
 
     paper = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
 
     def check(self, config: FederationConfig) -> None:
-        """Only for models with BatchNorm whose statistics travel."""
+        """Require a model with BatchNorm whose statistics are averaged."""
         super().check(config)
         if not has_batchnorm(config.model.module):
             raise SpecError(
@@ -42,7 +42,7 @@ class FedTAN(Recipe):
                 raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """What the sampler asks, and local training that begins together."""
+        """Return the requests of the sampler and of local training, which all clients start together."""
         says = f"{self.update_of(self.objective)}; and sums over its first batch, layer by layer"
         size = agreed.training.batch_size
         because = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
@@ -51,7 +51,7 @@ class FedTAN(Recipe):
         return self.with_samplers(agreed, training)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Select, train together, combine."""
+        """Select clients, train them together, and combine their models."""
         sampler, _, _, aggregator = self.choices()
         weights = state.weights
         selection, clients = sampler.select(federation, state.clients, weights)

@@ -17,16 +17,16 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Gradient descent on the head alone, with samples **that no client holds**.
+    """Gradient descent on only the head, with samples **that no client holds**.
 
-    The server holds the same samples in every round. Features are computed once, in evaluation mode; each step is one
-    of full-batch gradient descent.
+    The server holds the same samples in every round. Features are computed once, in evaluation mode. Each step is a
+    step of full-batch gradient descent.
 
     Args:
         per_class: Samples of every class at the server.
-        steps: Steps each time.
-        lr: Their learning rate.
-        momentum: Of them, started anew each time.
+        steps: Steps per training of the head.
+        lr: Learning rate of the steps.
+        momentum: Momentum of the steps, 0 at the start of each training.
         weight_decay: L2 penalty on the head.
     """
 
@@ -37,14 +37,14 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_samples(self, config: FederationConfig, section: str) -> None:
-        """There must be samples for the server, and features like those that are evaluated.
+        """Require samples at the server, and the features that are evaluated.
 
         Args:
-            config: The federation's.
-            section: Where these settings stand in a spec.
+            config: The federation's settings.
+            section: The section of a spec that holds these settings.
 
         Raises:
-            SpecError: There are not.
+            SpecError: The server has too few samples, or clients keep their own BatchNorm statistics.
         """
         key = f"{section}.per_class"
         if config.server_data is None:
@@ -62,10 +62,10 @@ class HeadTuning(Setting):
             raise SpecError("training.batch_norm", problem, "local")
 
     def tuned(self, config: FederationConfig, weights: Weights) -> tuple[Weights, float]:
-        """The model with its head trained on the server's samples, and the loss before the last step."""
+        """Return the model with its head trained on the server's samples, and the loss before the last step."""
         assert config.server_data is not None
         x, y = config.server_data.balanced(self.per_class, rng(config.seed, "server-samples"))
-        # Loaded to the end: a head may have buffers of its own.
+        # The model stays loaded until the end, because a head may have buffers.
         with config.model.loaded(weights.params, weights.buffers) as params:
             with torch.no_grad():
                 features, _ = config.model.with_features(params, x)

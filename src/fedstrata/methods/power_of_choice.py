@@ -11,7 +11,7 @@ from fedstrata.sampling import power_of_choice
 
 
 class PowerOfChoice(Recipe):
-    """FedAvg with those of d candidates for whom the global model is worst; their plain mean."""
+    """FedAvg with the clients of d candidates that have the largest loss, and the plain mean of their models."""
 
     paper = "Cho et al. 2020, Client Selection in Federated Learning (arXiv:2010.01243)"
 

@@ -12,7 +12,7 @@ from fedstrata.objectives.rebafl import Rebalanced
 class ReBaFL(Recipe):
     """Algorithm 1: FedAvg whose clients train with relaxed balanced softmax and augmented features.
 
-    With μ = 0 it is relaxed balanced softmax alone (R-BSM), without ``relaxed`` the augmentation alone (F-Aug).
+    With μ = 0 only relaxed balanced softmax is left (R-BSM); without ``relaxed``, only the augmentation (F-Aug).
     """
 
     paper = "Xu et al., Stabilizing and Improving FL with Non-IID Data and Client Dropout"

@@ -18,7 +18,7 @@ from fedstrata.sampling.base import AnyClientSampler, Uniform
 
 @record("SFLState")
 class SFLState:
-    """The global model, and what the client sampler remembers."""
+    """The global model and the state of the client sampler."""
 
     weights: Weights
     clients: Tree
@@ -27,10 +27,11 @@ class SFLState:
 class SFL(Method):
     """The model visits the round's clients in random order; each trains E epochs on its data and passes it on.
 
-    Nothing is averaged, so the model drifts towards those it visited last: the more, the less alike the clients are.
+    Models are not averaged, so the model drifts towards the clients that it visited last. The drift grows with the
+    differences between clients.
 
     Args:
-        client_sampler: Whom the model visits.
+        client_sampler: Which clients the model visits.
     """
 
     paper = "Li and Lyu 2023, Convergence Analysis of Sequential Federated Learning (NeurIPS)"
@@ -38,7 +39,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """The sampler against the federation."""
+        """Check the sampler against the federation."""
         if config.training.batch_norm == "local":
             raise SpecError(
                 "training.batch_norm", "one travelling model has one set of statistics; use average", "local"
@@ -52,7 +53,7 @@ class SFL(Method):
         sampler.check(config)
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """What the sampler asks, and a visit of the model in every round."""
+        """Return the requests of the sampler, and a visit of the model in every round."""
         sampler = self.client_sampler
         known = asks_no_more(type(sampler), "questions", *ASKING["client_sampler"])
         says = "the travelling model as its own training changed it, with how many samples it used and their mean loss"
@@ -60,11 +61,11 @@ class SFL(Method):
         return joined(sampler.questions(agreed) if known else None, [visit])
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
-        """The sampler's own beginning."""
+        """Return the initial state of the sampler."""
         return SFLState(weights, self.client_sampler.init(federation))
 
     def run_round(self, federation: Federation, state: SFLState) -> tuple[SFLState, dict[str, Any]]:
-        """One journey."""
+        """Send the model from client to client, once through the selected clients."""
         config, sampler = federation.config, self.client_sampler
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
@@ -75,6 +76,6 @@ class SFL(Method):
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.accounting.hops, config.clients, federation.round)
-        # Who took part, for a sampler that goes by that; there are no models of theirs: see ``check``.
+        # Samplers may use which clients took part. Samplers that need their models are refused by ``check``.
         took_part = {order[position]: reply for position, reply in relayed.replies.items()}
         return SFLState(relayed.weights, sampler.observe(clients, took_part)), metrics
