@@ -1,8 +1,8 @@
-"""What a client minimises: the contract, and the plain case.
+"""Objectives of local training: the base class, and plain cross-entropy.
 
-An objective has a side at the client (a loss, an additive correction of the gradient, what to send back) and a side
-at the server (what to send out, what to do with what came back). Most override one or two methods. ``loss`` and
-``correction`` are pure functions of tensors, so the same code runs in a plain loop and at a remote site.
+An objective has hooks at the client (the loss, a correction of the gradient, the message to the server) and hooks at
+the server (the message to clients, the use of their messages). Most objectives override one or two methods. ``loss``
+and ``correction`` are pure functions of tensors, so the same code runs in a plain loop and at a remote site.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Batch:
 
 
 Batches = Callable[[], Iterable[Batch]]
-"""Calls to get all of a client's samples of the round once, batch by batch, in a fixed order."""
+"""Returns all samples that a client uses in the round once, batch by batch, in a fixed order."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a client's loss may look at besides parameters and batch; constant during its local training.
+    """The inputs of a client's loss besides parameters and batch; constant during local training.
 
     Args:
-        start: The global parameters w_t that it started at.
-        counts: n_k(c), how many samples of each class it trains on, shape (C,), float32.
-        received: What the objective's server side sent, with what ``client_prepare`` added to it.
-        kept: The client's own state of this objective, as ``client_final`` left it; None the first time.
+        start: The global parameters w_t at which the client starts.
+        counts: n_k(c), the training samples of each class, shape (C,), float32.
+        received: The server's message, with the additions of ``client_prepare``.
+        kept: The client's state of this objective, as ``client_final`` returned it; None the first time.
         lr: η of this round.
-        derived: What ``client_init`` prepared, so that no step computes it again.
+        derived: Values that ``client_init`` computed once for all steps.
     """
 
     start: Params
@@ -61,20 +61,20 @@ class Context:
     derived: Mapping[str, Any] = field(default_factory=dict)
 
     def deriving(self, **derived: Any) -> Context:
-        """The same context with more in ``derived``."""
+        """Return a copy of the context with additional entries in ``derived``."""
         return replace(self, derived={**self.derived, **derived})
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training led to.
+    """The result of local training.
 
     Args:
         params: The parameters after the last step.
-        steps: K, the steps really taken.
+        steps: K, the number of steps taken.
         model: The client's model, for features under ``params``.
-        batches: Calls to get the local data batch by batch, in a fixed order.
-        least: Fewest samples behind anything that is sent.
+        batches: Returns the local data batch by batch, in a fixed order.
+        least: Minimum number of samples behind each value that is sent.
     """
 
     params: Params
@@ -88,23 +88,22 @@ class Objective(Setting):
     """Cross-entropy on the local data, and the hooks that other objectives override."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
+    """Client code for the objective's own requests; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """Groups of a client's message that are changes, of which one may say later what another left out: only these
-    travel by a codec with a memory."""
+    """Groups of a client's message that add up over rounds. Only these are compressed by codecs with error feedback."""
 
     @property
     def sends(self) -> str:
-        """What ``client_final`` sends beside the trained model, in words for ``fedstrata asks``; empty for nothing.
+        """The message of ``client_final``, in words for ``fedstrata asks``; empty if no message is sent.
 
-        Who overrides that hook overrides this one too, or no site answers.
+        A class that overrides ``client_final`` must override ``sends`` as well; sites refuse to answer it otherwise.
         """
         return ""
 
     @property
     def tells(self) -> frozenset[Fact]:
-        """What a client's message says in the clear."""
+        """The facts about a client that its message discloses."""
         return frozenset()
 
     # At the server.
@@ -113,32 +112,32 @@ class Objective(Setting):
         """Raise ``SpecError`` for a model or training settings under which the objective would be wrong."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Whether clients' messages tell how many samples they hold, which a private data sampler forbids."""
+        """Return True if messages disclose how many samples clients hold, which private data samplers forbid."""
         return False
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        """The server's state before the first round."""
+        """Return the server's state before the first round."""
         return None
 
     def message(self, state: Tree) -> Extra:
-        """What goes out with the global model."""
+        """Return the server's message that goes to clients with the global model."""
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Tensors of the names, shapes and dtypes that a client's message must have."""
+        """Return tensors with the names, shapes and dtypes that a client's message must have."""
         return {}
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """Take in the replies' messages.
+        """Update the server's state and the global model with the clients' messages.
 
         Args:
             state: The server's state.
             before: w_t.
             after: The aggregated model.
-            replies: The replies that count, in client order.
-            clients: N, all clients of the federation.
+            replies: The accepted replies, in client order.
+            clients: N, the number of clients in the federation.
 
         Returns:
             The new state and the new global model.
@@ -146,40 +145,40 @@ class Objective(Setting):
         return state, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """What the objective adds to the metrics of a round."""
+        """Return the objective's metrics of a round."""
         return {}
 
     # At a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Before training: what was received, with what the client's data under the received model add to it.
+        """Return the server's message, with additions computed from the client's data before training.
 
         Args:
             model: The client's model, not loaded.
             weights: The received model; its buffers are the client's own under ``batch_norm = "local"``.
-            batches: Calls to get the local data.
-            received: What the objective's server side sent.
+            batches: Returns the local data.
+            received: The server's message.
         """
         return received
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Prepare what is constant during this client's training."""
+        """Compute the values that stay constant during the client's training."""
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """The mean loss over a batch, a scalar."""
+        """Return the mean loss over a batch, a scalar."""
         return F.cross_entropy(model(params, batch.x), batch.y)
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """What is added to the loss's gradient, by parameter; None for nothing."""
+        """Return the correction that is added to the gradient of each parameter; None for no correction."""
         return None
 
     def trains(self, name: str, model: Model) -> bool:
-        """Whether the parameter ``name`` is trained by clients."""
+        """Return True if clients train the parameter ``name``."""
         return True
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """After training: what to send to the server, and the client's new state."""
+        """Return the message to the server after training, and the client's new state."""
         return {}, context.kept
 
 
@@ -188,15 +187,15 @@ class CrossEntropy(Objective):
 
 
 class PerSample(Objective):
-    """An objective whose loss is the mean of the samples' own losses, which is all that it writes."""
+    """An objective whose loss is the mean of the losses of samples; subclasses define only ``losses``."""
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """The mean of ``losses``."""
+        """Return the mean of ``losses``."""
         return self.losses(model, params, batch, context).mean()
 
     @abstractmethod
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """The loss of every sample of a batch, shape (B,)."""
+        """Return the loss of every sample of a batch, shape (B,)."""
 
 
 OBJECTIVES: Registry[Objective] = Registry(

@@ -20,12 +20,12 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, PerSample
 
 EXCLUDED = -1e9
-"""The shift of a class that has no part in the softmax: its probability and its gradient are exactly 0, and nothing is
-infinite, so that no gradient becomes NaN."""
+"""The shift of a class that is excluded from the softmax. Its probability and gradient are exactly 0. The value is
+finite, so that gradients do not become NaN."""
 
 
 def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
-    """The logarithm of p̂(c) = (1 − ε) n(c) / n + ε / C (ReBaFL, Eq. 10); ``EXCLUDED`` where p̂ is 0.
+    """Return the logarithm of p̂(c) = (1 − ε) n(c) / n + ε / C (ReBaFL, Eq. 10); ``EXCLUDED`` if p̂ = 0.
 
     Args:
         counts: n(c), or any multiple of it, shape (C,).
@@ -39,17 +39,17 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
     """
     share = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
     prior = (1 - epsilon) * share + epsilon / len(counts)
-    # The logarithm is taken of a 1 where it will not be used: 0 · inf would be NaN.
+    # Where p̂ is 0, take the logarithm of 1: log 0 would give a NaN gradient, although its value is not used.
     return torch.where(prior > 0, torch.where(prior > 0, prior, 1.0).log(), EXCLUDED)
 
 
 def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
-    """How many clients learnt nothing.
+    """Count the clients that learnt nothing.
 
-    With one class in the softmax its probability is 1: every loss and every gradient is exactly 0, and only weight
-    decay and corrections still move such a client's model.
+    With one class in the softmax, its probability is 1, and every loss and gradient is exactly 0. Only weight decay
+    and corrections change the model of such a client.
     """
-    # Without steps there is nothing to learn from.
+    # Clients without steps do not count as idle.
     trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
 
@@ -62,24 +62,24 @@ class Calibrated(PerSample):
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Scale and shift of every class, shape (C,); None for 1 and 0.
+        """Return scale and shift of every class, shape (C,); None for scale 1 or shift 0.
 
         Args:
             counts: n_k(c), shape (C,), float32.
         """
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """They are the same at every step."""
+        """Compute scale and shift, which stay the same at every step."""
         scale, shift = self.calibration(context.counts)
         return context.deriving(scale=scale, shift=shift)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """−log softmax(scale · z + shift)[y], shape (B,)."""
+        """Return −log softmax(scale · z + shift)[y], shape (B,)."""
         return F.cross_entropy(calibrate(model(params, batch.x), context), batch.y, reduction="none")
 
 
 def calibrate(logits: Tensor, context: Context) -> Tensor:
-    """The logits with the scale and the shift that ``client_init`` derived."""
+    """Apply the scale and the shift of ``client_init`` to logits."""
     scale, shift = context.derived["scale"], context.derived["shift"]
     logits = logits if scale is None else logits * scale
     return logits if shift is None else logits + shift
@@ -88,55 +88,55 @@ def calibrate(logits: Tensor, context: Context) -> Tensor:
 class Restricted(Calibrated):
     """FedRS's restricted softmax: logits of classes that the client lacks count for less (Eq. 5).
 
-    They push the missing classes' weights away with less force.
+    The scaled logits change the weights of missing classes less.
 
     Args:
-        alpha: α, what these logits are multiplied with; 1 is FedAvg, 0 freezes the missing classes' weights.
+        alpha: α, the factor of these logits; 1 is FedAvg, 0 freezes the weights of missing classes.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """α for missing classes, 1 for the others."""
+        """Return the scale: α for missing classes, 1 for the others."""
         return torch.where(counts > 0, 1.0, self.alpha), None
 
 
 class LogitMargins(Calibrated):
     """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
 
-    As the formula stands the margin of a class without a sample is infinite: the class has no part in the softmax, as
-    in balanced softmax, and a client of one class learns nothing (``idle_clients``).
+    By the formula, the margin of a class without samples is infinite. The class is then excluded from the softmax, as
+    in balanced softmax, and a client with one class learns nothing (``idle_clients``).
 
     Args:
         tau: τ, the strength.
-        missing: The margin of a class without a sample: ``excluded`` from the softmax (the formula's limit), or τ, that
-            of a class with ``one`` sample.
+        missing: How classes without samples are treated: ``excluded`` from the softmax (the formula's limit), or with
+            the margin τ of a class with ``one`` sample.
     """
 
     tau: NonNegativeFloat = 1.0
     missing: Missing = "excluded"
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The margins as a shift."""
+        """Return the margins as a shift."""
         margins = self.tau * counts.clamp(min=1) ** -0.25
         return None, torch.where(counts > 0, -margins, EXCLUDED) if self.missing == "excluded" else -margins
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """``idle_clients``."""
+        """Return ``idle_clients``."""
         return idle_clients(replies)
 
 
 class Balanced(Calibrated):
     """Balanced softmax with the client's own class shares as prior (ReBaFL, Eq. 8).
 
-    Missing classes have prior 0 and so no part in the softmax. A client of one class learns nothing
+    Missing classes have prior 0 and are excluded from the softmax. A client with one class learns nothing
     (``idle_clients``).
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """The logarithm of the prior as a shift."""
+        """Return the logarithm of the prior as a shift."""
         return None, log_prior(counts)
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """``idle_clients``."""
+        """Return ``idle_clients``."""
         return idle_clients(replies)

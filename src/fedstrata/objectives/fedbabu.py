@@ -1,4 +1,4 @@
-"""FedBABU's local objectives (Oh, Kim and Yun 2022): the body alone is trained, and for oneself the head."""
+"""FedBABU's local objectives (Oh, Kim and Yun 2022): body only for training, head only for personalisation."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from fedstrata.objectives.base import CrossEntropy
 class BodyOnly(CrossEntropy):
     """Cross-entropy whose steps leave the head as it was initialised.
 
-    The head still travels, and its bytes count, although nobody changes it.
+    The head is still sent, and its bytes count, although clients do not change it.
     """
 
     def check(self, config: FederationConfig) -> None:
-        """There must be something before the head."""
+        """Require parameters outside the head."""
         if config.model.head_names.issuperset(config.model.params()):
             raise SpecError(
                 "model", "is nothing but a head; FedBABU trains what stands before it", config.model.head_name
             )
 
     def trains(self, name: str, model: Model) -> bool:
-        """Everything but the head."""
+        """Return True for parameters outside the head."""
         return name not in model.head_names
 
 
 class HeadOnly(CrossEntropy):
-    """Cross-entropy whose steps move the head alone: how a client makes the body its own."""
+    """Cross-entropy whose steps change only the head, for personalisation."""
 
     def trains(self, name: str, model: Model) -> bool:
-        """Only the head."""
+        """Return True for parameters of the head."""
         return name in model.head_names

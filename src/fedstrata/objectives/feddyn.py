@@ -17,8 +17,8 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 class Dynamic(CrossEntropy):
     """F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖²; then λ_k ← λ_k − α (w_k − w_t).
 
-    At the server h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, with w̄ what the aggregator made of the w_k: their
-    plain mean in FedDyn. N counts all clients, also those that did not return. When nobody returns the model stays.
+    At the server h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, with w̄ the aggregated w_k (their mean in FedDyn).
+    N counts all clients, also those that did not return. If no client returns, the model does not change.
 
     Args:
         alpha: α, the strength. The paper's grid is 0.1, 0.01 and 0.001.
@@ -28,11 +28,11 @@ class Dynamic(CrossEntropy):
 
     @property
     def sends(self) -> str:
-        """Nothing: what it keeps of its model stays with the client."""
+        """Empty: λ_k stays with the client."""
         return ""
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        """The server's h = 0."""
+        """Return the server's h = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
     def server_update(
@@ -49,16 +49,16 @@ class Dynamic(CrossEntropy):
         return h, Weights(shifted, after.buffers)
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """The client's λ_k, 0 the first time."""
+        """Load the client's λ_k, 0 the first time."""
         mine = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
         return context.deriving(mine=mine)
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """−λ_k + α (w − w_t)."""
+        """Return −λ_k + α (w − w_t)."""
         mine: Params = context.derived["mine"]
         return {name: self.alpha * (w.detach() - context.start[name]) - mine[name] for name, w in params.items()}
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """λ_k stays with the client; the server learns what it needs from w_k."""
+        """Return no message, and the new λ_k, which stays with the client."""
         mine: Params = context.derived["mine"]
         return {}, {n: mine[n] - self.alpha * (w - context.start[n]) for n, w in trained.params.items()}

@@ -9,7 +9,7 @@ from fedstrata.objectives.base import Context, Objective
 
 
 class Proximal(Objective):
-    """F_k(w) + (μ/2) ‖w − w_t‖², over the parameters (buffers have no pull).
+    """F_k(w) + (μ/2) ‖w − w_t‖², over the parameters, without buffers.
 
     Args:
         mu: μ, the strength; 0 is plain cross-entropy.
@@ -18,5 +18,5 @@ class Proximal(Objective):
     mu: NonNegativeFloat = 0.01
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """μ (w − w_t)."""
+        """Return μ (w − w_t)."""
         return {name: self.mu * (w.detach() - context.start[name]) for name, w in params.items()}

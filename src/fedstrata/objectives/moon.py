@@ -53,22 +53,22 @@ class Contrastive(PerSample):
 
     @property
     def sends(self) -> str:
-        """Nothing: what it keeps of its model stays with the client."""
+        """Empty: the client's last model stays with the client."""
         return ""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """The received buffers, which training changes."""
+        """Add the received buffers, because training changes them."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """The two models to compare with."""
+        """Load the global model and the client's last model."""
         theirs = {**context.start, **context.received["buffers"]}
-        # A state that went through a checkpoint has lost its memory format, on which sums in convolutions depend.
+        # A state from a checkpoint has lost its memory format, which the sums in convolutions depend on.
         kept = model.laid_out(context.kept) if isinstance(context.kept, dict) else theirs
         return context.deriving(positive=theirs, negative=kept)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Both losses of every sample, shape (B,)."""
+        """Return the sum of both losses of every sample, shape (B,)."""
         features, logits = model.with_features(params, batch.x)
         with torch.no_grad(), evaluating(model):
             positive, negative = (
@@ -78,7 +78,7 @@ class Contrastive(PerSample):
         return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """The client's model is the negative of its next time; one that took no step keeps the one that it had."""
+        """Keep the trained model as the next negative; a client without steps keeps its previous one."""
         if trained.steps == 0:
             return {}, context.kept
         return {}, {**trained.params, **trained.model.current_buffers()}
