@@ -1,1 +1,1 @@
-"""How the server combines what came back."""
+"""Aggregation of the clients' models at the server."""

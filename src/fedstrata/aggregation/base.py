@@ -1,7 +1,7 @@
-"""How the server combines what came back.
+"""Aggregation of the clients' models at the server.
 
-Every aggregation here is linear in the clients' updates: w ← w_t + Σ_k a_k (w_k − w_t). An ``Aggregator`` says what
-the a_k are; a ``ServerOptimizer`` may then treat the combined update as a gradient.
+Every aggregation here is linear in the clients' updates: w ← w_t + Σ_k a_k (w_k − w_t). An ``Aggregator`` gives
+the a_k. A ``ServerOptimizer`` may then treat the combined update as a gradient.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Aggregator(Setting):
     """A weight a_k for every reply.
 
     Args:
-        server: How the combined update is applied; as it is by default.
+        server: How the combined update is applied. By default it is added to the model.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
+    """Client code for the aggregator's own requests; see ``fedstrata.clients.handling``."""
 
     needs_counts: ClassVar[bool] = False
     """Whether the weights depend on how many samples the clients used."""
@@ -39,18 +39,18 @@ class Aggregator(Setting):
     server: AnyServer = ServerOptimizer()
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Raise ``SpecError`` where the aggregation does not fit the sampler."""
+        """Raise ``SpecError`` if the aggregation does not fit the sampler."""
 
     @abstractmethod
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """a_k of those who returned.
+        """Return a_k of the clients that returned.
 
         Args:
-            selection: Who was invited, and how they were drawn.
-            returned: Places in ``selection.clients`` of those who returned, ascending, shape (r,).
-            samples: How many samples each of them used, shape (r,).
+            selection: The invited clients, and how they were drawn.
+            returned: Positions in ``selection.clients`` of the clients that returned, ascending, shape (r,).
+            samples: How many samples each returned client used, shape (r,).
 
         Returns:
             Shape (r,).
@@ -59,12 +59,12 @@ class Aggregator(Setting):
     def weigh(
         self, selection: Selection, returned: NDArray[np.int64], replies: Sequence[FitReply]
     ) -> NDArray[np.float64]:
-        """a_k of those who returned, by all that they sent; ``coefficients`` unless overridden.
+        """Return a_k of the clients that returned, from their whole replies; ``coefficients`` by default.
 
         Args:
-            selection: Who was invited, and how they were drawn.
-            returned: Places in ``selection.clients`` of those who returned, ascending, shape (r,).
-            replies: What each of them sent.
+            selection: The invited clients, and how they were drawn.
+            returned: Positions in ``selection.clients`` of the clients that returned, ascending, shape (r,).
+            replies: The replies of the clients that returned.
 
         Returns:
             Shape (r,).
@@ -74,7 +74,7 @@ class Aggregator(Setting):
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """The new global model, and the server optimiser's state."""
+        """Return the new global model and the server optimiser's state."""
         if not replies:
             return weights, state
         answers = list(replies.values())
@@ -88,7 +88,7 @@ class Aggregator(Setting):
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.float64]) -> Params:
-    """Σ_k a_k (w_k − w_t), by parameter, added up in client order."""
+    """Return Σ_k a_k (w_k − w_t) by parameter, summed in client order."""
     update = {name: torch.zeros_like(w) for name, w in params.items()}
     for model, factor in zip(models, a.tolist(), strict=True):
         for name, w in params.items():
@@ -97,12 +97,12 @@ def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.floa
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float64]) -> Params:
-    """Buffers after aggregation: floats averaged with the weights a_k / Σ a, integers (counters) at their largest."""
+    """Average float buffers with the weights a_k / Σ a, and take the maximum of integer buffers (counters)."""
     total = float(a.sum())
     if total == 0:
         return buffers
     floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-    # As changes, so that what nobody changed stays what it is to the last bit.
+    # Average the changes, so that a buffer that no client changed keeps every bit.
     change = weighted_update(floats, others, a / total)
     result: Params = {}
     for name, buffer in buffers.items():
@@ -114,9 +114,9 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float6
 
 
 class MeanBySize(Aggregator):
-    """a_k = n_k / Σ n over those who returned (FedAvg): every sample counts alike.
+    """a_k = n_k / Σ n over the clients that returned (FedAvg): all samples count equally.
 
-    Where clients were drawn in proportion to n_k already, every draw counts alike instead, or size would count twice.
+    If clients were drawn in proportion to n_k, all draws count equally instead, because size would count twice.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -124,7 +124,7 @@ class MeanBySize(Aggregator):
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """In proportion to the samples used.
+        """Return weights in proportion to the samples used.
 
         >>> who = Selection.plain(np.array([0, 4, 7]), 10)
         >>> MeanBySize().coefficients(who, np.array([0, 2]), np.array([30, 10])).tolist()
@@ -143,7 +143,7 @@ class Mean(Aggregator):
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """In proportion to the draws."""
+        """Return weights in proportion to the draws."""
         draws = selection.draws[returned]
         result: NDArray[np.float64] = draws / draws.sum()
         return result
@@ -152,17 +152,17 @@ class Mean(Aggregator):
 class StratumMean(Aggregator):
     """w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k (FedSTS and FedSTaS, the papers' Eq.).
 
-    With importance sampling inside the strata this is biased, although the papers say otherwise: clients with large
-    gradients are drawn more often and not weighted down. ``HorvitzThompson`` is unbiased. m_h counts those who
-    returned; strata of which nobody did are left out and the others weighted up, and so are strata that Neyman's
-    allocation gives no draw: a second bias, of the published code too. Where clients were drawn in proportion to their
-    samples, a stratum counts for its samples and not for its clients.
+    With importance sampling inside the strata this mean is biased, although the papers state otherwise: clients with
+    large gradients are drawn more often and not weighted down. ``HorvitzThompson`` is unbiased. m_h counts the clients
+    that returned. Strata from which no client returned are left out, and the other strata weighted up. Strata without
+    a draw under Neyman's allocation are left out as well, which is a second bias and also in the published code. If
+    clients were drawn in proportion to their samples, a stratum is weighted by its samples instead of its clients.
     """
 
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """N_h / m_h, normalised.
+        """Return N_h / m_h, normalised.
 
         >>> who = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), np.array([0, 1, 1]), np.array([2, 6]))
         >>> StratumMean().coefficients(who, np.array([0, 1, 2]), np.ones(3, int)).tolist()
@@ -179,11 +179,11 @@ class StratumMean(Aggregator):
 class HorvitzThompson(Aggregator):
     """a_k = draws_k / (N m_h p_k): the unbiased weights for draws with replacement (Hansen and Hurwitz 1943).
 
-    On the updates, not on the parameters, since the a_k add up to one in the mean only.
+    The weights apply to updates, not to parameters, because the a_k sum to one only on average.
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """The weights hold for draws with replacement, and for uniform ones without: 1/m each."""
+        """Require draws with replacement, or uniform draws, for which the weights are 1/m."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "leaves strata without a draw in every round, which no weight repairs; horvitz-thompson takes"
             raise SpecError("method.allocation", f"{problem} 'neyman-random' (its default) or one for each", "neyman")
@@ -198,7 +198,7 @@ class HorvitzThompson(Aggregator):
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """1 / (N m_h p_k) a draw; under dropout m_h counts the draws that returned."""
+        """Return 1 / (N m_h p_k) per draw; with dropouts, m_h counts the draws that returned."""
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         population = _population(selection, selection.stratum_sizes, per_stratum)
@@ -208,15 +208,15 @@ class HorvitzThompson(Aggregator):
 
 
 def _chance(selection: Selection) -> NDArray[np.float64]:
-    """How likely each stratum was to get any draw, shape (H,)."""
+    """Return the probability that each stratum gets a draw, shape (H,)."""
     chance = selection.stratum_chance
     return np.ones(len(selection.stratum_sizes)) if chance is None else chance
 
 
 def _population(selection: Selection, sizes: NDArray[np.int64], per_stratum: NDArray[Any]) -> int:
-    """What the strata hold together, without those of which nobody returned.
+    """Return the total size of the strata, without strata from which no invited client returned.
 
-    A stratum that got no draw by chance counts: the others stand for it in other rounds.
+    A stratum without a draw by chance counts, because ``_chance`` corrects for it over the rounds.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

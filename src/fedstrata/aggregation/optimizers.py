@@ -1,4 +1,4 @@
-"""Server optimisers: what the server does with a combined update or gradient."""
+"""Server optimisers, which apply a combined update or gradient to the global model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ BETAS = (0.9, 0.99)
 class ServerOptimizer(Setting):
     """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
 
-    With the negative update as the gradient g: m ← β₁ m + (1 − β₁) g; v as below, τ² at first;
-    w ← w − η m / (√v + τ). There is no bias correction, unlike in Adam as PyTorch has it.
+    With the negative update as the gradient g: m ← β₁ m + (1 − β₁) g; v as below, initially τ²;
+    w ← w − η m / (√v + τ). Unlike Adam in PyTorch, there is no bias correction.
 
     Args:
         optimizer: ``sgd`` (with ``momentum``: FedAvgM), ``adam`` (FedAdam: v ← β₂ v + (1 − β₂) g²), ``yogi`` (FedYogi:
             v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
-        lr: The server's learning rate η; 1 for ``sgd``, which then applies the update as it is, and 0.01 for the
-            others unless given.
-        momentum: Of ``sgd``.
+        lr: The server's learning rate η. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
+            others.
+        momentum: Momentum of ``sgd``.
         betas: β₁ and β₂ of ``adam`` and ``yogi``.
-        eps: τ of the adaptive ones.
+        eps: τ of the adaptive optimisers.
         weight_decay: L2 penalty, added to the gradient.
     """
 
@@ -55,7 +55,7 @@ class ServerOptimizer(Setting):
         return self.lr or (1.0 if self.optimizer == "sgd" else 0.01)
 
     def apply(self, params: Params, update: Params, state: Tree) -> tuple[Params, Tree]:
-        """One step along an update (the negative gradient)."""
+        """Take one step along an update (the negative gradient)."""
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
             return {name: w.add(update[name], alpha=self.rate) for name, w in params.items()}, None
         stepper = Stepper(self, params, state)
@@ -67,14 +67,14 @@ AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 
 
 class Stepper:
-    """A server optimiser at work on parameters of its own.
+    """A server optimiser with its own copy of the parameters.
 
-    By hand: PyTorch's own optimisers load its compiler, which takes seconds, and are not those of the paper.
+    PyTorch's optimisers are not used: importing them takes seconds, and they differ from the paper's.
 
     Args:
-        settings: Which optimiser.
-        params: Where it starts; they are copied.
-        state: What an earlier stepper's ``state()`` gave, or None.
+        settings: The optimiser's settings.
+        params: The initial parameters, which are copied.
+        state: The ``state()`` of an earlier stepper, or None.
         lr: Learning rate instead of the settings'.
     """
 
@@ -87,7 +87,7 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: int = 1) -> None:
-        """One step along a gradient, or along a sum of gradients divided by the number of its samples."""
+        """Take one step along a gradient, or along a sum of gradients divided by its number of samples."""
         gradients = [gradient[name] for name in self._own]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))
@@ -95,7 +95,7 @@ class Stepper:
             self._adaptive(list(torch._foreach_div(gradients, float(samples))))
 
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
-        """One step: v ← momentum v + g; w ← w − η v. Division is left to the last sum, or costs a pass over memory."""
+        """Take one step v ← momentum v + g; w ← w − η v. The last sum divides, which saves a pass over memory."""
         own = list(self._own.values())
         if self.settings.weight_decay:
             gradient, samples = torch._foreach_div(gradient, samples), 1.0
@@ -129,9 +129,9 @@ class Stepper:
             w.sub_(self._lr * m / (v.sqrt() + tau))
 
     def params(self) -> Params:
-        """The parameters now. They are the stepper's own: later steps change them."""
+        """Return the parameters, without a copy: later steps change them."""
         return dict(self._own)
 
     def state(self) -> Tree:
-        """What it remembers, in the order of the parameters: the velocities or m (``first``), and v (``second``)."""
+        """Return the velocities or m (``first``) and v (``second``), in the order of the parameters."""
         return {"first": [m.clone() for m in self._first], "second": [v.clone() for v in self._second]}
