@@ -102,8 +102,8 @@ def quotas(
     # Until no number lies between the two.
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)
-    found: NDArray[np.float64] = np.clip(high * shares, floors, sizes)
-    return found
+    exact: NDArray[np.float64] = np.clip(high * shares, floors, sizes)
+    return exact
 
 
 def systematic(exact: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.int64]:
@@ -147,16 +147,16 @@ def allocated(
         nothing is random.
     """
     if rule == "proportional":
-        found = allocate(budget, sizes, sizes.astype(np.float64))
+        counts = allocate(budget, sizes, sizes.astype(np.float64))
     elif rule != "neyman-random":
-        found = neyman(budget, sizes, deviations, least=int(rule == "neyman-at-least-one"))
+        counts = neyman(budget, sizes, deviations, least=int(rule == "neyman-at-least-one"))
     else:
         weights, filled = sizes * deviations, sizes > 0
         floor = min(1.0, FLOOR * budget / max(int(filled.sum()), 1))
         floors = np.where(filled, floor, 0.0)
         exact = quotas(budget, sizes, weights if weights.sum() > 0 else sizes.astype(np.float64), floors)
         return systematic(exact, generator), np.minimum(exact, 1.0)
-    return found, (found > 0).astype(np.float64)
+    return counts, (counts > 0).astype(np.float64)
 
 
 def neyman(

@@ -1,4 +1,4 @@
-"""The contracts of client sampling and data sampling."""
+"""Base classes of client samplers and data samplers."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from fedstrata.federation.questions import Agreed, Questions
 
 @dataclass(frozen=True)
 class Selection:
-    """Who takes part in a round, and how they were drawn: what an aggregator needs to weight them.
+    """The clients of a round, and how they were drawn, which an aggregator needs for its weights.
 
     Args:
         clients: Distinct clients, ascending, shape (m,).
-        draws: How often each was drawn, shape (m,); 1 without replacement.
-        probability: The probability p_k of each in a single draw of its stratum, shape (m,).
-        stratum: The stratum of each, shape (m,).
+        draws: How often each client was drawn, shape (m,); 1 without replacement.
+        probability: The probability p_k of each client in a single draw of its stratum, shape (m,).
+        stratum: The stratum of each client, shape (m,).
         stratum_sizes: N_h, clients in every stratum, shape (H,).
-        stratum_samples: Σ n_k of every stratum, shape (H,), where clients were drawn in proportion to n_k: a mean by
-            size then counts every draw of a stratum alike. None where size played no part.
-        stratum_chance: How likely each stratum was to get any draw, shape (H,), where their numbers of draws were
-            random. None where they were not.
-        metrics: What the sampler adds to the round's metrics.
+        stratum_samples: Σ n_k of every stratum, shape (H,), if clients were drawn in proportion to n_k: a mean by
+            size then counts all draws of a stratum equally. None if the draws did not depend on size.
+        stratum_chance: The probability that each stratum gets a draw, shape (H,), if the numbers of draws are random.
+            None if they are not.
+        metrics: The sampler's metrics of the round.
     """
 
     clients: NDArray[np.int64]
@@ -47,7 +47,7 @@ class Selection:
 
     @classmethod
     def plain(cls, clients: NDArray[np.int64], population: int) -> Selection:
-        """Drawn uniformly, without replacement, from one stratum that holds everybody."""
+        """Return a uniform selection without replacement, from one stratum of all clients."""
         clients = np.sort(clients)
         m = len(clients)
         return cls(
@@ -61,12 +61,12 @@ class Selection:
 
 @dataclass(frozen=True)
 class Strata:
-    """Which clients a sampler takes for alike, and by what.
+    """The strata of a sampler, and the features that they are made from.
 
     Args:
-        clients: Those that it knows something of, ascending, shape (n,).
-        points: What it knows of each, shape (n, d).
-        strata: The stratum of each, in 0 … H − 1, shape (n,).
+        clients: Clients with known features, ascending, shape (n,).
+        points: The features of each client, shape (n, d).
+        strata: The stratum of each client, in 0 … H − 1, shape (n,).
     """
 
     clients: NDArray[np.int64]
@@ -75,13 +75,13 @@ class Strata:
 
 
 class ClientSampler(Setting):
-    """Who takes part. State, where there is any, is a tree and goes through the methods explicitly."""
+    """Draws the clients of a round. Its state is a tree, which the methods take and return explicitly."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
+    """Client code for the sampler's own requests; see ``fedstrata.clients.handling``."""
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` where the settings do not fit the federation."""
+        """Raise ``SpecError`` if the settings do not fit the federation."""
         m = config.training.invited(config.clients)
         if m > config.clients:
             raise SpecError(
@@ -90,24 +90,24 @@ class ClientSampler(Setting):
 
     @property
     def tells_sizes(self) -> bool:
-        """Whether it asks clients for the plain number of their samples."""
+        """True if clients report the number of their samples in the clear."""
         return False
 
     def check_private(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` where the sampler would learn sizes that clients keep private."""
+        """Raise ``SpecError`` if the sampler would learn sizes that clients keep private."""
         if self.tells_sizes:
             raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """What it asks clients beside the training; None where that is not declared, and no site answers then."""
+        """Return the sampler's requests; None if they are not declared, and real sites then refuse the method."""
         return None
 
     def learns(self, config: FederationConfig) -> bool:
-        """Whether it needs the models that participants send back; see ``observe``."""
+        """Return True if the sampler needs the models that participants return; see ``observe``."""
         return False
 
     def init(self, federation: Federation) -> Tree:
-        """The state before the first round."""
+        """Return the state before the first round."""
         return None
 
     @abstractmethod
@@ -115,7 +115,7 @@ class ClientSampler(Setting):
         """Choose the clients of the round that has begun.
 
         Args:
-            federation: To see who may be invited and to ask what the sampler needs to know.
+            federation: Gives the clients that may be invited, and takes the sampler's requests.
             state: The sampler's state.
             weights: The global model.
         """
@@ -125,12 +125,12 @@ class ClientSampler(Setting):
         return state
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """The strata of a state, for looking at; None where there are none.
+        """Return the strata of a state, for plots; None if the sampler has no strata.
 
         Args:
-            config: The federation.
-            state: The sampler's, after the round.
-            round: Which.
+            config: The federation's settings.
+            state: The sampler's state after the round.
+            round: Number of the round.
         """
         return None
 
@@ -143,7 +143,7 @@ def with_replacement(
     *,
     by_size: bool = True,
 ) -> Selection:
-    """M independent draws, each in proportion to ``sizes``.
+    """Draw m times independently, each time in proportion to ``sizes``.
 
     Args:
         clients: Ascending, shape (N,).
@@ -175,11 +175,11 @@ class Uniform(ClientSampler):
     replacement: bool = False
 
     def questions(self, agreed: Agreed) -> Questions:
-        """Nothing."""
+        """Return no requests."""
         return ()
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """A uniform draw among those who may be invited."""
+        """Draw uniformly among the clients that may be invited."""
         candidates = federation.candidates()
         m, generator = federation.config.training.invited(federation.config.clients), federation.rng("client-sampling")
         if self.replacement and len(candidates):
@@ -189,37 +189,37 @@ class Uniform(ClientSampler):
 
 
 class DataSampler(Setting):
-    """Which of their samples the clients use."""
+    """Selects the samples that clients use in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """How clients answer requests of its own; see ``fedstrata.clients.handling``."""
+    """Client code for the sampler's own requests; see ``fedstrata.clients.handling``."""
 
     def check(self, config: FederationConfig) -> None:
-        """Raise ``SpecError`` where the settings do not fit the federation."""
+        """Raise ``SpecError`` if the settings do not fit the federation."""
 
     def questions(self, agreed: Agreed) -> Questions | None:
-        """What it asks clients; None where that is not declared, and no site answers then."""
+        """Return the sampler's requests; None if they are not declared, and real sites then refuse the method."""
         return None
 
     @property
     def fixed_share(self) -> float | None:
-        """The share of its samples that every participant keeps in every round; None where it is found out."""
+        """The share of its samples that every participant keeps in every round; None if it varies."""
         return None
 
     def init(self, federation: Federation) -> Tree:
-        """The state before the first round."""
+        """Return the state before the first round."""
         return None
 
     @property
     def private(self) -> bool:
-        """Whether the clients' sizes are private, so that no reply may tell how many samples were used."""
+        """True if sizes are private, and replies must not disclose how many samples were used."""
         return False
 
     @abstractmethod
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]
     ) -> tuple[float, Tree, Mapping[str, Any]]:
-        """The probability with which each participant keeps each of its samples this round.
+        """Compute the probability with which each participant keeps each of its samples this round.
 
         Returns:
             The probability, the new state and metrics.
@@ -227,21 +227,21 @@ class DataSampler(Setting):
 
 
 class AllData(DataSampler):
-    """Everybody uses everything."""
+    """All clients use all their samples."""
 
     @property
     def fixed_share(self) -> float:
-        """All."""
+        """1, because all samples are kept."""
         return 1.0
 
     def questions(self, agreed: Agreed) -> Questions:
-        """Nothing."""
+        """Return no requests."""
         return ()
 
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]
     ) -> tuple[float, Tree, Mapping[str, Any]]:
-        """1."""
+        """Return 1: all samples are kept."""
         return 1.0, state, {}
 
 

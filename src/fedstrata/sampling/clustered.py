@@ -181,10 +181,10 @@ def by_size(sizes: NDArray[np.int64], m: int) -> Distributions:
 def by_group(groups: NDArray[np.int64], sizes: NDArray[np.int64], m: int) -> Distributions:
     """Algorithm 2, lines 5 to 12: the m heaviest groups are a distribution each, the others fill what is left of them.
 
-    A client with a mass of Σn or more first fills as many distributions alone as it can.
+    A client with a mass of Σn or more first fills as many distributions by itself as it can.
 
     Args:
-        groups: The group of each client, whose masses (without what fills distributions alone) are Σn at most.
+        groups: The group of each client, whose masses (without the distributions that one client fills) are Σn at most.
         sizes: n_k, shape (N,), positive.
         m: Draws.
     """
@@ -228,7 +228,7 @@ def group(updates: NDArray[np.float32], sizes: NDArray[np.int64], m: int) -> NDA
     """Ward's clustering of the clients, cut into the largest groups whose mass is at most Σn (Algorithm 2, lines 1-4).
 
     Updates are compared by their directions: the distance of two unit vectors grows with the angle between them.
-    Clients without an update (zero) are alike.
+    Clients without an update (zero) are equal.
 
     Args:
         updates: Representative gradients, shape (N, d).
@@ -250,15 +250,15 @@ def group(updates: NDArray[np.float32], sizes: NDArray[np.int64], m: int) -> NDA
     for i, (a, b) in enumerate(children):
         weight[n + i] = weight[a] + weight[b]
     # From the root down: a subtree that is light enough is one group.
-    found = np.full(2 * n - 1, -1, dtype=np.int64)
+    group_of = np.full(2 * n - 1, -1, dtype=np.int64)
     count = 0
     for node in range(2 * n - 2, -1, -1):
-        if found[node] < 0 and weight[node] <= total:
-            found[node] = count
+        if group_of[node] < 0 and weight[node] <= total:
+            group_of[node] = count
             count += 1
-        if node >= n and found[node] >= 0:
-            found[children[node - n]] = found[node]
-    return found[:n]
+        if node >= n and group_of[node] >= 0:
+            group_of[children[node - n]] = group_of[node]
+    return group_of[:n]
 
 
 def _updates(sketches: Sketches, clients: NDArray[np.int64], length: int) -> NDArray[np.float32]:

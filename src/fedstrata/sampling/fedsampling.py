@@ -20,28 +20,28 @@ from fedstrata.sampling.ldp import FedSTaSData
 
 
 class Everyone(ClientSampler):
-    """All clients that may be invited, every round; ``training.clients_per_round`` is not looked at."""
+    """All clients that may be invited, every round; ``training.clients_per_round`` is ignored."""
 
     def check(self, config: FederationConfig) -> None:
-        """Nothing can be wrong."""
+        """Accept every federation."""
 
     def questions(self, agreed: Agreed) -> Questions:
-        """Nothing."""
+        """Return no requests."""
         return ()
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """All of them."""
+        """Select all clients that may be invited."""
         candidates = federation.candidates()
         return Selection.plain(candidates, len(candidates)), state
 
 
 @record("AnswersState")
 class AnswersState:
-    """The sizes that clients gave, as they gave them.
+    """The clients' answers about their sizes.
 
     Args:
-        known: Who answered, ascending, int64.
-        answers: What, int64.
+        known: Clients that answered, ascending, int64.
+        answers: Their answers, int64.
     """
 
     known: NDArray[np.int64]
@@ -49,15 +49,15 @@ class AnswersState:
 
 
 class FedSamplingData(DataSampler):
-    """Each sample of the participants is kept with probability K/ñ, whoever holds it.
+    """Each sample of the participants is kept with probability K/ñ, the same for all clients.
 
     Args:
         samples: K, samples wanted in a round over all participants.
         epsilon: ε of local differential privacy for the answers about the clients' sizes; none by default. It protects
-            those answers alone: the aggregation weighs by the samples that participants kept, which tells their sizes.
+            only these answers: the aggregation weighs by the samples that participants kept, which discloses sizes.
         bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.ldp``.
-        reuse: Ask each client once and keep its answer, so that ε is spent once. Otherwise everybody answers anew
-            every round: the estimates' errors average out, and the privacy of T rounds is only T ε.
+        reuse: Ask each client once and keep its answer, so that ε is spent once. Otherwise every client
+            answers in every round: the errors of the estimates average out, and T rounds spend T ε.
     """
 
     samples: PositiveInt = 1000
@@ -66,22 +66,22 @@ class FedSamplingData(DataSampler):
     reuse: bool = True
 
     def check(self, config: FederationConfig) -> None:
-        """Warn where M clips."""
+        """Warn if M clips sizes."""
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
     def questions(self, agreed: Agreed) -> Questions:
-        """The participants' sizes: once, or in every round."""
+        """Return the request for the participants' sizes, once or in every round."""
         return (size_question(self.epsilon, self.bound, per="run" if self.reuse else "phase"),)
 
     def init(self, federation: Federation) -> Tree:
-        """No answers yet."""
+        """Return a state without answers."""
         nobody = np.empty(0, dtype=np.int64)
         return AnswersState(nobody, nobody)
 
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]
     ) -> tuple[float, Tree, Mapping[str, Any]]:
-        """Ask those whose size is not known, estimate ñ, divide."""
+        """Ask the clients without a known size, estimate ñ, and return K/ñ."""
         participants = np.array(sorted(clients), dtype=np.int64)
         asked = np.setdiff1d(participants, state.known) if self.reuse else participants
         sizes, bound, alpha = ask_sizes(federation, asked.tolist(), self.epsilon, self.bound)

@@ -211,8 +211,8 @@ def _optics(points: NDArray[np.float32], min_samples: int, xi: float) -> NDArray
         labels, _ = cluster_optics_xi(
             reachability=reachability, predecessor=predecessor, ordering=ordering, min_samples=min_samples, xi=xi
         )
-    found: NDArray[np.int64] = labels.astype(np.int64)
-    return found
+    clusters: NDArray[np.int64] = labels.astype(np.int64)
+    return clusters
 
 
 def optics_ordering(

@@ -120,8 +120,8 @@ class Clusters:
         def deviation(squares: Floats, lengths: Floats, sizes: NDArray[Any]) -> Floats:
             # Σ‖z − mean‖² = Σ‖z‖² − ‖Σz‖² / n, in float64.
             n = np.maximum(sizes, 1)
-            found: Floats = scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
-            return found
+            spread: Floats = scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
+            return spread
 
         each = deviation(squares, np.square(sums).sum(axis=1), self.sizes)
         together = deviation(squares.sum(), np.square(sums.sum(axis=0)).sum(), self.sizes.sum(keepdims=True))
@@ -139,8 +139,8 @@ def _distances(rows: RowStore, where: Ints | None, centres: NDArray[np.float32],
     products = rows.times(near.T) if where is None else rows.take(where) @ near.T
     lengths = (rows.norms if where is None else rows.norms[where]) / scale
     squares = np.square(lengths)[:, None] - 2 * products / scale + np.square(near, dtype=np.float64).sum(axis=1)
-    found: Floats = np.sqrt(np.maximum(squares, 0.0))
-    return found
+    distances: Floats = np.sqrt(np.maximum(squares, 0.0))
+    return distances
 
 
 def _bounds(distances: Floats, labels: Ints) -> tuple[Floats, Floats]:

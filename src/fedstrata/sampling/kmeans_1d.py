@@ -86,8 +86,8 @@ def _padded(rows: list[Ints]) -> Ints:
 def _second_moment(sums: Floats) -> Floats:
     """Σ w (x − mean)² from Σ w, Σ w x, Σ w x² along the first axis; 0 for nothing."""
     mass = np.where(sums[0] > 0, sums[0], 1.0)
-    found: Floats = np.maximum(sums[2] - sums[1] * sums[1] / mass, 0.0)
-    return found
+    moment: Floats = np.maximum(sums[2] - sums[1] * sums[1] / mass, 0.0)
+    return moment
 
 
 def _bounds(x: Floats, sums: Floats, low: Ints, high: Ints) -> tuple[float, Floats, Ints]:

@@ -22,7 +22,7 @@ class FedSTaSDataState:
 
     Args:
         total: Sum of the estimates so far.
-        rounds: How many there were.
+        rounds: Number of estimates so far.
     """
 
     total: float
@@ -30,14 +30,14 @@ class FedSTaSDataState:
 
 
 class FedSTaSData(DataSampler):
-    """The server wants n* samples a round; each participant keeps each of its own with probability n*/ñ.
+    """The server requests n* samples per round; participants keep each sample with probability n*/ñ.
 
     Args:
-        fraction: q. Unless ``samples`` is given, n* is q times the mean of the estimates ñ so far, so that a round
-            trains on about the same number of samples whoever takes part.
-        samples: n*, a fixed number instead.
-        epsilon: ε of local differential privacy for the clients' sizes; none by default: they answer plainly. It is
-            spent anew in every round in which a client takes part: r rounds cost it r ε.
+        fraction: q. Without ``samples``, n* is q times the mean of the estimates ñ so far, so that every round
+            trains on about the same number of samples.
+        samples: n* as a fixed number, instead of ``fraction``.
+        epsilon: ε of local differential privacy for the clients' sizes; none by default, and the
+            sizes are then sent in the clear. A client spends ε in every round in which it takes part: r ε in r rounds.
         bound: M, the public bound on a client's size under privacy. Larger sizes are reported as M − 1 at most, which
             biases ñ downwards and keeps more data than requested.
     """
@@ -49,11 +49,11 @@ class FedSTaSData(DataSampler):
 
     @property
     def private(self) -> bool:
-        """Under ε."""
+        """True with ε."""
         return self.epsilon is not None
 
     def check(self, config: FederationConfig) -> None:
-        """Warn where M clips."""
+        """Warn if M clips sizes."""
         if self.epsilon is not None and config.sizes is not None and (config.sizes >= self.bound).any():
             clipped = int((config.sizes >= self.bound).sum())
             warnings.warn(
@@ -64,17 +64,17 @@ class FedSTaSData(DataSampler):
             )
 
     def questions(self, agreed: Agreed) -> Questions:
-        """The participants' sizes, in every round."""
+        """Return the request for the participants' sizes, in every round."""
         return (size_question(self.epsilon, self.bound),)
 
     def init(self, federation: Federation) -> Tree:
-        """No estimate yet."""
+        """Return a state without estimates."""
         return FedSTaSDataState(0.0, 0)
 
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]
     ) -> tuple[float, Tree, Mapping[str, Any]]:
-        """Ask the participants for their sizes and divide."""
+        """Ask the participants for their sizes and return n*/ñ."""
         sizes, bound, alpha = ask_sizes(federation, clients, self.epsilon, self.bound)
         if not sizes:
             return self.fraction, state, {}
@@ -84,7 +84,7 @@ class FedSTaSData(DataSampler):
         keep = min(1.0, wanted / estimate)
         metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
         if (held := federation.config.sizes) is not None:
-            # Known in a simulation alone. Keeping n*/ñ of each sample keeps more than n* on average, since 1/ñ is
-            # convex, and far more where M clips: a comparison at equal samples needs this figure.
+            # Known only in simulations. Keeping samples with probability n*/ñ keeps more than n* on average, because
+            # 1/ñ is convex, and far more if M clips. A comparison at equal samples needs this figure.
             metrics["expected_samples"] = keep * float(held[list(sizes)].sum())
         return keep, state, metrics

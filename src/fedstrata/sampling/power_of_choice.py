@@ -17,18 +17,18 @@ from fedstrata.sampling.messages import LossReport
 
 
 class PowerOfChoice(ClientSampler):
-    """d candidates, drawn by size without replacement, say how bad the global model is for them; the m worst take part.
+    """d candidates, drawn by size without replacement, report their loss; the m with the largest loss take part.
 
-    It is meant to be biased: a contrast to the samplers that keep the expected aggregate.
+    The sampler is biased on purpose, in contrast to samplers that keep the expected aggregate.
 
     Args:
-        candidates: d; twice the clients of a round (or all, where there are fewer) unless given.
+        candidates: d. Default: twice the clients of a round, or all clients if there are fewer.
     """
 
     candidates: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
-        """M ≤ d ≤ N."""
+        """Require m ≤ d ≤ N."""
         super().check(config)
         m, key = config.training.invited(config.clients), "method.client_sampler.candidates"
         if self.candidates is not None and self.candidates > config.clients:
@@ -38,16 +38,16 @@ class PowerOfChoice(ClientSampler):
 
     @property
     def tells_sizes(self) -> bool:
-        """Clients are drawn by size."""
+        """True: clients are drawn by size."""
         return True
 
     def questions(self, agreed: Agreed) -> Questions:
-        """The sizes, once; the loss of candidates, in every round."""
+        """Return the request for sizes, once, and for the loss of candidates, in every round."""
         loss = Question(LossReport, "the mean loss of the global model on its training samples")
         return size_question(None, 0, phase="enrolment"), loss
 
     def init(self, federation: Federation) -> Tree:
-        """The sizes."""
+        """Ask all clients for their sizes."""
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:

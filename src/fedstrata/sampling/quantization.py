@@ -24,11 +24,11 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
     A count sketch (Charikar et al. 2002): every coordinate is added, with a random sign, to a bucket. The random signs
     keep inner products in expectation, and it costs O(d) where a dense projection costs O(d K). Coordinate i goes to
     bucket i mod p with p the largest prime up to K: memory is read in order, and no layer's width is in step with p, so
-    that the weights of one input or output meet in all buckets alike. Buckets beyond p stay 0.
+    that the weights of one input or output meet equally in all buckets. Buckets beyond p stay 0.
 
     Args:
         gradients: Shape (d,), or (n, d) for several.
-        coordinates: K_desired; a gradient that is no longer stays as it is.
+        coordinates: K_desired; a shorter gradient stays unchanged.
         seed: The experiment's seed.
 
     Returns:
@@ -43,7 +43,7 @@ def project(gradients: Tensor, coordinates: int, seed: int) -> Tensor:
 
 @lru_cache(maxsize=4)
 def signs(d: int, seed: int) -> Tensor:
-    """The random sign of every coordinate, ±1, float32, shape (d,): drawn once, and not by each client anew."""
+    """The random sign of every coordinate, ±1, float32, shape (d,): drawn once, the same for all clients."""
     return torch.from_numpy(rng(seed, "projection").integers(2, size=d, dtype=np.int8)).float().mul_(2).sub_(1)
 
 

@@ -49,10 +49,10 @@ class RowStore:
 
     def take(self, where: Ints) -> Floats:
         """Some rows, shape (len(where), d)."""
-        found: Floats = self.base[where]
+        rows: Floats = self.base[where]
         hit = np.flatnonzero(np.isin(where, self.places))
-        found[hit] = self.newer[np.searchsorted(self.places, where[hit])]
-        return found
+        rows[hit] = self.newer[np.searchsorted(self.places, where[hit])]
+        return rows
 
     def times(self, matrix: Floats) -> Floats:
         """The product with a matrix, shape (n, columns)."""
@@ -104,5 +104,5 @@ class RowStore:
 
 def lengths(matrix: Floats) -> NDArray[np.float64]:
     """The Euclidean norm of every row, shape (n,)."""
-    found: NDArray[np.float64] = np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
-    return found
+    norms: NDArray[np.float64] = np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
+    return norms

@@ -72,8 +72,8 @@ def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
     Returns:
         Shape (min(d, K),).
     """
-    found: NDArray[np.float32] = project(_flat(params), coordinates, seed).numpy()
-    return found
+    sketch: NDArray[np.float32] = project(_flat(params), coordinates, seed).numpy()
+    return sketch
 
 
 def sketches(models: Sequence[Params], coordinates: int, seed: int) -> NDArray[np.float32]:
@@ -82,7 +82,7 @@ def sketches(models: Sequence[Params], coordinates: int, seed: int) -> NDArray[n
     if coordinates == 0 or d <= coordinates:
         return np.stack([_flat(params).numpy() for params in models])
     sign = signs(d, seed)
-    found = np.empty((len(models), coordinates), dtype=np.float32)
+    matrix = np.empty((len(models), coordinates), dtype=np.float32)
     # One buffer for all groups: writing to fresh memory would take longer than the sums.
     size = min(max(1, TOGETHER // d), len(models))
     buffer = torch.empty(size, d)
@@ -91,8 +91,8 @@ def sketches(models: Sequence[Params], coordinates: int, seed: int) -> NDArray[n
         for row, params in zip(buffer, group, strict=False):
             torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()], out=row)
         signed = buffer[: len(group)].mul_(sign)
-        found[begin : begin + len(group)] = bucketed(signed.numpy(), coordinates)
-    return found
+        matrix[begin : begin + len(group)] = bucketed(signed.numpy(), coordinates)
+    return matrix
 
 
 def _flat(params: Params) -> Tensor:

@@ -30,7 +30,7 @@ Gradients = Literal["asked", "updates"]
 Compared = Literal["restored", "centroids"]
 
 LARGE = 1000
-"""Clients above which participants alone are renewed, unless ``refresh`` says otherwise."""
+"""Number of clients above which only participants are renewed by default; see ``refresh``."""
 
 FITTED = 1000
 """Clients above which k-means and S_h see a random subset; the others join the nearest centre."""
@@ -95,7 +95,7 @@ class Stratified(ClientSampler):
             (η K) after K steps, stands for it, and clients that never took part are a stratum of their own. By default
             ``asked`` with ``all`` and ``updates`` with ``participants``: asking would take longer than the training.
         compared: What of a compressed gradient k-means, ‖Z_k‖ and S_h see. ``restored``: the gradient that it stands
-            for, as the paper has it. ``centroids``: its d' centres alone, as in the published code of FedSTaS; only for
+            for, as the paper has it. ``centroids``: only its d' centres, as in the published code of FedSTaS; only for
             gradients that are ``asked``.
         replacement: Draw with replacement within a stratum, as unbiased Horvitz-Thompson weights need.
         allocation: How many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest remainder, which
@@ -103,7 +103,7 @@ class Stratified(ClientSampler):
             ``neyman-random``: rounded at random, no stratum below half of an equal share on average; weights take
             account of it. ``neyman-at-least-one``: a draw for every stratum first, so that with as many draws as strata
             nothing is left to allocate. ``proportional``: to N_h, with a draw for every stratum. By default ``neyman``;
-            ``neyman-random`` with replacement; ``neyman-at-least-one`` where participants alone are renewed, since a
+            ``neyman-random`` with replacement; ``neyman-at-least-one`` where only participants are renewed, since a
             stratum without draws would never be looked at again.
     """
 
@@ -189,7 +189,7 @@ class Stratified(ClientSampler):
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
         there = np.searchsorted(state.known, known)
         norms = state.rows.norms[there]
-        # Nothing is known of unseen clients, and so as much as of all others together: all lengths alike.
+        # Unseen clients have unknown gradients: give all of them the same length.
         strata, deviations, overall = known, np.empty(0), 1.0
         if len(known):
             state, strata, deviations, overall = self._strata(federation, state, there, min(count, len(known)))
@@ -233,15 +233,15 @@ class Stratified(ClientSampler):
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """k-means of what is known."""
+        """Cluster the known gradients with k-means."""
         if len(state.known) == 0:
             return None
         points = state.points
         if state.clusters is not None:
-            found = np.unique(state.clusters.converged(state.rows).labels, return_inverse=True)[1]
+            strata = np.unique(state.clusters.converged(state.rows).labels, return_inverse=True)[1]
         else:
-            found = stratify(points, min(self.strata, len(points)), config.seed, round)
-        return Strata(state.known, points, found)
+            strata = stratify(points, min(self.strata, len(points)), config.seed, round)
+        return Strata(state.known, points, strata)
 
     def _strata(
         self, federation: Federation, state: StratifiedState, there: NDArray[np.int64], count: int
@@ -340,7 +340,7 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
 
 
 def _seen(clients: int, seed: int, round: int) -> NDArray[np.int64] | None:
-    """The rows that k-means sees: None for all, or a random subset of many, the same for whoever asks."""
+    """The rows that k-means sees: None for all, or a random subset of many, the same for every caller."""
     if clients <= FITTED:
         return None
     return np.sort(rng(seed, "strata-subset", round).choice(clients, FITTED, replace=False))

@@ -1,4 +1,4 @@
-"""How far a sampler's aggregate is from the full one: bias and variance by simulation on frozen client updates."""
+"""Bias and variance of a sampler's aggregate, by simulation on fixed client updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Drawn = Callable[[np.random.Generator], Floats]
 
 @dataclass(frozen=True)
 class Moments:
-    """What a simulation found about the aggregate Σ_k a_k Δ_k.
+    """Moments of the aggregate Σ_k a_k Δ_k in a simulation.
 
     Args:
         weight: E a_k, shape (N,).
@@ -32,7 +32,7 @@ class Moments:
     def deviation(self, target: Floats) -> float:
         """The largest distance of a coordinate of the mean from ``target``, in standard errors.
 
-        Infinite where a coordinate never varies and is still wrong (by more than rounding).
+        Infinite if a coordinate never varies and still differs from the target by more than rounding.
         """
         gap = np.abs(self.mean - target)
         gap[gap <= 1e-9 * max(float(np.abs(target).max()), 1e-300)] = 0.0
@@ -41,7 +41,7 @@ class Moments:
 
 
 def moments(draw: Drawn, updates: NDArray[np.float64], draws: int, generator: np.random.Generator) -> Moments:
-    """Draw again and again, with the same updates.
+    """Estimate the moments from repeated draws with the same updates.
 
     Args:
         draw: The sampler with its aggregation.

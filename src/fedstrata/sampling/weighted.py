@@ -14,10 +14,10 @@ from fedstrata.sampling.client_sizes import Sizes, size_question
 
 
 class Weighted(ClientSampler):
-    """m draws in proportion to n_k, which everybody is asked for once.
+    """m draws in proportion to n_k, which every client is asked for once.
 
-    The aggregators ``size`` and ``stratum`` count every draw alike, which is unbiased for the mean by size:
-    E[weight of k] = n_k / Σn.
+    The aggregators ``size`` and ``stratum`` count all draws equally, which is unbiased for the mean by
+    size: E[weight of k] = n_k / Σn.
 
     Args:
         replacement: Whether a client may be drawn more than once. Without, clients that hold more than 1/m of the
@@ -29,19 +29,19 @@ class Weighted(ClientSampler):
 
     @property
     def tells_sizes(self) -> bool:
-        """Clients are drawn by size."""
+        """True: clients are drawn by size."""
         return True
 
     def questions(self, agreed: Agreed) -> Questions:
-        """The sizes, once."""
+        """Return the request for sizes, once."""
         return (size_question(None, 0, phase="enrolment"),)
 
     def init(self, federation: Federation) -> Tree:
-        """The sizes."""
+        """Ask all clients for their sizes."""
         return Sizes.ask(federation)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Draw."""
+        """Draw the clients of the round in proportion to their sizes."""
         clients, sizes = state.among(federation.candidates())
         m, generator = federation.config.training.invited(federation.config.clients), federation.rng("client-sampling")
         if len(clients) == 0:
@@ -55,7 +55,7 @@ def without_replacement(
 ) -> Selection:
     """M different clients, each with the probability min(1, c n_k), where c makes these add up to m.
 
-    Clients with probability one are strata of their own; all others are stratum 0.
+    Each client with probability one is a separate stratum; all other clients are stratum 0.
 
     Args:
         clients: Ascending, shape (N,).
@@ -88,7 +88,9 @@ def without_replacement(
 
 
 def certainties(sizes: NDArray[np.int64], m: int) -> NDArray[np.bool_]:
-    """Who is drawn for certain when m are drawn in proportion to size: m' n_k ≥ Σn among those that are not.
+    """Return which clients are certain to be drawn when m are drawn in proportion to size.
+
+    A client is certain if m' n_k ≥ Σn, with m' draws and Σn samples left for it and the clients that are not certain.
 
     >>> certainties(np.array([70, 20, 6, 4]), 2).tolist()
     [True, False, False, False]
