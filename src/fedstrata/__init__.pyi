@@ -62,8 +62,8 @@ from .federation.questions import Question as Question
 from .federation.settings import Privacy as Privacy
 from .federation.settings import Training as Training
 from .methods.base import Method as Method
-from .methods.base import Recipe as Recipe
 from .methods.base import Parts as Parts
+from .methods.base import Recipe as Recipe
 from .methods.bsm import BSMFedAvg as BSMFedAvg
 from .methods.clustered import ClusteredSampling as ClusteredSampling
 from .methods.fedavg import FedAvg as FedAvg

@@ -131,20 +131,20 @@ class Told:
         key = hashlib.sha256(question).hexdigest()
         self._folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self._folder / LOCK):
-            told = self._read()
-            self._refuse(told["described"], description, "whether this site's data fit another description")
-            self._refuse(told["failed"], key, "why this site's data cannot be used")
-            self._add(told, "described", description)
-            self._write(told)
+            answered = self._read()
+            self._refuse(answered["described"], description, "whether this site's data fit another description")
+            self._refuse(answered["failed"], key, "why this site's data cannot be used")
+            self._add(answered, "described", description)
+            self._write(answered)
             try:
                 yield
             except Exception:
-                self._add(told, "failed", key)
+                self._add(answered, "failed", key)
                 raise
             else:
-                told["failed"] = [each for each in told["failed"] if each != key]
+                answered["failed"] = [each for each in answered["failed"] if each != key]
             finally:
-                self._write(told)
+                self._write(answered)
 
     def _refuse(self, before: list[str], key: str, what: str) -> None:
         most = self._policy.surveys
@@ -154,16 +154,16 @@ class Told:
                 "policy.surveys", f"other jobs were told {what}; accepted: {most} such answer(s); {approve}"
             )
 
-    def _add(self, told: dict[str, list[str]], kind: str, key: str) -> None:
-        if key not in told[kind] and len(told[kind]) < self._policy.surveys:  # more would change nothing
-            told[kind].append(key)
+    def _add(self, answered: dict[str, list[str]], kind: str, key: str) -> None:
+        if key not in answered[kind] and len(answered[kind]) < self._policy.surveys:  # more would change nothing
+            answered[kind].append(key)
 
     def _read(self) -> dict[str, list[str]]:
         found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         return {kind: list(found.get(kind, [])) for kind in ("described", "failed")}
 
-    def _write(self, told: dict[str, list[str]]) -> None:
-        replace_file(self._path, json.dumps(told).encode(), mode=0o600)
+    def _write(self, answered: dict[str, list[str]]) -> None:
+        replace_file(self._path, json.dumps(answered).encode(), mode=0o600)
 
 
 SECONDS = 1.0
