@@ -91,8 +91,8 @@ class Echo(Method):
         federation.relay(hops, state.weights)
         return state, {
             "hop_ms": 1e3 * (time.perf_counter() - began) / len(hops),
-            "ask_ms": _median_ms(lambda: federation.ask(dict.fromkeys(clients, size))),
-            "sum_ms": _median_ms(lambda: federation.ask(dict.fromkeys(clients, Add()), together=True)),
+            "ask_ms": _median_ms(lambda: federation.ask(clients, size)),
+            "sum_ms": _median_ms(lambda: federation.ask(clients, Add(), together=True)),
         }
 
 

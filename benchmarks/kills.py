@@ -85,7 +85,8 @@ class Leisurely(Scaffold):
 class Slow(SCAFFOLD):
     """Clients have a state, which must neither be lost nor be counted twice."""
 
-    objective = Leisurely()
+    def parts(self) -> fs.Parts:
+        return {"objective": Leisurely()}
 
 
 class Deployment:

@@ -46,7 +46,7 @@ class Run(Simulation):
 
     def sizes(self, clients: int) -> None:
         """Ask some clients for their size."""
-        self.federation.ask(dict.fromkeys(range(clients), SizeReport(self.round, 0, 1.0)))
+        self.federation.ask(range(clients), SizeReport(self.round, 0, 1.0))
 
 
 def in_turn(turns: int, **work: Callable[[], Any]) -> dict[str, list[float]]:

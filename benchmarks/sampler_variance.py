@@ -55,13 +55,13 @@ def frozen(balance: str) -> dict[str, Any]:
     federation = Simulation(prepared).federation
     federation.begin(11)
     everybody = range(N)
-    fits = federation.ask(dict.fromkeys(everybody, Fit(11, weights, {}, 1.0, 1.0)))
+    fits = federation.ask(everybody, Fit(11, weights, {}, 1.0, 1.0))
     flat = torch.cat([w.reshape(-1) for w in weights.params.values()])
     updates = np.stack(
         [torch.cat([w.reshape(-1) for w in fits[k].weights.params.values()]).sub(flat).numpy() for k in everybody]
     )
-    quantized = federation.ask(dict.fromkeys(everybody, Compress(11, weights, 9, 2048)))
-    losses = federation.ask(dict.fromkeys(everybody, LossReport(11, weights)))
+    quantized = federation.ask(everybody, Compress(11, weights, 9, 2048))
+    losses = federation.ask(everybody, LossReport(11, weights))
     return {
         "sizes": prepared.config.sizes,
         "updates": updates.astype(np.float64),

@@ -72,7 +72,7 @@ class Soak(Method):
         clients = range(federation.config.clients)
         times, missing, ends = list[float](), 0, time.perf_counter() + BLOCK
         while (began := time.perf_counter()) < ends:
-            replies = federation.ask(dict.fromkeys(clients, SizeReport(federation.round, 0, 1.0)))
+            replies = federation.ask(clients, SizeReport(federation.round, 0, 1.0))
             times.append(time.perf_counter() - began)
             missing += len(clients) - len(replies)
             if self.rate:

@@ -118,6 +118,10 @@ class Tiny(Federation):
         who = clients or range(self.config.clients)
         return dict.fromkeys(who, Fit(self.round, self.weights, {}, 1.0, 1.0))
 
+    def fit(self, *clients: int, **how: Any) -> dict[int, Any]:
+        """The answers of clients that were asked to train; of all of them unless given."""
+        return self.ask(fits := self.fits(*clients), next(iter(fits.values())), **how)
+
     def reasons(self, kind: str) -> list[str]:
         """Why, by the events of a kind."""
         return [event["reason"] for event in self.events if event["kind"] == kind]

@@ -21,7 +21,7 @@ from fedstrata.sampling.quantization import pack, project, quantize
 def one_fit(federation, client=0, **change):
     fit = federation.fits(client)[client]
     fields = {**vars(fit), "round": federation.round, **change}
-    return federation.ask({client: Fit(**fields)})[client]
+    return federation.ask([client], Fit(**fields))[client]
 
 
 def by_hand(federation, *, lr, steps, momentum=0.0, decay=0.0, clip=None):
@@ -307,10 +307,10 @@ def test_losses_and_gradients_are_those_under_the_statistics_in_use(batch_norm, 
     with torch_seeded(0, "model"):
         module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
     federation = tiny(3, module=module, batch_norm=batch_norm, lr=0.1)
-    federation.ask(federation.fits(0, 1))
+    federation.fit(0, 1)
     sent = Weights(federation.weights.params, {name: b + 1 for name, b in federation.weights.buffers.items()})
-    told = federation.ask(dict.fromkeys(range(3), LossReport(1, sent)))
-    squeezed = federation.ask(dict.fromkeys(range(3), Compress(1, sent, 8, 0)))
+    told = federation.ask(range(3), LossReport(1, sent))
+    squeezed = federation.ask(range(3), Compress(1, sent, 8, 0))
     by_hand = federation.config.model.clone()
     for client in range(3):
         kept = federation.store.get(client).get("buffers", {})

@@ -41,7 +41,7 @@ QUESTIONS = {
 def test_who_has_too_few_does_not_answer_and_the_others_do(tiny, what):
     federation = with_minimum(tiny(3, sizes=[5, 6, 9], batch_size=9), 6)
     question = QUESTIONS[what](federation.weights)
-    replies = federation.ask(dict.fromkeys(range(3), question))
+    replies = federation.ask(range(3), question)
     assert sorted(replies) == [1, 2]
     (reason,) = federation.reasons("refused")
     assert "client 0" in reason
@@ -65,19 +65,19 @@ def test_of_a_travelling_model_too(tiny):
 def test_an_update_is_over_the_samples_that_are_kept(tiny):
     """Of 40 samples about four are kept."""
     federation = with_minimum(tiny(1, sizes=[40]), 20)
-    assert federation.ask({0: Fit(1, federation.weights, {}, 0.1, 1.0)}) == {}
-    assert len(federation.ask({0: Fit(1, federation.weights, {}, 1.0, 1.0)})) == 1
+    assert federation.ask([0], Fit(1, federation.weights, {}, 0.1, 1.0)) == {}
+    assert len(federation.ask([0], Fit(1, federation.weights, {}, 1.0, 1.0))) == 1
 
 
 def test_a_randomised_size_is_told_whatever_the_size(tiny):
     """Silence would tell that it is small."""
     federation = with_minimum(tiny(2, sizes=[1, 9]), 6)
-    assert sorted(federation.ask(dict.fromkeys(range(2), SizeReport(1, 20, 0.2)))) == [0, 1]
+    assert sorted(federation.ask(range(2), SizeReport(1, 20, 0.2))) == [0, 1]
 
 
 def test_labels_of_few_samples_are_left_out(tiny):
     federation = with_minimum(tiny(2, sizes=[7, 2]), 3)
-    replies = federation.ask(dict.fromkeys(range(2), LabelReport()))
+    replies = federation.ask(range(2), LabelReport())
     # Labels 0, 1, 2 in turn: three, two and two of the first client, one and one of the second.
     assert dict(zip(replies[0].labels.tolist(), replies[0].counts.tolist(), strict=True)) == {0: 3}
     assert len(replies[1].labels) == 0
@@ -192,7 +192,7 @@ def test_behind_an_update_are_the_samples_that_its_steps_see(tiny, steps: int, b
         assert record["clients_returned"] == 4
     # Clients count for themselves too, whatever a spec's own check says.
     federation = with_minimum(tiny(2, sizes=[9, 9], local_steps=steps, batch_size=batch), 5)
-    assert len(federation.ask(federation.fits())) == (2 if steps * batch >= 5 else 0)
+    assert len(federation.fit()) == (2 if steps * batch >= 5 else 0)
 
 
 def together(least: int, batch: int) -> fs.Experiment:
@@ -211,7 +211,7 @@ def together(least: int, batch: int) -> fs.Experiment:
 def test_the_sums_over_a_first_batch_are_over_enough_samples(tiny):
     """FedTAN's group adds up over the first batch alone, however many samples there are."""
     federation = with_minimum(tiny(2, sizes=[9, 9], batch_size=5), 6)
-    assert federation.ask(dict.fromkeys(range(2), FitTogether(1, federation.weights, 1.0))) == {}
+    assert federation.ask(range(2), FitTogether(1, federation.weights, 1.0)) == {}
     assert len(federation.reasons("refused")) == 2
     accepted = r"training\.batch_size = 5 samples at most, .* 5 or fewer"
     with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: FitTogether .*{accepted}"):
@@ -244,7 +244,7 @@ def test_what_is_not_named_in_enrolment_is_not_told_without_it(tiny, least):
     federation = with_minimum(tiny(2, sizes=[7, 2]), least)  # three, two and two of the first client
     labels = torch.arange(3).repeat_interleave(4)
     batches = torch.arange(12)
-    replies = federation.ask(dict.fromkeys(range(2), Reserve(1, batches, labels, NONE, True)))
+    replies = federation.ask(range(2), Reserve(1, batches, labels, NONE, True))
     served = [[int((~reply.missing[labels == label]).sum()) for label in range(3)] for reply in replies.values()]
     if least == 1:
         assert served == [[3, 2, 2], [0, 1, 1]]
@@ -254,7 +254,7 @@ def test_what_is_not_named_in_enrolment_is_not_told_without_it(tiny, least):
     assert held == [0, 0], "as if there were none"
     assert [sorted(reply.exhausted.tolist()) for reply in replies.values()] == [[0, 1, 2], [0, 1, 2]]
     # Of a label that nobody has, the answer is the same.
-    other = federation.ask({1: Reserve(2, batches, torch.full((12,), 0), NONE, True)})[1]
-    few = federation.ask({1: Reserve(2, batches, torch.full((12,), 1), NONE, True)})[1]
+    other = federation.ask([1], Reserve(2, batches, torch.full((12,), 0), NONE, True))[1]
+    few = federation.ask([1], Reserve(2, batches, torch.full((12,), 1), NONE, True))[1]
     assert torch.equal(other.missing, few.missing)
     assert torch.equal(other.held, few.held)

@@ -109,7 +109,7 @@ def test_a_run_that_spills_gives_the_same_states_as_one_that_does_not(tiny, tmp_
             federation.begin(round)
             fit = federation.fits(0)[0]
             request = type(fit)(round, fit.weights, zero, 1.0, 1.0, expected={"delta_c": zero["c"]})
-            federation.ask(dict.fromkeys(range(6), request))
+            federation.ask(range(6), request)
         return {client: encode(dict(store.get(client))) for client in store}
 
     spilling = StateStore(memory=1000, folder=tmp_path / "spill")

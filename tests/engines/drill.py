@@ -92,7 +92,7 @@ def hung_asked(federation: Federation) -> None:
 
 
 def hung_in_a_sum(federation: Federation) -> None:
-    summed = federation.ask_sum(dict.fromkeys(range(4), Probe(culprits=(2,), how="hang")))
+    summed = federation.ask_sum(range(4), Probe(culprits=(2,), how="hang"))
     assert (summed.clients, summed.reply.times) == ([0, 1], 2)
     _lost(federation, LATE, 2, 3)
     _recovered()
@@ -147,7 +147,7 @@ def garbled_on_a_way(federation: Federation) -> None:
 def beyond_one_message(federation: Federation) -> None:
     """Two answers of 140 MiB each, where a message holds 256."""
     size = 35 << 20
-    replies = federation.ask({client: Probe(size=size) for client in (0, 1)})
+    replies = federation.ask((0, 1), Probe(size=size))
     assert {client: len(reply.values) for client, reply in replies.items()} == {0: size, 1: size}
 
 

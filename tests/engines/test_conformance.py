@@ -113,7 +113,7 @@ def federation(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
 
 
 def times(federation: Federation, request: Probe, who: Any = range(CLIENTS), **how: Any) -> dict[int, int]:
-    return {client: reply.times for client, reply in federation.ask(dict.fromkeys(who, request), **how).items()}
+    return {client: reply.times for client, reply in federation.ask(who, request, **how).items()}
 
 
 def kinds(federation: Federation) -> list[tuple[str, tuple[int, ...]]]:
@@ -141,13 +141,13 @@ def test_an_answer_that_does_not_count_leaves_no_trace(federation: Federation, h
 
 @pytest.mark.parametrize("how", ["raise", "nan", "kind"])
 def test_a_sum_is_of_those_that_count(federation: Federation, how: str) -> None:
-    summed = federation.ask_sum(dict.fromkeys(range(CLIENTS), Probe(culprits=(0,), how=how)))
+    summed = federation.ask_sum(range(CLIENTS), Probe(culprits=(0,), how=how))
     assert (summed.clients, summed.reply.times) == ([1, 2, 3], 3)
     assert times(federation, Probe()) == {0: 1, 1: 2, 2: 2, 3: 2}
 
 
 def test_a_group_adds_up(federation: Federation) -> None:
-    replies = federation.ask(dict.fromkeys(range(CLIENTS), Meet()), together=True)
+    replies = federation.ask(range(CLIENTS), Meet(), together=True)
     assert {client: reply.values.tolist() for client, reply in replies.items()} == {
         client: [6.0] for client in range(CLIENTS)
     }
@@ -205,7 +205,7 @@ def test_who_is_slow_counts(federation: Federation) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 21])
 def test_answers_of_any_size(federation: Federation, size: int) -> None:
-    replies = federation.ask(dict.fromkeys(range(CLIENTS), Probe(size=size)))
+    replies = federation.ask(range(CLIENTS), Probe(size=size))
     assert {client: reply.values.shape for client, reply in replies.items()} == dict.fromkeys(
         range(CLIENTS), torch.Size([size])
     )
@@ -240,6 +240,6 @@ def test_a_model_is_measured_alike_and_nothing_changes(federation: Federation, e
 
 
 def test_nobody_to_ask(federation: Federation) -> None:
-    assert federation.ask({}) == {}
-    assert federation.ask_sum({}) is None
+    assert federation.ask({}, {}) == {}
+    assert federation.ask_sum({}, {}) is None
     assert walked(federation, []) == (0.0, {})

@@ -118,7 +118,7 @@ def me(client, request):
 
 
 def asked(federation, **fields):
-    return federation.ask(dict.fromkeys(range(40), WhoAreYou(**fields)))
+    return federation.ask(range(40), WhoAreYou(**fields))
 
 
 @pytest.fixture
@@ -169,14 +169,14 @@ def test_an_interrupted_question_leaves_nothing_behind(federation, monkeypatch):
 
 
 def test_questions_that_take_no_gradients_are_answered_here(federation):
-    federation.ask(dict.fromkeys(range(40), SizeReport(1, 0, 1.0)))
+    federation.ask(range(40), SizeReport(1, 0, 1.0))
     assert federation.engine._pool is None
 
 
 def test_little_work_is_done_here(tiny):
     federation = tiny(4)
     federation.engine = LocalEngine(federation.engine.context, federation.store, workers=3)
-    federation.ask(federation.fits())
+    federation.fit()
     assert federation.engine._pool is None
 
 

@@ -79,7 +79,7 @@ def test_one_client_more_changes_nothing_for_the_others(tiny):
         for round in range(1, 5):
             federation.begin(round)
             request = Fit(round, federation.weights, {}, keep=0.7, passes=2.0)
-            replies = federation.ask(dict.fromkeys(range(clients), request))
+            replies = federation.ask(range(clients), request)
             absent = federation.accounting.dropped, federation.accounting.late
             rounds.append(({k: encode(r) for k, r in replies.items() if k < 12}, *[a - {12} for a in absent]))
         answers.append(rounds)

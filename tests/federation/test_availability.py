@@ -138,9 +138,9 @@ def test_speeds_are_lognormal_and_a_clients_own():
 
 def test_a_client_is_there_or_not_for_a_whole_round(tiny):
     federation = tiny(40, availability=fs.Bernoulli(p=0.5))
-    first = set(federation.ask(federation.fits()))
+    first = set(federation.fit())
     assert first == set(np.flatnonzero(fs.Bernoulli(p=0.5).online(np.arange(40), 1, 0)))
-    assert set(federation.ask(federation.fits())) == first
+    assert set(federation.fit()) == first
     accounting = federation.accounting
     assert (accounting.invited, accounting.returned, accounting.dropped) == (
         set(range(40)),
@@ -149,13 +149,13 @@ def test_a_client_is_there_or_not_for_a_whole_round(tiny):
     )
     assert [event["kind"] for event in federation.events] == ["dropped"]  # recorded once
     federation.begin(2)
-    assert set(federation.ask(federation.fits())) != first
+    assert set(federation.fit()) != first
 
 
 def test_everybody_is_there_when_clients_enrol(tiny):
     federation = tiny(availability=fs.Bernoulli(p=1e-9))
     federation.begin(0)
-    assert len(federation.ask(federation.fits())) == 4
+    assert len(federation.fit()) == 4
     assert len(federation.candidates()) == 4
 
 
@@ -165,7 +165,7 @@ def test_announced_availability_is_what_the_server_invites_from(tiny):
     federation = tiny(40, availability=fs.Bernoulli(p=0.5, announced=True))
     candidates = federation.candidates().tolist()
     assert 0 < len(candidates) < 40
-    assert list(federation.ask(federation.fits(*candidates))) == candidates
+    assert list(federation.fit(*candidates)) == candidates
     assert federation.accounting.dropped == set()
 
 
@@ -180,7 +180,7 @@ def test_late_dropped_failed_and_returned_are_different_counts(tiny, broken):
         ),
         objective=broken(culprits=[2, 3], how="raise 2, nan 3"),
     )
-    replies = federation.ask(federation.fits())
+    replies = federation.fit()
     assert list(replies) == [4]
     accounting = federation.accounting
     assert accounting.dropped == {0, 1}
@@ -209,7 +209,7 @@ def test_late_dropped_failed_and_returned_are_different_counts(tiny, broken):
 
 def test_without_a_deadline_the_slowest_sets_the_time(tiny):
     federation = tiny(sizes=[8, 80, 16], availability=fs.Always(speed_spread=1.0, seconds_per_sample=0.01))
-    assert len(federation.ask(federation.fits())) == 3
+    assert len(federation.fit()) == 3
     slowest = fs.Always(speed_spread=1.0, seconds_per_sample=0.01).seconds(np.arange(3), np.array([8.0, 80, 16]), 0)
     assert federation.accounting.simulated_seconds == pytest.approx(slowest.max())
     assert tiny(sizes=[8, 80]).accounting.simulated_seconds == 0
@@ -217,15 +217,15 @@ def test_without_a_deadline_the_slowest_sets_the_time(tiny):
 
 def test_a_deadline_of_the_method_goes_before_that_of_the_spec(tiny):
     federation = tiny(sizes=[8, 80], availability=fs.Always(deadline=1000.0))
-    assert list(federation.ask(federation.fits(), deadline=0.02)) == [0]
+    assert list(federation.fit(deadline=0.02)) == [0]
     assert federation.accounting.late == {1}
 
 
 def test_a_late_client_keeps_the_state_it_had(tiny, broken):
     federation = tiny(sizes=[8, 80], objective=broken(), availability=fs.Always())
-    federation.ask(federation.fits())
+    federation.fit()
     before = dict(federation.store.get(1))
-    federation.ask(federation.fits(), deadline=0.02)
+    federation.fit(deadline=0.02)
     assert federation.store.get(1) == before == {"objective": {"visits": 1}}
     assert federation.store.get(0) == {"objective": {"visits": 2}}
 

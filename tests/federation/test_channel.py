@@ -107,7 +107,7 @@ class World:
         self.federation.begin(self.round)
         request = Tell(self.round, Weights(self.params, {}))
         put = self.federation.ask_sum if summed else self.federation.ask
-        return put(dict.fromkeys(sorted(clients or range(N)), request))
+        return put(sorted(clients or range(N)), request)
 
 
 CODECS: dict[str, Any] = {
@@ -124,7 +124,7 @@ def test_a_method_that_puts_each_client_another_question_is_told_so() -> None:
     world = World(up="bf16")
     world.federation.begin(1)
     with pytest.raises(FedstrataError, match="each client is put a Tell of its own"):
-        world.federation.ask({client: Tell(1, Weights(world.params, {})) for client in range(N)})
+        world.federation.ask(range(N), {client: Tell(1, Weights(world.params, {})) for client in range(N)})
 
 
 @pytest.mark.parametrize("label", WITH_MEMORY)
@@ -438,7 +438,7 @@ def test_a_sum_that_nobody_finishes_together_is_void() -> None:
     world.engine.lost = {Coefficients: {2}}
     world.federation.begin(1)
     request = Tell(1, Weights(world.params, {}))
-    assert world.federation.ask_sum(dict.fromkeys(range(N), request), together=True) is None
+    assert world.federation.ask_sum(range(N), request, together=True) is None
     assert all(MEMORY not in world.store.get(client) for client in range(N))
 
 

@@ -112,25 +112,25 @@ def tiny(tiny):
 
 def test_replies_are_sorted_by_client_and_those_of_the_asked(tiny):
     federation = tiny(6)
-    replies = federation.ask({5: Say("1"), 0: Say("2"), 3: Say("3")})
+    replies = federation.ask([5, 0, 3], {5: Say("1"), 0: Say("2"), 3: Say("3")})
     assert [(k, r.number, r.values.tolist()) for k, r in replies.items()] == [
         (0, 0, [2.0, 2.0]),
         (3, 3, [3.0, 3.0]),
         (5, 5, [1.0, 1.0]),
     ]
-    assert federation.ask({}) == {}
+    assert federation.ask({}, {}) == {}
     assert federation.events == []
 
 
 def test_every_byte_is_counted(tiny):
     federation = tiny()
     requests = {0: Say("1"), 1: Say("1.0000"), 3: Say("2")}
-    replies = federation.ask(requests)
+    replies = federation.ask(requests, requests)
     assert federation.accounting.bytes_down == sum(len(encode(request)) for request in requests.values())
     assert federation.accounting.bytes_up == sum(len(encode(reply)) for reply in replies.values())
     before = federation.accounting.bytes_down
     fits = federation.fits()
-    replies = federation.ask(fits)
+    replies = federation.ask(fits, fits[0])
     assert federation.accounting.bytes_down - before == 4 * len(encode(fits[0]))
     assert federation.accounting.exchanges == 2
     federation.begin(2)
@@ -139,27 +139,27 @@ def test_every_byte_is_counted(tiny):
 
 def test_who_is_gone_costs_no_bytes(tiny):
     federation = tiny(availability=fs.Bernoulli(p=1e-9))
-    assert federation.ask(federation.fits()) == {}
+    assert federation.fit() == {}
     assert (federation.accounting.bytes_up, federation.accounting.bytes_down) == (0, 0)
 
 
 def test_a_quorum_is_kept_to(tiny):
     federation = tiny()
     federation.method = "chess"
-    assert len(federation.ask({k: Say("raise" if k == 0 else "1") for k in range(4)}, quorum=3)) == 3
+    assert len(federation.ask(range(4), {k: Say("raise" if k == 0 else "1") for k in range(4)}, quorum=3)) == 3
     with pytest.raises(QuorumError, match="round 1 of chess: 2 of 4 clients answered, 3 are needed"):
-        federation.ask({k: Say("raise" if k < 2 else "1") for k in range(4)}, quorum=3)
+        federation.ask(range(4), {k: Say("raise" if k < 2 else "1") for k in range(4)}, quorum=3)
 
 
 def test_there_are_only_so_many_clients(tiny):
     for wrong in (-1, 4):
         with pytest.raises(ValueError, match=r"there are 0 … 3"):
-            tiny().ask({0: Say("1"), wrong: Say("1")})
+            tiny().ask([0, wrong], Say("1"))
 
 
 def test_a_question_that_nobody_declared(tiny):
     with pytest.raises(FedstrataError, match="do not know how to answer Unheard: name its handler in"):
-        tiny().ask({0: Unheard()})
+        tiny().ask([0], Unheard())
     federation = tiny()
     with pytest.raises(ClientsFailedError, match="do not know how to pass on Unheard: name its handler"):
         federation.relay([(0, Unheard()), (1, Unheard())], federation.weights)
@@ -183,7 +183,7 @@ def test_a_question_that_nobody_declared(tiny):
 def test_a_handlers_nonsense_is_refused(tiny, what, reason):
     federation = tiny()
     federation.begin(9)
-    replies = federation.ask({k: Say(what if k == 2 else "1") for k in range(4)})
+    replies = federation.ask(range(4), {k: Say(what if k == 2 else "1") for k in range(4)})
     assert list(replies) == [0, 1, 3]
     assert federation.events == [
         {"round": 9, "kind": "refused", "clients": [2], "reason": f"client 2 in round 9 of toy: {reason}"}
@@ -195,12 +195,12 @@ def test_a_handlers_nonsense_is_refused(tiny, what, reason):
 
 def test_the_largest_finite_numbers_are_not_refused(tiny):
     federation = tiny()
-    assert len(federation.ask(dict.fromkeys(range(4), Say("3e38")))) == 4  # whose sum is infinite
+    assert len(federation.ask(range(4), Say("3e38"))) == 4  # whose sum is infinite
 
 
 def test_a_request_checks_its_own_reply_at_the_server(tiny):
     federation = tiny()
-    assert list(federation.ask(dict.fromkeys(range(4), Say("1", unwanted=1)))) == [0, 2, 3]
+    assert list(federation.ask(range(4), Say("1", unwanted=1))) == [0, 2, 3]
     assert federation.reasons("refused") == ["client 1 in round 1 of toy: not you"]
 
 
@@ -224,9 +224,9 @@ WAYS = {
 def test_one_clients_bad_model_is_left_out_and_the_others_aggregate_is_right(tiny, broken, way):
     sizes = [8, 16, 24]
     good = tiny(sizes=sizes, objective=CrossEntropy(), local_epochs=2)
-    expected = good.ask(good.fits(0, 2))
+    expected = good.fit(0, 2)
     federation = tiny(sizes=sizes, objective=broken(), local_epochs=2, clients_per_round=3)
-    federation.ask(federation.fits())
+    federation.fit()
     federation.begin(1)
     federation.engine.context = type(federation.engine.context)(
         **{**vars(federation.engine.context), "objective": broken(culprits=[1], how=way)}
@@ -250,7 +250,7 @@ def test_one_clients_bad_model_is_left_out_and_the_others_aggregate_is_right(tin
 
 def test_the_place_of_an_exception_is_named(tiny, broken):
     federation = tiny(sizes=[8, 16], objective=broken(culprits=[0]))
-    federation.ask(federation.fits())
+    federation.fit()
     assert "conftest.py:" in federation.reasons("failed")[0]
 
 
@@ -259,25 +259,25 @@ def test_when_all_clients_raise_the_program_is_at_fault(tiny, broken):
     with pytest.raises(
         ClientsFailedError, match="all 2 clients failed in round 1 of toy; client 0: ZeroDivisionError: on purpose"
     ) as caught:
-        federation.ask(federation.fits())
+        federation.fit()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 def test_when_all_clients_raise_after_others_answered_the_round_goes_on(tiny):
     federation = tiny()
-    federation.ask({0: Say("1"), 1: Say("raise")})
-    assert federation.ask({0: Say("raise"), 1: Say("raise")}) == {}
+    federation.ask([0, 1], {0: Say("1"), 1: Say("raise")})
+    assert federation.ask([0, 1], Say("raise")) == {}
     assert federation.accounting.failed == {0, 1}
 
 
 def test_one_client_that_raises_is_no_proof_that_the_program_is_at_fault(tiny):
     federation = tiny()
-    assert federation.ask({2: Say("raise")}) == {}
+    assert federation.ask([2], Say("raise")) == {}
     assert federation.accounting.failed == {2}
     with pytest.raises(ClientsFailedError):
-        federation.ask({0: Say("raise"), 1: Say("raise")})
+        federation.ask([0, 1], Say("raise"))
     federation.resumed = True  # what was answered before the checkpoint is not known
-    assert federation.ask({0: Say("raise"), 1: Say("raise")}) == {}
+    assert federation.ask([0, 1], Say("raise")) == {}
 
 
 def test_a_missed_quorum_leaves_no_trace_at_the_clients():
@@ -291,7 +291,7 @@ def test_a_missed_quorum_leaves_no_trace_at_the_clients():
     federation.begin(1)
     request = Fit(1, weights, {"c": {n: torch.zeros_like(w) for n, w in weights.params.items()}}, 1.0, 1.0)
     with pytest.raises(QuorumError):
-        federation.ask(dict.fromkeys(range(4), request), quorum=4)
+        federation.ask(range(4), request, quorum=4)
     assert federation.accounting.dropped
     assert len(store) == 0
 
@@ -325,14 +325,14 @@ def test_a_run_with_a_bad_client_goes_to_its_end(tmp_path, broken):
 
 def test_a_group_adds_up_in_the_middle_of_an_answer(tiny):
     federation = tiny(5)
-    replies = federation.ask(dict.fromkeys((1, 2, 4), Meet(-1)), together=True)
+    replies = federation.ask((1, 2, 4), Meet(-1), together=True)
     assert {k: (r.number, r.values.tolist()) for k, r in replies.items()} == dict.fromkeys((1, 2, 4), (3, [21.0]))
 
 
 def test_a_member_that_raises_releases_the_others_and_is_the_only_one_that_failed(tiny):
     federation = tiny(5)
     before = threading.active_count()
-    assert federation.ask(dict.fromkeys((1, 2, 4), Meet(2)), together=True) == {}
+    assert federation.ask((1, 2, 4), Meet(2), together=True) == {}
     assert federation.accounting.failed == {2}
     assert federation.accounting.returned == set()
     [event] = federation.events
@@ -341,7 +341,7 @@ def test_a_member_that_raises_releases_the_others_and_is_the_only_one_that_faile
     assert [federation.store.get(k) for k in (1, 2, 4)] == [{}, {}, {}]
     assert threading.active_count() == before
     # Without it the others go on.
-    assert len(federation.ask(dict.fromkeys((1, 4), Meet(2)), together=True)) == 2
+    assert len(federation.ask((1, 4), Meet(2), together=True)) == 2
 
 
 def test_a_member_whose_reply_does_not_count_voids_those_of_the_others(tiny, monkeypatch):
@@ -354,7 +354,7 @@ def test_a_member_whose_reply_does_not_count_voids_those_of_the_others(tiny, mon
         return outcomes | {2: replace(outcomes[2], values=torch.tensor([float("nan")]))}
 
     monkeypatch.setattr(federation.engine, "ask", spoilt)
-    assert federation.ask(dict.fromkeys((1, 2, 4), Meet(-1)), together=True) == {}
+    assert federation.ask((1, 2, 4), Meet(-1), together=True) == {}
     assert federation.accounting.failed == {2}
     assert federation.accounting.returned == set()
     assert [event["clients"] for event in federation.events] == [[2]]
@@ -432,7 +432,7 @@ def reserved(federation, clients):
     """Four samples of every label set aside by each client for batch 0."""
     labels = torch.arange(3).repeat_interleave(2)
     request = Reserve(1, torch.zeros(6, dtype=torch.int64), labels, torch.empty(0, dtype=torch.int64), True)
-    federation.ask(dict.fromkeys(clients, request))
+    federation.ask(clients, request)
     federation.begin(1)
     return dict.fromkeys(clients, Gradient(1, 0, federation.weights))
 
@@ -451,7 +451,7 @@ def test_a_fused_sum_is_that_of_the_parts_and_the_books_are_the_same(tiny, norm)
             torch.manual_seed(0)
             module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
         federation = tiny(4, module=module, execution=execution)
-        summed = federation.ask_sum(reserved(federation, (0, 1, 3)), together=norm)
+        summed = federation.ask_sum(requests := reserved(federation, (0, 1, 3)), requests, together=norm)
         found[execution] = summed, books(federation)
     (fused, fused_books), (single, single_books) = found.values()
     assert fused.clients == single.clients == [0, 1, 3]
@@ -468,22 +468,22 @@ def test_a_fused_sum_is_that_of_the_parts_and_the_books_are_the_same(tiny, norm)
 
 def test_without_a_fused_form_a_sum_is_taken_one_by_one(tiny):
     federation = tiny()
-    summed = federation.ask_sum(dict.fromkeys((0, 2, 3), Say("1.5")))
+    summed = federation.ask_sum((0, 2, 3), Say("1.5"))
     assert (summed.reply.number, summed.reply.values.tolist(), summed.clients) == (5, [4.5, 4.5], [0, 2, 3])
-    assert federation.ask_sum(dict.fromkeys((0, 2, 3), Say("nan"))) is None
-    assert federation.ask_sum({}) is None
+    assert federation.ask_sum((0, 2, 3), Say("nan")) is None
+    assert federation.ask_sum({}, {}) is None
 
 
 def test_the_client_that_spoils_a_fused_sum_is_found_and_left_out(tiny):
     federation = tiny(4)
     requests = reserved(federation, (0, 1, 3))
-    good = federation.ask_sum({k: requests[k] for k in (0, 3)})
+    good = federation.ask_sum((0, 3), requests)
     context = federation.engine.context
     chosen = context.assignment[1][federation.store.get(1)["stratify"].places]
     poison = Poison(where=float(context.data.inputs(torch.from_numpy(chosen)).flatten()[0]))
     federation.engine.context = type(context)(**{**vars(context), "objective": poison})
     federation.begin(1)
-    summed = federation.ask_sum(requests)
+    summed = federation.ask_sum(requests, requests)
     assert summed.clients == [0, 3]
     for name, gradient in good.reply.gradient.items():
         torch.testing.assert_close(summed.reply.gradient[name], gradient)
@@ -497,9 +497,9 @@ def test_the_client_that_spoils_a_fused_sum_is_found_and_left_out(tiny):
 
 def test_sizes_and_labels(tiny):
     federation = tiny(sizes=[8, 3])
-    sizes: dict[int, SizeReply] = federation.ask(dict.fromkeys((0, 1), SizeReport(1, 0, 1.0)))
+    sizes: dict[int, SizeReply] = federation.ask((0, 1), SizeReport(1, 0, 1.0))
     assert {k: reply.samples for k, reply in sizes.items()} == {0: 8, 1: 3}
-    labels: dict[int, LabelReply] = federation.ask(dict.fromkeys((0, 1), LabelReport()))
+    labels: dict[int, LabelReply] = federation.ask((0, 1), LabelReport())
     held = {k: dict(zip(r.labels.tolist(), r.counts.tolist(), strict=True)) for k, r in labels.items()}
     assert held == {0: {0: 3, 1: 3, 2: 2}, 1: {0: 1, 1: 1, 2: 1}}
 
@@ -533,5 +533,5 @@ def test_a_reply_that_no_arithmetic_can_use_costs_its_sender_alone(tiny, change,
         return replace(reply, weights=Weights(params, reply.weights.buffers))
 
     federation = tiny(3, handlers=(strange,))
-    assert sorted(federation.ask(federation.fits())) == [0, 2]
+    assert sorted(federation.fit()) == [0, 2]
     assert reason in federation.reasons("refused")[0]

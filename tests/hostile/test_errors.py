@@ -272,7 +272,7 @@ def test_no_error_leaves_that_the_ledger_does_not_have(tmp_path: Path, monkeypat
     site = Hospital(tmp_path, tmp_path / "own.csv", Policy(jobs="within-policy"))
     spec = job(tables_of(probes())[0])
 
-    def full(self: Ledger, file: int, tables: Any) -> None:
+    def full(self: Ledger, tables: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

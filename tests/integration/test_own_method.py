@@ -39,7 +39,7 @@ class SignVote(fs.Method):
             sampler, size=federation.config.training.invited(len(sampler))
         )
         request = Fit(federation.round, state.weights, {}, keep=1.0, passes=1.0)
-        replies = federation.ask({int(client): request for client in clients})
+        replies = federation.ask(clients, request)
         params = {}
         for name, w in state.weights.params.items():
             votes = sum((torch.sign(reply.weights.params[name] - w) for reply in replies.values()), torch.zeros(()))

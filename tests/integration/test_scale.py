@@ -93,8 +93,8 @@ def test_nothing_is_drawn_for_who_is_not_asked(tiny, monkeypatch):
 
     monkeypatch.setattr(fs.Bernoulli, "online", counting)
     federation = tiny(5000, availability=fs.Bernoulli(p=0.5))
-    federation.ask(federation.fits(17, 4000))
-    federation.ask(federation.fits(17, 4000))
+    federation.fit(17, 4000)
+    federation.fit(17, 4000)
     assert drawn == [17, 4000]
     assert len(federation.store) == 0  # FedAvg's clients have nothing to remember
 

@@ -93,7 +93,7 @@ def test_in_a_federation(tiny, algorithm):
         federation.begin(round)
         selection, state = sampler.select(federation, state, federation.weights)
         assert selection.draws.sum() == 3
-        state = sampler.observe(state, federation.ask(federation.fits(*selection.clients.tolist())))
+        state = sampler.observe(state, federation.fit(*selection.clients.tolist()))
         state = records.decode(records.encode(state))
     assert (len(state.sketches.known) > 0) == (algorithm == 2)
 
@@ -105,7 +105,7 @@ def test_two_labels_two_groups_after_a_few_rounds(tiny):
     state = sampler.init(federation)
     selection, state = sampler.select(federation, state, federation.weights)
     assert sum(selection.metrics["strata_sizes"]) == 4
-    replies = federation.ask(federation.fits())
+    replies = federation.fit()
     state = sampler.observe(state, replies)
     sent = state.sketches.sent
     for place, client in enumerate(state.sketches.known.tolist()):

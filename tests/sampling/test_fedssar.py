@@ -132,7 +132,7 @@ def test_the_sketch_of_a_small_model_is_the_model_after_training(tiny):
     federation = tiny(3, clients_per_round=2)
     sampler = FedSSARSampler()
     _, state = sampler.select(federation, sampler.init(federation), federation.weights)
-    trained = federation.ask(federation.fits())
+    trained = federation.fit()
     for place, client in enumerate(state.sketches.known.tolist()):
         flat = torch.cat([tensor.reshape(-1) for tensor in trained[client].weights.params.values()])
         np.testing.assert_array_equal(state.sketches.points[place], flat.numpy())
@@ -156,7 +156,7 @@ def test_participants_have_new_parameters_and_the_others_their_last(tiny):
     federation = tiny(5, clients_per_round=2)
     sampler = FedSSARSampler()
     _, state = sampler.select(federation, sampler.init(federation), federation.weights)
-    replies = federation.ask(federation.fits(1, 3))
+    replies = federation.fit(1, 3)
     doubled = {c: _scaled(reply, 2.0) for c, reply in replies.items()}
     after = sampler.observe(state, doubled)
     before = state.sketches.points
@@ -171,7 +171,7 @@ def test_updates_are_relative_to_what_was_sent(tiny):
     _, other = updates.select(federation, updates.init(federation), federation.weights)
     sent = sketch(federation.weights.params, 2048, 0)
     np.testing.assert_allclose(other.sketches.points, state.sketches.points - sent)
-    replies = federation.ask(federation.fits(2))
+    replies = federation.fit(2)
     np.testing.assert_allclose(updates.observe(other, replies).sketches.points[2], other.sketches.points[2], atol=1e-6)
 
 

@@ -25,7 +25,7 @@ def losses(federation) -> dict[int, float]:
 
 def test_clients_know_how_bad_the_model_is(tiny):
     federation = tiny(4)
-    replies = federation.ask(dict.fromkeys(range(4), LossReport(1, federation.weights)))
+    replies = federation.ask(range(4), LossReport(1, federation.weights))
     assert {c: reply.loss for c, reply in replies.items()} == pytest.approx(losses(federation))
     assert len(federation.store) == 0
 

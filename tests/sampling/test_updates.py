@@ -19,10 +19,10 @@ def test_one_full_batch_step_gives_the_clients_gradient(tiny):
     federation = tiny(5, clients_per_round=3, batch_size=8, lr=0.25)
     sampler = Stratified(strata=2, refresh="participants", centres=255)
     selection, state = sampler.select(federation, sampler.init(federation), federation.weights)
-    replies = federation.ask(federation.fits(*selection.clients.tolist()))
+    replies = federation.fit(*selection.clients.tolist())
     state = sampler.observe(state, replies)
     assert state.known.tolist() == selection.clients.tolist()
-    asked = federation.ask(dict.fromkeys(selection.clients.tolist(), Compress(1, federation.weights, 255, 2048)))
+    asked = federation.ask(selection.clients.tolist(), Compress(1, federation.weights, 255, 2048))
     for point, reply in zip(state.points, asked.values(), strict=True):
         gradient = restore(reply.centres.numpy(), reply.codes.numpy(), reply.length)
         np.testing.assert_allclose(point, gradient, atol=1e-5)
@@ -34,10 +34,10 @@ def test_an_update_counts_by_the_step(tiny):
     federation = tiny(4, clients_per_round=4, batch_size=4, lr=1e-4)
     sampler = Stratified(strata=2, refresh="participants")
     _, state = sampler.select(federation, sampler.init(federation), federation.weights)
-    replies = federation.ask(federation.fits())
+    replies = federation.fit()
     assert {reply.steps for reply in replies.values()} == {2}
     few = np.linalg.norm(sampler.observe(state, replies).points, axis=1)
-    asked = federation.ask(dict.fromkeys(range(4), Compress(1, federation.weights, 255, 2048)))
+    asked = federation.ask(range(4), Compress(1, federation.weights, 255, 2048))
     gradients = [restore(r.centres.numpy(), r.codes.numpy(), r.length) for r in asked.values()]
     np.testing.assert_allclose(few, np.linalg.norm(gradients, axis=1), rtol=0.05)
 
@@ -56,7 +56,7 @@ def test_nobody_is_asked_and_everybody_becomes_known(tiny):
         assert len(sizes) <= 3
         assert unknown[-1] in (0, sizes[-1])
         assert sum(selection.metrics["strata_allocation"]) == 4
-        state = sampler.observe(state, federation.ask(federation.fits(*selection.clients.tolist())))
+        state = sampler.observe(state, federation.fit(*selection.clients.tolist()))
         assert records.encode(records.decode(records.encode(state))) == records.encode(state)
     assert unknown[0] == 12
     assert unknown == sorted(unknown, reverse=True)
@@ -69,7 +69,7 @@ def test_strangers_are_drawn_alike_and_the_aggregate_stays_unbiased(tiny):
     federation = tiny(12, clients_per_round=4)
     sampler = Stratified(strata=3, refresh="participants", replacement=True)
     _, state = sampler.select(federation, sampler.init(federation), federation.weights)
-    state = sampler.observe(state, federation.ask(federation.fits(0, 2, 4, 6, 8, 10)))
+    state = sampler.observe(state, federation.fit(0, 2, 4, 6, 8, 10))
     total, squares = np.zeros(12), np.zeros(12)
     for round in range(2, 402):
         federation.begin(round)

@@ -274,7 +274,7 @@ class Nosy(fs.FedAvg):
 
     def run_round(self, federation: Any, state: Any) -> Any:
         """Ask, and go on."""
-        assert federation.ask(dict.fromkeys(range(6), LabelReport())) == {}
+        assert federation.ask(range(6), LabelReport()) == {}
         return super().run_round(federation, state)
 
 

@@ -597,7 +597,8 @@ class _Broken(CrossEntropy):
 class Broken(FedAvg):
     """A method whose clients raise what they see."""
 
-    objective = _Broken()
+    def parts(self) -> fs.Parts:
+        return {"objective": _Broken()}
 
 
 @pytest.mark.parametrize("frank", [False, True])

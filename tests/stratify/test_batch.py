@@ -486,7 +486,7 @@ def test_gradients_of_several_batches_at_one_model_are_one_larger_batch(start, b
         plan.reserve(np.arange(len(wanted)))
         total: dict[str, torch.Tensor] = {}
         for batch in range(batches):
-            reply = federation.ask_sum(dict.fromkeys(plan.work(batch), Gradient(1, batch, weights))).reply
+            reply = federation.ask_sum(plan.work(batch), Gradient(1, batch, weights)).reply
             total = {name: total.get(name, 0) + tensor for name, tensor in reply.gradient.items()}
         sums.append(total)
     assert max(float(tensor.abs().max()) for tensor in sums[0].values()) > 1

@@ -42,6 +42,6 @@ class Counted(FedAvg):
     handlers = (count,)
 
     def run_round(self, federation, state):
-        replies = federation.ask(dict.fromkeys(range(federation.config.clients), HowOften(federation.round)))
+        replies = federation.ask(range(federation.config.clients), HowOften(federation.round))
         state, metrics = super().run_round(federation, state)
         return state, {**metrics, "visits": sum(reply.times for reply in replies.values())}

@@ -114,7 +114,7 @@ class PrintedList(UniqueList):
         return PrintedRegister(self.public.keys, tuple(entry.serialize() for entry in self.entries))
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, Any]:
-        replies = self.ask(dict.fromkeys(clients, SealPairs(self.public, self.classes)))
+        replies = self.ask(clients, SealPairs(self.public, self.classes))
         self.counts |= {client: reply.counts for client, reply in replies.items()}
         return replies
 

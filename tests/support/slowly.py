@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fedstrata as fs
 from fedstrata.methods.scaffold import SCAFFOLD
 from fedstrata.objectives.scaffold import Scaffold
 
@@ -26,4 +27,5 @@ class SlowScaffold(Scaffold):
 class Slow(SCAFFOLD):
     """Sites find it by name: like a package of their own that they installed."""
 
-    objective = SlowScaffold()
+    def parts(self) -> fs.Parts:
+        return {"objective": SlowScaffold()}

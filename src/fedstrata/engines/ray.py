@@ -28,7 +28,7 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.ray_worker import VERSIONS, EncodedAnswer, Payload, Worker, WorkerPayload
 from fedstrata.federation.engine import Engine, Failure
-from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
 from fedstrata.stratify.masking.key_store import KeyRing, ring_of
 
 ADDRESS = "RAY_ADDRESS"
@@ -160,13 +160,13 @@ class RayEngine(Engine):
         """Calls, those of the longest work first; short ones are for several clients."""
         sizes = self.context.assignment.sizes
         work = {c: 1.0 + request.work(int(sizes[c])) for c, request in requests.items()}
-        # Many clients are often sent the very same request: it is encoded, and put into the store, once.
-        places = {id(request): place for place, request in enumerate(requests.values())}
+        # What many clients are sent is encoded, and put into the store, once.
+        places = Requests.of(requests, requests).which
         payloads: dict[int, Any] = {}
         exchange = self._exchange
 
         def call(clients: list[ClientId]) -> Call:
-            which = [places[id(requests[client])] for client in clients]
+            which = [places[client] for client in clients]
             for client, place in zip(clients, which, strict=True):
                 if place not in payloads:
                     payloads[place] = self._payload(requests[client])

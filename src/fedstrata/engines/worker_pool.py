@@ -20,7 +20,7 @@ from fedstrata.base.process import prepare_process
 from fedstrata.base.processes import Worker, can_fork
 from fedstrata.base.records import Tree
 from fedstrata.engines.sharing import SharedMemory
-from fedstrata.federation.messages import ClientId, Reply, Request
+from fedstrata.federation.messages import ClientId, Reply, Request, Requests
 
 GRACE = 1.0
 """Seconds for a worker to end the answer that it computes."""
@@ -83,11 +83,10 @@ class LocalWorkerPool:
             The answers of the workers. A client for which ``run_locally`` was not called either raised an exception in
             a worker, or its worker is gone.
         """
-        distinct = {id(request): request for request in requests.values()}
-        keys = {key: place for place, key in enumerate(distinct)}
-        asked = [(client, keys[id(requests[client])]) for client in order]
+        asked_for = Requests.of(requests, requests)
+        asked = [(client, asked_for.which[client]) for client in order]
         try:
-            data = self._down.write((asked, list(distinct.values()), dict(states)))
+            data = self._down.write((asked, list(asked_for.distinct), dict(states)))
         except Exception:
             # Something that cannot be shared: this process answers for all.
             return {}

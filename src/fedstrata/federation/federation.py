@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
@@ -21,7 +22,7 @@ from fedstrata.base.rng import SERVER, rng
 from fedstrata.federation.accounting import Accounting, Relayed, Summed
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
-from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
 from fedstrata.federation.reply_checks import defect_of
 
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
@@ -39,17 +40,13 @@ class AskOptions(TypedDict, total=False):
 class Channel(Protocol):
     """What carries questions about a model, and their answers, in another form; see ``federation.communication``."""
 
-    def takes(self, requests: Mapping[ClientId, Request]) -> bool:
+    def takes(self, requests: Requests) -> bool:
         """Whether these questions go through it."""
 
-    def ask(
-        self, federation: Federation, requests: Mapping[ClientId, Any], **options: Unpack[AskOptions]
-    ) -> dict[ClientId, Any]:
+    def ask(self, federation: Federation, requests: Requests, **options: Unpack[AskOptions]) -> dict[ClientId, Any]:
         """See ``Federation.ask``; what travels goes through ``Federation.exchange``."""
 
-    def ask_sum(
-        self, federation: Federation, requests: Mapping[ClientId, Any], **options: Unpack[AskOptions]
-    ) -> Summed | None:
+    def ask_sum(self, federation: Federation, requests: Requests, **options: Unpack[AskOptions]) -> Summed | None:
         """See ``Federation.ask_sum``."""
 
 
@@ -113,17 +110,19 @@ class Federation:
 
     def ask(
         self,
-        requests: Mapping[ClientId, Request],
+        clients: Iterable[ClientId],
+        request: Request | Mapping[ClientId, Request],
         *,
         deadline: float | None = None,
         quorum: int = 0,
         together: bool = False,
         work: Mapping[ClientId, float] | None = None,
     ) -> dict[ClientId, Any]:
-        """Put a question to each client and collect the answers that can be used.
+        """Put a question to clients and collect the answers that can be used.
 
         Args:
-            requests: A request for each client.
+            clients: The clients to ask.
+            request: The same for all, or one for each client by a mapping.
             deadline: Simulated seconds; the availability's unless given.
             quorum: Fewest answers that will do.
             together: Let the clients run at the same time as one group for ``all_reduce_sum``. The sum is void when
@@ -138,17 +137,19 @@ class Federation:
             QuorumError: Fewer than ``quorum`` answered.
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
+        requests = Requests.of(clients, request)
         options: AskOptions = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
         if self.channel is not None and self.channel.takes(requests):
             replies = self.channel.ask(self, requests, **options)
         else:
-            replies = self.exchange(requests, **options)
+            replies = self.exchange(requests, requests, **options)
         self._tell(replies)
         return replies
 
     def exchange(
         self,
-        requests: Mapping[ClientId, Request],
+        clients: Iterable[ClientId],
+        request: Request | Mapping[ClientId, Request],
         *,
         deadline: float | None = None,
         quorum: int = 0,
@@ -156,7 +157,7 @@ class Federation:
         work: Mapping[ClientId, float] | None = None,
     ) -> dict[ClientId, Any]:
         """``ask`` with these very messages, whatever channel there is."""
-        reached = self._reach(requests, deadline, work)
+        reached = self._reach(Requests.of(clients, request), deadline, work)
         outcomes = self.engine.ask(reached, together=together) if reached else {}
         return self._collect(reached, outcomes, quorum, together)
 
@@ -173,7 +174,7 @@ class Federation:
             The replies that can be used, sorted by client, and the bytes that went there and back. Events say who is
             missing, and why.
         """
-        requests = dict.fromkeys(range(self.config.clients), request)
+        requests = Requests.of(range(self.config.clients), request)
         outcomes = self.engine.ask(requests, together=False)
         self.engine.commit([])
         replies: dict[ClientId, Any] = {}
@@ -189,7 +190,8 @@ class Federation:
 
     def ask_sum(
         self,
-        requests: Mapping[ClientId, Request],
+        clients: Iterable[ClientId],
+        request: Request | Mapping[ClientId, Request],
         *,
         deadline: float | None = None,
         together: bool = False,
@@ -203,6 +205,7 @@ class Federation:
         Returns:
             The sum over those who answered; None when nobody did.
         """
+        requests = Requests.of(clients, request)
         if self.channel is not None and self.channel.takes(requests):
             return self.channel.ask_sum(self, requests, deadline=deadline, together=together, work=work)
         reached = self._reach(requests, deadline, work)
@@ -211,23 +214,19 @@ class Federation:
         # Whose part is late shows only where each has its own.
         if self.config.training.execution == "fused" and not (self.availability.network and self._deadline is not None):
             total = self.engine.ask_sum(reached)
-            request = next(iter(reached.values()))
-            if total is not None and defect_of(total, request.check_reply) is None:
+            first = next(iter(reached.values()))
+            if total is not None and defect_of(total, first.check_reply) is None:
                 self.engine.commit(reached)
                 self._arrive(dict.fromkeys(reached, records.size(total)))
                 self._count_up(reached, records.size(total) * len(reached))
-                self._answered.add(type(request))
+                self._answered.add(type(first))
                 return Summed(total, list(reached))
             # Something in the sum cannot be used: ask one by one to learn whose part it is.
         replies = self._collect(reached, self.engine.ask(reached, together=together), together=together)
         self._tell(replies)
         if not replies:
             return None
-        clients = list(replies)
-        summed = replies[clients[0]]
-        for client in clients[1:]:
-            summed = records.add(summed, replies[client])
-        return Summed(summed, clients)
+        return Summed(reduce(records.add, replies.values()), list(replies))
 
     def relay(
         self,
@@ -313,15 +312,15 @@ class Federation:
         ):
             self.accounting.bytes_down += records.size(task) + model
             return True
-        return bool(self._reach({client: task}, None, None, model))
+        return bool(self._reach(Requests([task], {client: 0}), None, None, model))
 
     def _reach(
         self,
-        requests: Mapping[ClientId, Request],
+        requests: Requests,
         deadline: float | None,
         work: Mapping[ClientId, float] | None,
         model: int | None = None,
-    ) -> dict[ClientId, Request]:
+    ) -> Requests:
         """Those of the requests that reach their client and will be answered in time.
 
         What is sent to clients that turn out to be late counts too. With each request of a relay goes a ``model`` of so
@@ -329,23 +328,19 @@ class Federation:
         """
         clients = sorted(requests)
         if not clients:
-            return {}
+            return requests
         if clients[0] < 0 or clients[-1] >= self.config.clients:
             raise ValueError(f"clients {clients[0]} … {clients[-1]} asked; there are 0 … {self.config.clients - 1}")
         self.accounting.invited.update(clients)
         clients = self._online_of(clients)
-        sizes: dict[int, int] = {}
-        for client in clients:
-            request = requests[client]
-            # Many clients are often sent the very same request: measured once.
-            if id(request) not in sizes:
-                sizes[id(request)] = records.size(request) + (model or 0)
-            self.accounting.bytes_down += sizes[id(request)]
+        distinct = [records.size(request) + (model or 0) for request in requests.distinct]
+        sizes = {client: distinct[requests.which[client]] for client in clients}
+        self.accounting.bytes_down += sum(sizes.values())
         self.accounting.exchanges += model is None
         clients = self._in_time(clients, requests, deadline, work, sizes)
         if model is not None:
             self._pass_time()  # the model goes on to the next client, and comes back but once
-        return {client: requests[client] for client in clients}
+        return requests.among(clients)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
         """Those of some clients who are there; each is drawn once a round."""
@@ -381,8 +376,8 @@ class Federation:
         asked = np.array(clients, dtype=np.int64)
         seconds = availability.seconds(asked, np.array(done, dtype=np.float64), self.config.seed)
         if availability.network:
-            sent = [sizes[id(requests[client])] for client in clients]
-            seconds = seconds + [availability.transfer(size, availability.bandwidth_down) for size in sent]
+            down = availability.bandwidth_down
+            seconds = seconds + [availability.transfer(sizes[client], down) for client in clients]
         late = seconds > (math.inf if self._deadline is None else self._deadline)
         # A client that is too late is not simulated: its work would be thrown away, and its state stays as it was.
         self._miss("late", asked[late].tolist(), self.accounting.late)

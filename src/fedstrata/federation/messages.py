@@ -6,6 +6,7 @@ declares a ``Request`` and a ``Reply`` of its own, and how a client answers (``f
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -71,6 +72,44 @@ class Request(Message):
             wanted = f"{type(self).__name__}, which wants {self.reply_type.__name__}"
             raise ReplyRefusedError(f"a {type(reply).__name__} is no answer to {wanted}")
         self.check(reply)
+
+
+class Requests(Mapping[ClientId, Request]):
+    """The request of each client; those that are the same for several clients are there once.
+
+    Args:
+        distinct: The requests.
+        which: For each client, the place of its request in ``distinct``.
+        work: Sample-gradients that each client's answer takes; none where it is left out.
+    """
+
+    def __init__(
+        self, distinct: Sequence[Request], which: Mapping[ClientId, int], work: Mapping[ClientId, float] | None = None
+    ) -> None:
+        self.distinct, self.which, self.work = distinct, which, work or {}
+
+    @classmethod
+    def of(cls, clients: Iterable[ClientId], request: Request | Mapping[ClientId, Request]) -> Requests:
+        """One request for all clients, or one for each by a mapping."""
+        if isinstance(request, Request):
+            return cls([request], dict.fromkeys(map(int, clients), 0))
+        if isinstance(request, Requests):
+            return request if clients is request else request.among(clients)
+        own = {int(client): request[client] for client in clients}
+        return cls(list(own.values()), {client: place for place, client in enumerate(own)})
+
+    def among(self, clients: Iterable[ClientId], work: Mapping[ClientId, float] | None = None) -> Requests:
+        """The requests of some of the clients, with the work that they take."""
+        return Requests(self.distinct, {client: self.which[client] for client in clients}, work or self.work)
+
+    def __getitem__(self, client: ClientId) -> Request:
+        return self.distinct[self.which[client]]
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self.which)
+
+    def __len__(self) -> int:
+        return len(self.which)
 
 
 @record("Weights")

@@ -314,7 +314,7 @@ class Recipe(Method):
         message, counts = objective.message(state.objective), not data.private
         expected = objective.expected(weights, config)
         request = Fit(federation.round, weights, message, keep, **effort(config), counts=counts, expected=expected)
-        replies = federation.ask(dict.fromkeys(invited, request))
+        replies = federation.ask(invited, request)
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         # A server optimiser with weight decay would move even what no client trains.

@@ -56,7 +56,7 @@ class FedTAN(Recipe):
         weights = state.weights
         selection, clients = sampler.select(federation, state.clients, weights)
         request = FitTogether(federation.round, weights, **effort(federation.config))
-        replies = federation.ask(dict.fromkeys(selection.clients.tolist(), request), together=True)
+        replies = federation.ask(selection.clients.tolist(), request, together=True)
         after, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         state = RecipeState(
             weights=after,

@@ -5,7 +5,7 @@ Methods for specs, by their path: ``name = "fedstrata.papers.other_readings:Publ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,12 +32,12 @@ class Losing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._federation, name)
 
-    def ask(self, requests: Mapping[int, Any], **options: Any) -> dict[int, Any]:
+    def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
         """The replies that arrive: from those who would have been there with ``bernoulli`` and the same p."""
-        replies = self._federation.ask(requests, **options)
-        clients = np.array(list(replies), dtype=np.int64)
-        arrives = Bernoulli(p=self._p).online(clients, self._federation.round, self._federation.config.seed)
-        return {client: replies[client] for client in clients[arrives].tolist()}
+        replies = self._federation.ask(clients, request, **options)
+        answered = np.array(list(replies), dtype=np.int64)
+        arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
+        return {client: replies[client] for client in answered[arrives].tolist()}
 
 
 class Lost(Recipe):

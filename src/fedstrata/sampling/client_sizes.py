@@ -55,7 +55,7 @@ def ask_sizes(
     bound = bound if epsilon is not None else 0
     alpha = truth_probability(epsilon, bound) if epsilon is not None else 1.0
     request = SizeReport(federation.round, bound, alpha)
-    replies = federation.ask({int(client): request for client in clients})
+    replies = federation.ask(clients, request)
     return {client: reply.samples for client, reply in replies.items()}, bound, alpha
 
 

@@ -20,7 +20,7 @@ from fedstrata.base.records import Message
 from fedstrata.data.fitting import Statistics, Unfitted
 from fedstrata.engines.local import refuse_random
 from fedstrata.federation.engine import Engine, EngineEvent, Failure, FederationConfig, RelaySession
-from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import (
@@ -274,6 +274,7 @@ class NVFlareEngine(Engine):
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
         """One message to every site, with the questions to its clients."""
         self._asked = {}
+        every = Requests.of(requests, requests)
         for client in sorted(requests):
             self._asked.setdefault(self.homes[client], []).append(client)
         group = secrets.token_hex(8) if together else ""
@@ -281,9 +282,9 @@ class NVFlareEngine(Engine):
         bodies: dict[str, Message] = {}
         places = {client: place for place, client in enumerate(sorted(requests))}
         for site, clients in self._asked.items():
-            different = list({id(requests[client]): requests[client] for client in clients}.values())
-            index = {id(request): number for number, request in enumerate(different)}
-            which = [index[id(requests[client])] for client in clients]
+            index = {number: place for place, number in enumerate(dict.fromkeys(every.which[c] for c in clients))}
+            different = [every.distinct[number] for number in index]
+            which = [index[every.which[client]] for client in clients]
             mine = [places[client] for client in clients] if together else []
             bodies[site] = Ask(self._exchange, clients, different, which, group, mine)
         if not together:

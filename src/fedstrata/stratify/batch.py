@@ -108,7 +108,8 @@ def _batch(
             federation.note("batch skipped", work, "a single sample is left of it, and BatchNorm needs two")
             return None
         total = federation.ask_sum(
-            dict.fromkeys(work, request),
+            work,
+            request,
             together=together,
             work={client: samples * local_steps for client, samples in work.items()},
         )
@@ -231,7 +232,7 @@ class BatchPlan:
                 window=self.window,
                 end=self.batches,
             )
-        replies: dict[int, ReserveReply] = self.federation.ask(requests)
+        replies: dict[int, ReserveReply] = self.federation.ask(requests, requests)
         self._asked.update(replies)
         self._leave(set(requests) - set(replies))
         still_open = []

@@ -70,7 +70,7 @@ def test_what_can_be_set_aside_tells_how_many_samples_of_a_placeholder_there_are
         theirs = [p for place, p in enumerate(holders.placeholders.tolist()) if 0 in holders.of_placeholder(place)[0]]
         wanted, none = torch.tensor(theirs).repeat_interleave(500), torch.zeros(0, dtype=torch.int64)
         question = Reserve(1, torch.zeros_like(wanted), wanted, none, True)
-        (reply,) = federation.ask({0: question}).values()
+        (reply,) = federation.ask([0], question).values()
         prepared = simulation.prepared
         labels = prepared.data.y_train[prepared.assignment[0]]
     served = (~reply.missing).reshape(len(theirs), -1).sum(dim=1)

@@ -31,7 +31,7 @@ from fedstrata.federation.communication.codecs import (
 )
 from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.federation.federation import AskOptions, Federation
-from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
+from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Requests, Weights
 from fedstrata.federation.reply_checks import finite
 
 
@@ -144,7 +144,7 @@ class Channel:
         self.state = ChannelState(0, -1, b"", {}, [], nobody, {})
         self._round, self._source = 0, Params()
 
-    def takes(self, requests: Mapping[ClientId, Request]) -> bool:
+    def takes(self, requests: Requests) -> bool:
         """Whether these questions go through it: one about a model, the same for all.
 
         Raises:
@@ -153,23 +153,19 @@ class Channel:
         first = next(iter(requests.values()), None)
         if not isinstance(first, ModelRequest):
             return False
-        if any(request is not first for request in requests.values()):
+        if len(requests) > 1 and len(requests.distinct) > 1:
             raise FedstrataError(
                 "[communication] encodes one question about a model that is the same for all clients; here each "
-                f"client is put a {type(first).__name__} of its own: use one request, dict.fromkeys(clients, request)"
+                f"client is put a {type(first).__name__} of its own: use one request for all, ask(clients, request)"
             )
         return True
 
-    def ask(
-        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **options: Unpack[AskOptions]
-    ) -> dict[ClientId, Any]:
+    def ask(self, federation: Federation, requests: Requests, **options: Unpack[AskOptions]) -> dict[ClientId, Any]:
         """The answers that can be used; see ``Federation.ask``."""
         answers, reader = self._ask(federation, requests, options)
         return {client: reader.read(answer) for client, answer in answers.items()} if reader else {}
 
-    def ask_sum(
-        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], **options: Unpack[AskOptions]
-    ) -> Summed | None:
+    def ask_sum(self, federation: Federation, requests: Requests, **options: Unpack[AskOptions]) -> Summed | None:
         """The sum of all answers; see ``Federation.ask_sum``."""
         answers, reader = self._ask(federation, requests, options)
         if not answers or reader is None:
@@ -182,10 +178,10 @@ class Channel:
         return Summed(reader.read_sum(rest, answers.values()), list(answers))
 
     def _ask(
-        self, federation: Federation, requests: Mapping[ClientId, ModelRequest], options: AskOptions
+        self, federation: Federation, requests: Requests, options: AskOptions
     ) -> tuple[dict[ClientId, EncodedReply], Reader | None]:
         """Put one question to clients; their answers, and what reads them."""
-        question = next(iter(requests.values()))
+        question: Any = next(iter(requests.values()))
         exchange = self.state.exchange + 1
         self.state = replace(self.state, exchange=exchange)
         if not isinstance(self.down, Uncompressed):
@@ -208,7 +204,7 @@ class Channel:
         reader = replace(reader, forms=codec.forms_of_coefficients(like), frame=frame)
         coefficients = Coefficients(exchange, pack(frame, projected.forms), reader)
         done: AskOptions = {**options, "work": None}
-        answers = federation.exchange(dict.fromkeys(answers, coefficients), **done)
+        answers = federation.exchange(answers, coefficients, **done)
         if answers:
             self.state = replace(self.state, basis=codec.next_basis(reader.summed(answers.values()), basis))
         return answers, reader
@@ -229,17 +225,14 @@ class Channel:
     ) -> dict[ClientId, EncodedReply]:
         """Ask; each client gets the model in the way that is shortest for it."""
         if isinstance(self.down, Uncompressed):
-            return federation.exchange(dict.fromkeys(clients, request), **options)
+            return federation.exchange(clients, request, **options)
         question, confirmed = request.request, self.state.confirmed.copy()
         bare = replace(question, weights=Weights({}, question.weights.buffers))
-        ways: dict[int, Encoded] = {}
-        requests = {}
-        for client in clients:
-            base = int(confirmed[client])
-            if base not in ways:
-                ways[base] = replace(request, request=bare, delivery=self._delivery(base))
-            requests[client] = ways[base]
-        answers: dict[ClientId, EncodedReply] = federation.exchange(requests, **options)
+        bases = {client: int(confirmed[client]) for client in clients}
+        places = {base: place for place, base in enumerate(dict.fromkeys(bases.values()))}
+        ways = [replace(request, request=bare, delivery=self._delivery(base)) for base in places]
+        versions = Requests(ways, {client: places[base] for client, base in bases.items()})
+        answers: dict[ClientId, EncodedReply] = federation.exchange(versions, versions, **options)
         confirmed[list(answers)] = self.state.version
         # Nobody knows what a client has whose answer failed; one that was never reached has what it had.
         confirmed[[client for client in clients if client in federation.accounting.failed]] = -1

@@ -68,7 +68,7 @@ class PackedList(UniqueList):
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
         """See ``UniqueList``."""
-        return self.ask(dict.fromkeys(clients, SealLabels(self.classes, self.public)))
+        return self.ask(clients, SealLabels(self.classes, self.public))
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
         """See ``UniqueList``."""
@@ -84,7 +84,7 @@ class PackedList(UniqueList):
             which = torch.tensor([sheet for sheet, _ in order[client]], dtype=torch.int64)
             requests[client] = Compare(self.classes, which, differences)
         held = {}
-        for client, reply in self.ask(requests).items():
+        for client, reply in self.ask(requests, requests).items():
             found = self._resolve(reply.places.numpy(), order[client])
             if found is None or self.grid.sheets(len(found)) != len(clients[client].sheets):
                 self.refuse(client, "a match where the list has no entry, or another number of labels than it sent")

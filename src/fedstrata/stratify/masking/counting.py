@@ -42,7 +42,7 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     for begin in range(0, len(clients), TOGETHER):
         chunk = clients[begin : begin + TOGETHER]
         requests = {client: CountReport(torch.from_numpy(names[held[client]]), size, public) for client in chunk}
-        for client, reply in federation.ask(requests).items():
+        for client, reply in federation.ask(requests, requests).items():
             pages = load(reply)
             sums = [total.add_(page) for total, page in zip(sums, pages, strict=True)] if sums else pages
             counted[client] = held[client]
@@ -88,7 +88,7 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
     counts: Held = {}
-    for client, reply in federation.ask(requests).items():
+    for client, reply in federation.ask(requests, requests).items():
         counts[client] = np.rint(reply.shares.numpy() * totals[held[client]]).astype(np.int64)
     rest = totals - _per_placeholder(counts, held, len(totals))
     silent = {client: np.ones_like(placeholders) for client, placeholders in held.items() if client not in counts}

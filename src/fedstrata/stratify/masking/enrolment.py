@@ -166,7 +166,7 @@ def _in_the_clear(
     federation: Federation, clients: Sequence[ClientId], before: Roll | None, watch: Watch, weighted: bool
 ) -> Roll:
     watch("unique list")
-    replies = federation.ask(dict.fromkeys(clients, LabelReport()))
+    replies = federation.ask(clients, LabelReport())
     known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
@@ -186,7 +186,7 @@ def _by_tag(
     public = _public(federation, clients, before, comparing=False)
 
     watch("unique list")
-    replies = federation.ask(dict.fromkeys(clients, TagReport(public, federation.config.classes)))
+    replies = federation.ask(clients, TagReport(public, federation.config.classes))
     known: list[bytes] = list(before.register.tags) if before else []
     presented = {client: [bytes(tag) for tag in reply.tags.numpy()] for client, reply in replies.items()}
     watch("mapping")
@@ -257,5 +257,5 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
 def _assign(federation: Federation, held: Held, names: Ints) -> Held:
     """Tell clients their placeholders; those that know them now."""
     requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
-    replies: dict[ClientId, Assigned] = federation.ask(requests)
+    replies: dict[ClientId, Assigned] = federation.ask(requests, requests)
     return {client: held[client] for client in replies}

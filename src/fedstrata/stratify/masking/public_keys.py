@@ -16,7 +16,7 @@ from fedstrata.stratify.masking.messages import OpenKeys, PublicKeys
 def ask_one(federation: Federation, client: ClientId, request: Request) -> Any:
     """One client's reply, or None; why is an event."""
     try:
-        return federation.ask({client: request}).get(client)
+        return federation.ask([client], request).get(client)
     except ClientsFailedError as error:
         # It was the only one asked and the first of its kind: the others may still answer.
         federation.accounting.failed.add(client)

@@ -8,14 +8,14 @@ answer, which is where zeros are.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import ClientId, Request
+from fedstrata.federation.messages import ClientId, Request, Requests
 from fedstrata.stratify.masking.messages import SealedLabels
 from fedstrata.stratify.masking.public_keys import Public, ask_one
 
@@ -101,10 +101,10 @@ class UniqueList(ABC):
         self.federation.accounting.failed.add(client)
         self.federation.note("refused", [client], f"client {client} in round {self.federation.round}: {defect}")
 
-    def ask(self, requests: Mapping[ClientId, Request]) -> dict[ClientId, Any]:
+    def ask(self, clients: Collection[ClientId], request: Request | Mapping[ClientId, Request]) -> dict[ClientId, Any]:
         """One exchange; a single client that raises an exception is a client that does not answer."""
-        if len(requests) == 1:
-            ((client, request),) = requests.items()
-            reply = ask_one(self.federation, client, request)
+        if len(clients) == 1:
+            ((client, own),) = Requests.of(clients, request).items()
+            reply = ask_one(self.federation, client, own)
             return {} if reply is None else {client: reply}
-        return self.federation.ask(requests)
+        return self.federation.ask(clients, request)
