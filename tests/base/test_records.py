@@ -20,7 +20,7 @@ from torch import Tensor
 import fedstrata
 from fedstrata.base import records
 from fedstrata.base.errors import WireError
-from fedstrata.base.records import Message, add, decode, encode, leaves_of, record, require_types, same, size, unsent
+from fedstrata.base.records import add, decode, encode, record, require_types, same, size
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.stratify.messages import GradientReply, LabelReport
@@ -285,31 +285,6 @@ def test_sums_are_taken_leaf_by_leaf():
         add(Part(1, {"w": torch.ones(2)}, "s"), Part(2, {"v": torch.ones(2)}, "s"))
     with pytest.raises(TypeError, match="do not add up"):
         add(Part(1, {}, ""), Pair(1, 2))
-
-
-@record("test/Secret")
-class Secret(Message):
-    said: int
-    kept: Any = unsent(7)
-
-
-def test_what_is_not_sent_stays_with_whoever_made_the_record():
-    secret = Secret(1, kept=torch.ones(1000))
-    assert encode(secret) == encode(Secret(1))
-    assert size(secret) == len(encode(secret)) < 400
-    assert b"kept" not in encode(secret)
-    assert decode(encode(secret)).kept == 7
-    # It is no part of what the record says either.
-    assert secret == Secret(1, kept=None)
-    assert repr(secret) == "Secret(said=1)"
-    assert list(leaves_of(secret)) == [1]
-    require_types(Secret(1, kept=object()))
-
-
-def test_what_is_not_sent_is_not_accepted():
-    forged = encode(Secret(1)).replace(b'"said"', b'"kept"')
-    with pytest.raises(WireError, match=r"Secret\.said"):
-        decode(forged)
 
 
 def test_leaves_come_in_order():

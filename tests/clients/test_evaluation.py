@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fedstrata as fs
-from fedstrata.evaluation.messages import Evaluate
+from fedstrata.evaluation.messages import Evaluate, Evaluated
 
 TABLE = {
     "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 5, "min_size": 20},
@@ -26,8 +26,8 @@ def started(method="fedavg", fine_tune=2, training=None, **more):
 
 def asked(simulation, **fields):
     question = {"part": "test", "personal": False, "epochs": 0, "score_bins": 0, "confidence_bins": 0} | fields
-    request = Evaluate(simulation.round, simulation.evaluated(), classes=10, **question)
-    return simulation.federation.measure(request)
+    request = Evaluate(simulation.round, simulation.evaluated(), **question)
+    return simulation.federation.measure(request, check=lambda reply: reply.require(10))
 
 
 def test_the_global_model_is_what_the_loop_measures_itself():
@@ -127,7 +127,7 @@ def test_a_reply_that_cannot_be_is_not_counted():
     with started() as simulation:
         simulation.step()
         replies, _ = asked(simulation, score_bins=8)
-        request = Evaluate(1, simulation.evaluated(), "test", False, 0, 8, 0, 10)
+        request = Evaluate(1, simulation.evaluated(), "test", False, 0, 8, 0)
         good = replies[0]
         request.check(good)
         from dataclasses import replace
@@ -135,14 +135,24 @@ def test_a_reply_that_cannot_be_is_not_counted():
         from fedstrata.base.errors import ReplyRefusedError
 
         bad = {
-            "confusion": replace(good.sums, confusion=torch.zeros(3, 3, dtype=torch.int64)),
+            "confusion": replace(
+                good.sums,
+                confusion=good.sums.confusion[:3, :3],
+                scores=good.sums.scores[:3],
+                samples=int(good.sums.confusion[:3, :3].sum()),
+            ),
             "negative": replace(good.sums, confusion=good.sums.confusion - 1),
             "samples in the confusion": replace(good.sums, samples=good.sums.samples + 1),
             "scores of other samples": replace(good.sums, scores=good.sums.scores * 0),
         }
+
+        def require(reply: Evaluated) -> None:
+            request.check(reply)
+            reply.require(10)
+
         for problem, sums in bad.items():
             with pytest.raises(ReplyRefusedError, match=problem):
-                request.check(replace(good, sums=sums))
+                require(replace(good, sums=sums))
 
 
 def test_who_has_no_such_part_is_not_measured():

@@ -226,7 +226,7 @@ def test_a_model_is_measured_alike_and_nothing_changes(federation: Federation, e
 
     prepared = fs.prepare(SPEC)
     model = prepared.config.model
-    request = Evaluate(1, Weights(model.params(), model.buffers()), "test", True, epochs, 8, 15, classes=10)
+    request = Evaluate(1, Weights(model.params(), model.buffers()), "test", True, epochs, 8, 15)
     replies, size = federation.measure(request)
     near = Federation(LocalEngine(make_context(prepared), StateStore()), prepared.config, fs.Always())
     expected, _ = near.measure(request)

@@ -23,7 +23,8 @@ from fedstrata.federation.communication.codecs import Communication
 from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Request, Weights
+from fedstrata.federation.messages import ClientId, Extra, ModelRequest, Params, Reply, Request, Weights
+from fedstrata.objectives.base import CrossEntropy
 from fedstrata.runs.simulation import Simulation, make_context
 from fedstrata.stratify.messages import GradientReply
 
@@ -50,7 +51,7 @@ class Tell(ModelRequest):
     round: int
     weights: Weights
 
-    def changes(self) -> Params:
+    def changes(self, message: Extra) -> Params:
         return self.weights.params
 
 
@@ -97,7 +98,7 @@ class World:
         context = replace(context, handlers=context.handlers + [tell])  # noqa: RUF005
         self.store = StateStore()
         self.engine = Flaky(context, self.store)
-        self.channel = Channel(spec.communication, (), N, 0)
+        self.channel = Channel(spec.communication, CrossEntropy(), N, 0)
         self.federation = Federation(self.engine, prepared.config, spec.availability, channel=self.channel)
         self.params = prepared.config.model.params()
         self.round = 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fedstrata as fs
 from fedstrata.base.errors import ClientsFailedError, FedstrataError, QuorumError, ReplyRefusedError
-from fedstrata.base.records import encode, record, unsent
+from fedstrata.base.records import encode, record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handlers.fit import fit
 from fedstrata.clients.handling import handles, handles_hop
@@ -37,11 +37,11 @@ class Say(Request):
     reply_type: ClassVar[type[Reply]] = Said
 
     what: str
-    unwanted: int = unsent(-1)
 
-    def check(self, reply: Said) -> None:
-        if reply.number == self.unwanted:
-            raise ReplyRefusedError("not you")
+
+def unwanted(reply: Said) -> None:
+    if reply.number == 1:
+        raise ReplyRefusedError("not you")
 
 
 @handles(Say)
@@ -200,7 +200,7 @@ def test_the_largest_finite_numbers_are_not_refused(tiny):
 
 def test_a_request_checks_its_own_reply_at_the_server(tiny):
     federation = tiny()
-    assert list(federation.ask(range(4), Say("1", unwanted=1))) == [0, 2, 3]
+    assert list(federation.ask(range(4), Say("1"), check=unwanted)) == [0, 2, 3]
     assert federation.reasons("refused") == ["client 1 in round 1 of toy: not you"]
 
 

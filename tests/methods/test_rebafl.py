@@ -14,7 +14,7 @@ import fedstrata as fs
 from fedstrata.base.errors import ClientsFailedError, ReplyRefusedError, SpecError
 from fedstrata.base.rng import rng
 from fedstrata.clients.store import StateStore
-from fedstrata.federation.messages import Fit, FitReply
+from fedstrata.federation.messages import FitReply, check_message
 from fedstrata.objectives.rebafl import Rebalanced
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import prepare
@@ -153,12 +153,12 @@ def test_what_an_audit_reads_is_in_the_checkpoint(tmp_path):
 def test_a_client_that_sends_other_shapes_is_refused(start, seven):
     started = start(given(((0, 1, 3), (2, 5, 6))), seven, net())
     weights, objective = started.state.weights, started.method.choices()[2]
-    request = Fit(1, weights, {}, 1.0, 1.0, expected=objective.expected(weights, started.config))
+    expected = objective.expected(weights, started.config)
     good = {"means": torch.zeros(3, 4), "samples": torch.zeros(3)}
-    request.check_reply(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": good}))
+    check_message(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": good}), expected)
     for bad in ({**good, "means": torch.zeros(3, 5)}, {**good, "samples": torch.zeros(2)}, {"means": good["means"]}):
         with pytest.raises(ReplyRefusedError, match="prototypes"):
-            request.check_reply(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": bad}))
+            check_message(FitReply(weights, 3, 1, 3, 0.5, {"prototypes": bad}), expected)
 
 
 def test_sizes_that_clients_keep_private_are_not_told_by_prototypes():

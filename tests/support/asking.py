@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from fedstrata.base.errors import ReplyRefusedError
-from fedstrata.base.records import record, unsent
+from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.federation.messages import Reply, Request
@@ -21,17 +21,10 @@ class Visits(Reply):
 class HowOften(Request):
     reply_type: ClassVar[type[Reply]] = Visits
 
-    most: int = unsent(0)
-
-    def check(self, reply: Visits) -> None:
-        if reply.times > self.most:
-            raise ReplyRefusedError("so often nobody was asked")
-
 
 @handles(HowOften)
 def count(client: Client, request: HowOften) -> Visits:
-    """How often this client was asked; what the server expects never comes here."""
-    assert request.most in (0, client.state.get("visits", 0) + 1)
+    """How often this client was asked."""
     client.state["visits"] = client.state.get("visits", 0) + 1
     return Visits(client.state["visits"])
 
@@ -42,6 +35,10 @@ class Counted(FedAvg):
     handlers = (count,)
 
     def run_round(self, federation, state):
-        replies = federation.ask(range(federation.config.clients), HowOften(federation.round))
+        def seldom(reply: Visits) -> None:
+            if reply.times > federation.round:
+                raise ReplyRefusedError("so often nobody was asked")
+
+        replies = federation.ask(range(federation.config.clients), HowOften(), check=seldom)
         state, metrics = super().run_round(federation, state)
         return state, {**metrics, "visits": sum(reply.times for reply in replies.values())}

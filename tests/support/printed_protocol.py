@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedstrata.base.errors import FedstrataError, ReplyRefusedError
-from fedstrata.base.records import record, unsent
+from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.federation.federation import Federation
@@ -45,6 +45,15 @@ class SealedPairs(Reply):
     labels: tuple[bytes, ...]
     counts: tuple[bytes, ...]
 
+    def require(self, public: Public, classes: int) -> None:
+        """Refuse what was not encrypted with these public keys, and more labels than there are classes."""
+        public.check_key(self.key)
+        if len(self.labels) > classes:
+            raise ReplyRefusedError(f"{len(self.labels)} labels and {len(self.counts)} counts")
+        for label, count in zip(self.labels, self.counts, strict=True):
+            public.comparing.load(label, length=1)
+            public.counting.load(count, length=1)
+
 
 @record("test/SealPairs")
 class SealPairs(Request):
@@ -52,17 +61,10 @@ class SealPairs(Request):
 
     reply_type: ClassVar[type[Reply]] = SealedPairs
 
-    public: Any = unsent()
-    classes: Any = unsent()
-
     def check(self, reply: SealedPairs) -> None:
         """A count for each label."""
-        self.public.check_key(reply.key)
-        if len(reply.labels) != len(reply.counts) or len(reply.labels) > self.classes:
+        if len(reply.labels) != len(reply.counts):
             raise ReplyRefusedError(f"{len(reply.labels)} labels and {len(reply.counts)} counts")
-        for label, count in zip(reply.labels, reply.counts, strict=True):
-            self.public.comparing.load(label, length=1)
-            self.public.counting.load(count, length=1)
 
 
 @record("test/CompareOneReply")
@@ -114,7 +116,7 @@ class PrintedList(UniqueList):
         return PrintedRegister(self.public.keys, tuple(entry.serialize() for entry in self.entries))
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, Any]:
-        replies = self.ask(clients, SealPairs(self.public, self.classes))
+        replies = self.ask(clients, SealPairs(), check=lambda reply: reply.require(self.public, self.classes))
         self.counts |= {client: reply.counts for client, reply in replies.items()}
         return replies
 

@@ -87,8 +87,8 @@ def register(classes: Mapping[str, type]) -> None:
 
 
 def fields_of(cls: type) -> tuple[str, ...]:
-    """Return the names of the fields that travel."""
-    return tuple(field.name for field in dataclasses.fields(cls) if not field.metadata.get("unsent"))
+    """Return the names of a dataclass's fields."""
+    return tuple(field.name for field in dataclasses.fields(cls))
 
 
 class Message:
@@ -443,8 +443,3 @@ def _zip_with(combine: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 def same() -> Any:
     """A field that every party's reply holds alike, so that a sum of replies keeps the first."""
     return dataclasses.field(metadata={"same": True})
-
-
-def unsent(default: Any = None) -> Any:
-    """A field that stays with whoever made the record: it is never encoded, and a decoded record has its default."""
-    return dataclasses.field(default=default, metadata={"unsent": True}, compare=False, repr=False)

@@ -195,7 +195,7 @@ class Evaluator:
         metrics = self.settings.metrics
         epochs = (self.settings.fine_tune or 0) if personal else 0
         scores, confidences = (max(getattr(m, key) for m in metrics) for key in ("score_bins", "confidence_bins"))
-        return Evaluate(round, weights, part, personal, epochs, scores, confidences, self.data.classes)
+        return Evaluate(round, weights, part, personal, epochs, scores, confidences)
 
     def _asked(self, question: Evaluate, ask: Ask) -> tuple[EvaluationSums | None, Reals | None, Ints]:
         """The sum of the clients' sums; their values (N, metrics), None where not all tell them; samples (N,)."""

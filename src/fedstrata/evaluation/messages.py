@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 
 from fedstrata.base.errors import ReplyRefusedError
-from fedstrata.base.records import record, unsent
+from fedstrata.base.records import record
 from fedstrata.evaluation.sums import EvaluationSums
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_shape
@@ -27,6 +27,18 @@ class Evaluated(Reply):
     sums: EvaluationSums
     values: dict[str, float] | None
 
+    def require(self, classes: int) -> None:
+        """Refuse sums over other classes.
+
+        Args:
+            classes: C.
+
+        Raises:
+            ReplyRefusedError: The sums are of another number of classes.
+        """
+        require_shape(self.sums.confusion, (classes, classes), torch.int64, "confusion")
+        require_shape(self.sums.scores, (classes, 2, -1), torch.int64, "scores")
+
 
 @record("Evaluate")
 class Evaluate(Request):
@@ -40,7 +52,6 @@ class Evaluate(Request):
         epochs: Of that tuning, on the samples that it trains on.
         score_bins: Bins of each class's scores in the sums.
         confidence_bins: Bins of the confidence.
-        classes: C; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = Evaluated
@@ -52,7 +63,6 @@ class Evaluate(Request):
     epochs: int
     score_bins: int
     confidence_bins: int
-    classes: int = unsent(0)
 
     def work(self, samples: int) -> float:
         """Sample-gradients: those of the tuning."""
@@ -60,9 +70,9 @@ class Evaluate(Request):
 
     def check(self, reply: Evaluated) -> None:
         """Counts that can be, of as many bins as were asked for."""
-        sums, classes = reply.sums, self.classes
-        require_shape(sums.confusion, (classes, classes), torch.int64, "confusion")
-        require_shape(sums.scores, (classes, 2, self.score_bins), torch.int64, "scores")
+        sums = reply.sums
+        require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
+        require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")
         require_shape(sums.calibration, (self.confidence_bins, 2), torch.float64, "calibration")
         counts = (sums.confusion, sums.scores, sums.calibration)
         if any(bool((count < 0).any()) for count in counts) or sums.samples < 0 or sums.loss < 0:

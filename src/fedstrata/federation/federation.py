@@ -23,7 +23,7 @@ from fedstrata.federation.accounting import Accounting, Relayed, Summed
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
-from fedstrata.federation.reply_checks import defect_of
+from fedstrata.federation.reply_checks import Check, defect_of
 
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
 
@@ -35,6 +35,7 @@ class AskOptions(TypedDict, total=False):
     quorum: int
     together: bool
     work: Mapping[ClientId, float] | None
+    check: Check | None
 
 
 class Channel(Protocol):
@@ -117,6 +118,7 @@ class Federation:
         quorum: int = 0,
         together: bool = False,
         work: Mapping[ClientId, float] | None = None,
+        check: Check | None = None,
     ) -> dict[ClientId, Any]:
         """Put a question to clients and collect the answers that can be used.
 
@@ -128,6 +130,7 @@ class Federation:
             together: Let the clients run at the same time as one group for ``all_reduce_sum``. The sum is void when
                 one of them fails, so that nobody's answer counts then.
             work: Sample-gradients that each request takes, where the request cannot tell.
+            check: Refuses a reply by what only the server knows, beside ``Request.check``.
 
         Returns:
             The replies, sorted by client. Who dropped out, failed, was late or was refused is absent; ``events`` says
@@ -138,7 +141,13 @@ class Federation:
             ClientsFailedError: All clients raised an exception and none ever answered such a request.
         """
         requests = Requests.of(clients, request)
-        options: AskOptions = {"deadline": deadline, "quorum": quorum, "together": together, "work": work}
+        options: AskOptions = {
+            "deadline": deadline,
+            "quorum": quorum,
+            "together": together,
+            "work": work,
+            "check": check,
+        }
         if self.channel is not None and self.channel.takes(requests):
             replies = self.channel.ask(self, requests, **options)
         else:
@@ -155,20 +164,22 @@ class Federation:
         quorum: int = 0,
         together: bool = False,
         work: Mapping[ClientId, float] | None = None,
+        check: Check | None = None,
     ) -> dict[ClientId, Any]:
         """``ask`` with these very messages, whatever channel there is."""
         reached = self._reach(Requests.of(clients, request), deadline, work)
         outcomes = self.engine.ask(reached, together=together) if reached else {}
-        return self._collect(reached, outcomes, quorum, together)
+        return self._collect(reached, outcomes, quorum, together, check)
 
     def _tell(self, replies: Mapping[ClientId, Any]) -> None:
         if replies and self.listener is not None:
             self.listener(self.round, replies)
 
-    def measure(self, request: Request) -> tuple[dict[ClientId, Any], int]:
+    def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Put a question to every client that changes nothing and counts for nothing: to measure a model.
 
-        Whoever lives anywhere is reached: availability, time and the books are about training.
+        Whoever lives anywhere is reached: availability, time and the books are about training. ``check`` refuses a
+        reply as in ``ask``.
 
         Returns:
             The replies that can be used, sorted by client, and the bytes that went there and back. Events say who is
@@ -180,7 +191,7 @@ class Federation:
         replies: dict[ClientId, Any] = {}
         for client in sorted(outcomes):
             outcome = outcomes[client]
-            defect = outcome.reason if isinstance(outcome, Failure) else defect_of(outcome, request.check_reply)
+            defect = outcome.reason if isinstance(outcome, Failure) else defect_of(outcome, request.check_reply, check)
             if defect is None:
                 replies[client] = outcome
             else:
@@ -196,6 +207,7 @@ class Federation:
         deadline: float | None = None,
         together: bool = False,
         work: Mapping[ClientId, float] | None = None,
+        check: Check | None = None,
     ) -> Summed | None:
         """Like ``ask``, where only the sum of the replies matters.
 
@@ -207,7 +219,7 @@ class Federation:
         """
         requests = Requests.of(clients, request)
         if self.channel is not None and self.channel.takes(requests):
-            return self.channel.ask_sum(self, requests, deadline=deadline, together=together, work=work)
+            return self.channel.ask_sum(self, requests, deadline=deadline, together=together, work=work, check=check)
         reached = self._reach(requests, deadline, work)
         if not reached:
             return None
@@ -215,14 +227,14 @@ class Federation:
         if self.config.training.execution == "fused" and not (self.availability.network and self._deadline is not None):
             total = self.engine.ask_sum(reached)
             first = next(iter(reached.values()))
-            if total is not None and defect_of(total, first.check_reply) is None:
+            if total is not None and defect_of(total, first.check_reply, check) is None:
                 self.engine.commit(reached)
                 self._arrive(dict.fromkeys(reached, records.size(total)))
                 self._count_up(reached, records.size(total) * len(reached))
                 self._answered.add(type(first))
                 return Summed(total, list(reached))
             # Something in the sum cannot be used: ask one by one to learn whose part it is.
-        replies = self._collect(reached, self.engine.ask(reached, together=together), together=together)
+        replies = self._collect(reached, self.engine.ask(reached, together=together), 0, together, check)
         self._tell(replies)
         if not replies:
             return None
@@ -419,6 +431,7 @@ class Federation:
         outcomes: Mapping[ClientId, Reply | Failure],
         quorum: int = 0,
         together: bool = False,
+        check: Check | None = None,
     ) -> dict[ClientId, Any]:
         good: dict[ClientId, Any] = {}
         failures: dict[ClientId, Failure] = {}
@@ -427,7 +440,7 @@ class Federation:
             outcome = outcomes[client]
             if isinstance(outcome, Failure):
                 failures[client] = outcome
-            elif defect := defect_of(outcome, asked[client].check_reply):
+            elif defect := defect_of(outcome, asked[client].check_reply, check):
                 refused = True
                 self._fail(client, Failure(defect, refused=True))
             else:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
-from fedstrata.base.records import Message, record, unsent
+from fedstrata.base.records import Message, record
 from fedstrata.federation.reply_checks import require_like
 
 ClientId = int
@@ -43,10 +43,7 @@ class Reply(Message):
 
 
 class Request(Message):
-    """A question to a client.
-
-    Fields declared with ``records.unsent`` stay at the server, for ``check``.
-    """
+    """A question to a client."""
 
     reply_type: ClassVar[type[Reply]] = Reply
     """What the answer is."""
@@ -143,8 +140,12 @@ class ModelRequest(Request):
 
     weights: Weights
 
-    def changes(self) -> Params:
-        """Tensors like those of the change that an answer tells of; empty where it tells of none."""
+    def changes(self, message: Extra) -> Params:
+        """Tensors like those of the change that an answer tells of; empty where it tells of none.
+
+        Args:
+            message: Tensors like those of the objective's message.
+        """
         return {}
 
 
@@ -234,7 +235,6 @@ class Fit(ModelRequest):
         batch_size: Of these steps.
         counts: Whether the reply may tell how many samples were used. Under local differential privacy of the
             clients' sizes it must not: with the public ``keep`` it would give them away.
-        expected: Tensors like those that the objective's message must have; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = FitReply
@@ -247,23 +247,22 @@ class Fit(ModelRequest):
     steps: int = 0
     batch_size: int = 0
     counts: bool = True
-    expected: Any = unsent()
 
     def work(self, samples: int) -> float:
         """Samples seen: all kept ones, in every pass."""
         return sample_gradients(samples * self.keep, self.passes, self.steps, self.batch_size)
 
-    def changes(self) -> Params:
+    def changes(self, message: Extra) -> Params:
         """Of the parameters, and the objective's message."""
-        return fit_changes(self.weights, self.expected or {})
+        return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
-        """A model like the one that was sent, counts that can be, and the objective's message."""
-        check_fit(reply, self.weights, self.expected or {})
+        """A model like the one that was sent, and counts that can be."""
+        check_fit(reply, self.weights)
 
 
-def check_fit(reply: FitReply, weights: Weights, expected: Extra) -> None:
-    """Refuse a trained model that is not like ``weights``, or whose message is not like ``expected``.
+def check_fit(reply: FitReply, weights: Weights) -> None:
+    """Refuse a trained model that is not like ``weights``, and counts that cannot be.
 
     Raises:
         ReplyRefusedError: With what is wrong.
@@ -271,6 +270,14 @@ def check_fit(reply: FitReply, weights: Weights, expected: Extra) -> None:
     reply.weights.require_like(weights)
     if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
         raise ReplyRefusedError("a negative count")
+
+
+def check_message(reply: FitReply, expected: Extra) -> None:
+    """Refuse a trained model whose message is not like ``expected``.
+
+    Raises:
+        ReplyRefusedError: With what is wrong.
+    """
     if reply.message.keys() != expected.keys():
         raise ReplyRefusedError(f"message has {sorted(reply.message)}, expected {sorted(expected)}")
     for name, tensors in expected.items():

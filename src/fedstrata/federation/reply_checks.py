@@ -20,12 +20,17 @@ DTYPES = frozenset(
 """Types of tensors that every operation here knows."""
 
 
-def defect_of(reply: Any, check: Callable[[Any], None]) -> str | None:
+Check = Callable[[Any], None]
+"""Raises ``ReplyRefusedError`` for a reply that is well-formed and still wrong."""
+
+
+def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | None:
     """Why a reply cannot be used, or None.
 
     Args:
         reply: What came.
-        check: Raises ``ReplyRefusedError`` for one that is well-formed and still wrong: ``Request.check``.
+        check: What the request expects.
+        further: What the method expects beside that.
     """
     if not isinstance(reply, records.Message):
         return f"a {type(reply).__name__} is no message"
@@ -37,6 +42,8 @@ def defect_of(reply: Any, check: Callable[[Any], None]) -> str | None:
             if not finite(leaf):
                 return "NaN or infinity"
         check(reply)
+        if further is not None:
+            further(reply)
     except (ReplyRefusedError, WireError) as error:
         return str(error)
     return None

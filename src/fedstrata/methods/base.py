@@ -16,7 +16,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fit, FitReply, Params, Weights
+from fedstrata.federation.messages import Fit, FitReply, Params, Weights, check_message
 from fedstrata.federation.questions import SHARE, Agreed, Fact, Question, Questions, asks_no_more, joined, seen
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
@@ -313,8 +313,8 @@ class Recipe(Method):
 
         message, counts = objective.message(state.objective), not data.private
         expected = objective.expected(weights, config)
-        request = Fit(federation.round, weights, message, keep, **effort(config), counts=counts, expected=expected)
-        replies = federation.ask(invited, request)
+        request = Fit(federation.round, weights, message, keep, **effort(config), counts=counts)
+        replies = federation.ask(invited, request, check=lambda reply: check_message(reply, expected))
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         # A server optimiser with weight decay would move even what no client trains.

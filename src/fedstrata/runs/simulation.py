@@ -179,7 +179,7 @@ class Simulation:
             if not self.spec.communication.plain:
                 objective = method.objective_in_use()
                 self.channel = Channel(
-                    self.spec.communication, objective.additive, prepared.config.clients, self.spec.seed
+                    self.spec.communication, objective, prepared.config.clients, self.spec.seed
                 )
             self.federation = Federation(
                 self.engine, prepared.config, availability, method.name, listener=listener, channel=self.channel
@@ -280,7 +280,7 @@ class Simulation:
 
         def ask(question: Evaluate) -> Mapping[ClientId, Evaluated]:
             nonlocal sent
-            replies, size = self.federation.measure(question)
+            replies, size = self.federation.measure(question, check=lambda reply: reply.require(place.data.classes))
             sent += size
             return replies
 

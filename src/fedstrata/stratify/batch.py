@@ -230,9 +230,10 @@ class BatchPlan:
                 refill=torch.from_numpy(placeholders[np.array(refill, dtype=np.int64)]),
                 fresh=client not in self._asked,
                 window=self.window,
-                end=self.batches,
             )
-        replies: dict[int, ReserveReply] = self.federation.ask(requests, requests)
+        replies: dict[int, ReserveReply] = self.federation.ask(
+            requests, requests, check=lambda reply: reply.require_before(self.batches)
+        )
         self._asked.update(replies)
         self._leave(set(requests) - set(replies))
         still_open = []

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
-from fedstrata.base.records import record, same, unsent
-from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, Weights
+from fedstrata.base.records import record, same
+from fedstrata.federation.messages import Extra, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_like, require_shape
 
 MOST_SAMPLES = 2**40
 """Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""
+
+NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
+"""Why a reply to ``Reserve`` is refused."""
 
 
 @record("LabelReply")
@@ -58,6 +61,16 @@ class ReserveReply(Reply):
     missing: Tensor
     exhausted: Tensor
 
+    def require_before(self, end: int) -> None:
+        """Refuse a position in a batch that the epoch does not have.
+
+        Args:
+            end: How many batches it has.
+
+        Raises:
+            ReplyRefusedError: There is such a position.
+        """
+
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
@@ -72,6 +85,11 @@ class GatheredReply(ReserveReply):
     batches: Tensor
     held: Tensor
 
+    def require_before(self, end: int) -> None:
+        """Refuse a position in a batch that the epoch does not have."""
+        if bool((self.batches[~self.missing] >= end).any()):
+            raise ReplyRefusedError(NO_SUCH_BATCH)
+
 
 @record("Reserve")
 class Reserve(Request):
@@ -85,7 +103,6 @@ class Reserve(Request):
         fresh: Whether an earlier reservation of this epoch is forgotten first.
         window: The part of each label's samples, in the order in which they arrive, that is there: from and to, in
             [0, 1].
-        end: How many batches the epoch has; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
@@ -96,7 +113,6 @@ class Reserve(Request):
     refill: Tensor
     fresh: bool
     window: tuple[float, float] = (0.0, 1.0)
-    end: int = unsent(2**31)
 
     def check(self, reply: ReserveReply) -> None:
         """One answer a position."""
@@ -109,8 +125,8 @@ class Reserve(Request):
             if bool((reply.held & ~reply.missing).any()):
                 raise ReplyRefusedError("a position that is held back and served")
             # What was trained already cannot grow.
-            if len(moved) and not int(self.batches.min()) <= int(moved.min()) <= int(moved.max()) < self.end:
-                raise ReplyRefusedError("a position in a batch that is over, or that there is not")
+            if len(moved) and int(moved.min()) < int(self.batches.min()):
+                raise ReplyRefusedError(NO_SUCH_BATCH)
 
 
 @record("GradientReply")
@@ -154,7 +170,7 @@ class Gradient(ModelRequest):
     batch: int
     weights: Weights
 
-    def changes(self) -> Params:
+    def changes(self, message: Extra) -> Params:
         """The gradient."""
         return self.weights.params
 

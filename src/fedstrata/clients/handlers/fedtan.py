@@ -17,12 +17,14 @@ from fedstrata.clients.handling import handles
 from fedstrata.clients.training.local import LocalData
 from fedstrata.clients.training.sgd import SGD
 from fedstrata.federation.messages import (
+    Extra,
     FitReply,
     ModelRequest,
     Params,
     Reply,
     Weights,
     check_fit,
+    check_message,
     fit_changes,
     sample_gradients,
 )
@@ -54,13 +56,14 @@ class FitTogether(ModelRequest):
         """Samples seen."""
         return sample_gradients(samples, self.passes, self.steps, self.batch_size)
 
-    def changes(self) -> Params:
+    def changes(self, message: Extra) -> Params:
         """Of the parameters."""
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """A model like the one that was sent."""
-        check_fit(reply, self.weights, {})
+        """A model like the one that was sent, without a message."""
+        check_fit(reply, self.weights)
+        check_message(reply, {})
 
 
 @handles(FitTogether)

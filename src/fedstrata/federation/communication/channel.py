@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,11 @@ from fedstrata.federation.communication.codecs import (
 from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply, ModelDelivery
 from fedstrata.federation.federation import AskOptions, Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Requests, Weights
-from fedstrata.federation.reply_checks import finite
+from fedstrata.federation.reply_checks import Check, finite
+
+
+if TYPE_CHECKING:
+    from fedstrata.objectives.base import Objective
 
 
 @record("ChannelState")
@@ -69,6 +73,7 @@ class Reader:
         forms: Of the payload.
         frame: P, where the payload are coefficients along it.
         first: Whether it is a part of a first sum, which says nothing yet.
+        further: What the method expects of the answer beside that.
     """
 
     request: ModelRequest
@@ -77,6 +82,7 @@ class Reader:
     forms: Forms
     frame: Payload
     first: bool = False
+    further: Check | None = None
 
     def check(self, answer: EncodedReply) -> None:
         """Refuse a payload of another form, and an answer that is none to the question.
@@ -94,7 +100,10 @@ class Reader:
         change = self.decoded(answer)
         if not all(map(finite, change.values())):
             raise ReplyRefusedError("a change that is beyond all numbers when it is decoded")
-        self.request.check_reply(answer.reply.put_together(self.request.weights, change))
+        whole = answer.reply.put_together(self.request.weights, change)
+        self.request.check_reply(whole)
+        if self.further is not None:
+            self.further(whole)
 
     def decoded(self, answer: EncodedReply) -> Params:
         """The change."""
@@ -133,13 +142,13 @@ class Channel:
 
     Args:
         communication: The codecs.
-        additive: Names of the objective's messages that add up as changes do.
+        objective: What clients minimise, which knows its messages and which of them add up as changes do.
         clients: N.
         seed: The experiment's.
     """
 
-    def __init__(self, communication: Communication, additive: Collection[str], clients: int, seed: int) -> None:
-        self.up, self.down, self.additive, self.seed = communication.up, communication.down, additive, seed
+    def __init__(self, communication: Communication, objective: Objective, clients: int, seed: int) -> None:
+        self.up, self.down, self.objective, self.seed = communication.up, communication.down, objective, seed
         nobody = np.full(clients, -1, dtype=np.int64)
         self.state = ChannelState(0, -1, b"", {}, [], nobody, {})
         self._round, self._source = 0, Params()
@@ -188,22 +197,23 @@ class Channel:
             self._renew(federation.round, question.weights.params)
         plain = isinstance(self.up, WithMemory) and federation.round < self.up.start
         codec = Uncompressed() if plain else self.up
-        like, _ = parted(question.changes(), codec, self.additive)
+        expected = self.objective.expected(question.weights, federation.config)
+        like, _ = parted(question.changes(expected), codec, self.objective.additive)
         basis = self._basis(codec, like)
-        reader = Reader(question, codec, like, codec.forms(like), {})
+        reader = Reader(question, codec, like, codec.forms(like), {}, further=options.get("check"))
         if not basis or not isinstance(codec, PowerSGD):
-            request = Encoded(question, federation.round, exchange, None, plain, pack({}, {}), reader)
-            return self._first_sum(federation, requests, request, options), reader
+            request = Encoded(question, federation.round, exchange, None, plain, pack({}, {}))
+            return self._first_sum(federation, requests, request, {**options, "check": reader.check}), reader
         projected = replace(reader, forms=codec.forms_of_frame(like), first=True)
         packed = pack(basis, codec.forms_of_basis(like))
-        request = Encoded(question, federation.round, exchange, None, plain, packed, projected)
-        answers = self._first_sum(federation, requests, request, options)
+        request = Encoded(question, federation.round, exchange, None, plain, packed)
+        answers = self._first_sum(federation, requests, request, {**options, "check": projected.check})
         if not answers:
             return {}, None
         frame = codec.orthonormal(projected.summed(answers.values()))
         reader = replace(reader, forms=codec.forms_of_coefficients(like), frame=frame)
-        coefficients = Coefficients(exchange, pack(frame, projected.forms), reader)
-        done: AskOptions = {**options, "work": None}
+        coefficients = Coefficients(exchange, pack(frame, projected.forms))
+        done: AskOptions = {**options, "work": None, "check": reader.check}
         answers = federation.exchange(answers, coefficients, **done)
         if answers:
             self.state = replace(self.state, basis=codec.next_basis(reader.summed(answers.values()), basis))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
-from fedstrata.base.records import Message, record, unsent
+from fedstrata.base.records import Message, record
 from fedstrata.federation.messages import ModelRequest, Params, Reply, Request
 
 
@@ -54,7 +54,6 @@ class Encoded(Request):
         delivery: How the model comes; None where the question has it.
         plain: Whether the change comes as it is, whatever the codec.
         basis: Q of PowerSGD, packed; empty where the change comes in one exchange.
-        reader: Reads answers; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -65,15 +64,10 @@ class Encoded(Request):
     delivery: ModelDelivery | None
     plain: bool
     basis: Tensor
-    reader: Any = unsent()
 
     def work(self, samples: int) -> float:
         """That of the question."""
         return self.request.work(samples)
-
-    def check(self, reply: EncodedReply) -> None:
-        """An answer to the question inside, or a part of a first sum."""
-        self.reader.check(reply)
 
 
 @record("Coefficients")
@@ -83,17 +77,14 @@ class Coefficients(Request):
     Args:
         exchange: That of the first sum.
         frame: P of PowerSGD, packed; its columns are orthonormal.
-        reader: Reads answers; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
 
     exchange: int
     frame: Tensor
-    reader: Any = unsent()
 
     def check(self, reply: EncodedReply) -> None:
         """An answer to the question of the first sum."""
         if reply.reply is None:
             raise ReplyRefusedError("the second sum lacks the answer")
-        self.reader.check(reply)

@@ -68,7 +68,7 @@ class PackedList(UniqueList):
 
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
         """See ``UniqueList``."""
-        return self.ask(clients, SealLabels(self.classes, self.public))
+        return self.ask(clients, SealLabels(self.classes), check=lambda reply: reply.require(self.public))
 
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
         """See ``UniqueList``."""
@@ -95,8 +95,8 @@ class PackedList(UniqueList):
     def enlist(self, client: ClientId, sealed: SealedLabels, labels: Ints) -> bool:
         """See ``UniqueList``."""
         places = self._free[: len(labels)]
-        request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64), self.public)
-        reply = ask_one(self.federation, client, request)
+        request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64))
+        reply = ask_one(self.federation, client, request, check=lambda reply: reply.require(self.public))
         if reply is None:
             return False
         for page, data in reply.pages.items():

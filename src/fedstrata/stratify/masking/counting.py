@@ -41,8 +41,9 @@ def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) 
     clients = list(held)
     for begin in range(0, len(clients), TOGETHER):
         chunk = clients[begin : begin + TOGETHER]
-        requests = {client: CountReport(torch.from_numpy(names[held[client]]), size, public) for client in chunk}
-        for client, reply in federation.ask(requests, requests).items():
+        requests = {client: CountReport(torch.from_numpy(names[held[client]]), size) for client in chunk}
+        replies = federation.ask(requests, requests, check=lambda reply: reply.require(public))
+        for client, reply in replies.items():
             pages = load(reply)
             sums = [total.add_(page) for total, page in zip(sums, pages, strict=True)] if sums else pages
             counted[client] = held[client]
@@ -69,8 +70,8 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
         return np.zeros(size, dtype=np.int64)
     holders = np.zeros(size, dtype=np.int64)
     holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=size)
-    request = OpenTotals(pages, size, holders)
-    _, reply = ask_until(federation, held, request, "decrypt the totals")
+    request = OpenTotals(pages, size)
+    _, reply = ask_until(federation, held, request, "decrypt the totals", check=lambda reply: reply.require(holders))
     totals: Ints = reply.totals.numpy()[names]
     return totals
 

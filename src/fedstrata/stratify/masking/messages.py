@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
-from fedstrata.base.records import record, unsent
+from fedstrata.base.records import record
 from fedstrata.federation.messages import Reply, Request
 from fedstrata.federation.reply_checks import require_shape
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, sealer
@@ -90,27 +90,24 @@ class TagReply(Reply):
     key: str
     tags: Tensor
 
+    def require(self, public: Any, classes: int) -> None:
+        """Refuse tags of other keys, and more than there are classes."""
+        public.check_key(self.key)
+        if len(self.tags) > classes:
+            raise ReplyRefusedError(f"{len(self.tags)} tags of {classes} classes, or one twice")
+
 
 @record("TagReport")
 class TagReport(Request):
-    """Send a keyed hash of each of your labels (mode ``prf``).
-
-    Args:
-        public: The clients' public keys; stays at the server.
-        classes: C; stays at the server.
-    """
+    """Send a keyed hash of each of your labels (mode ``prf``)."""
 
     reply_type: ClassVar[type[Reply]] = TagReply
 
-    public: Any = unsent()
-    classes: Any = unsent()
-
     def check(self, reply: TagReply) -> None:
-        """Every tag once, and no more than there are classes."""
-        self.public.check_key(reply.key)
+        """Every tag once."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
-        if len(torch.unique(reply.tags, dim=0)) != len(reply.tags) or len(reply.tags) > self.classes:
-            raise ReplyRefusedError(f"{len(reply.tags)} tags of {self.classes} classes, or one twice")
+        if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
+            raise ReplyRefusedError(f"{len(reply.tags)} tags, or one twice")
 
 
 @record("SealedLabels")
@@ -125,6 +122,12 @@ class SealedLabels(Reply):
     key: str
     sheets: tuple[bytes, ...]
 
+    def require(self, public: Any) -> None:
+        """Refuse what was not encrypted with these public keys."""
+        public.check_key(self.key)
+        for sheet in self.sheets:
+            public.comparing.load(sheet, length=COMPARING.slots)
+
 
 @record("SealLabels")
 class SealLabels(Request):
@@ -132,21 +135,16 @@ class SealLabels(Request):
 
     Args:
         classes: C.
-        public: The clients' public keys; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = SealedLabels
 
     classes: int
-    public: Any = unsent()
 
     def check(self, reply: SealedLabels) -> None:
         """Sheets for no more labels than there are classes."""
-        self.public.check_key(reply.key)
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
             raise ReplyRefusedError(f"{len(reply.sheets)} sheets for {self.classes} classes")
-        for sheet in reply.sheets:
-            self.public.comparing.load(sheet, length=COMPARING.slots)
 
 
 @record("CompareReply")
@@ -196,6 +194,12 @@ class Enlisted(Reply):
     key: str
     pages: dict[int, bytes]
 
+    def require(self, public: Any) -> None:
+        """Refuse what was not encrypted with these public keys."""
+        public.check_key(self.key)
+        for data in self.pages.values():
+            public.comparing.load(data, length=COMPARING.slots)
+
 
 @record("Enlist")
 class Enlist(Request):
@@ -205,7 +209,6 @@ class Enlist(Request):
         classes: C.
         labels: Which of the client's labels, int64.
         places: Where on the list each one goes: page times the grid's width, plus the column. int64.
-        public: The clients' public keys; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = Enlisted
@@ -213,17 +216,13 @@ class Enlist(Request):
     classes: int
     labels: Tensor
     places: Tensor
-    public: Any = unsent()
 
     def check(self, reply: Enlisted) -> None:
         """A ciphertext for every page that gets an entry, and no other."""
-        self.public.check_key(reply.key)
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
             raise ReplyRefusedError(f"pages {sorted(reply.pages)}, expected {sorted(pages)}")
-        for data in reply.pages.values():
-            self.public.comparing.load(data, length=COMPARING.slots)
 
 
 @record("CountReply")
@@ -238,6 +237,12 @@ class CountReply(Reply):
     key: str
     pages: tuple[bytes, ...]
 
+    def require(self, public: Any) -> None:
+        """Refuse what was not encrypted with these public keys."""
+        public.check_key(self.key)
+        for data in self.pages:
+            public.counting.load(data, length=COUNTING.slots)
+
 
 @record("CountReport")
 class CountReport(Request):
@@ -246,22 +251,17 @@ class CountReport(Request):
     Args:
         placeholders: One for each of the client's labels, int64.
         size: P, how many placeholders there are.
-        public: The clients' public keys; stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = CountReply
 
     placeholders: Tensor
     size: int
-    public: Any = unsent()
 
     def check(self, reply: CountReply) -> None:
         """Pages for all placeholders."""
-        self.public.check_key(reply.key)
         if len(reply.pages) != -(-self.size // COUNTING.slots):
             raise ReplyRefusedError(f"{len(reply.pages)} pages of counts for {self.size} placeholders")
-        for data in reply.pages:
-            self.public.counting.load(data, length=COUNTING.slots)
 
 
 @record("Totals")
@@ -274,6 +274,16 @@ class Totals(Reply):
 
     totals: Tensor
 
+    def require(self, holders: Any) -> None:
+        """Refuse less than a sample for each holder, and samples of what nobody holds.
+
+        Args:
+            holders: How many clients hold each placeholder, int64, shape (P,).
+        """
+        found = self.totals.numpy()
+        if (found < holders).any() or (found[holders == 0] != 0).any():
+            raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
+
 
 @record("OpenTotals")
 class OpenTotals(Request):
@@ -282,21 +292,16 @@ class OpenTotals(Request):
     Args:
         pages: Encrypted totals by placeholder.
         size: P.
-        holders: How many clients hold each placeholder, int64, shape (P,); stays at the server.
     """
 
     reply_type: ClassVar[type[Reply]] = Totals
 
     pages: tuple[bytes, ...]
     size: int
-    holders: Any = unsent()
 
     def check(self, reply: Totals) -> None:
-        """At least a sample for each holder, and none of what nobody holds."""
+        """A total for each placeholder."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
-        found, holders = reply.totals.numpy(), self.holders
-        if (found < holders).any() or (found[holders == 0] != 0).any():
-            raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
 
 
 @record("ShareReply")

@@ -9,14 +9,15 @@ from typing import Any
 from fedstrata.base.errors import ClientsFailedError, QuorumError, ReplyRefusedError
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request
+from fedstrata.federation.reply_checks import Check
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Sealer, sealer
 from fedstrata.stratify.masking.messages import OpenKeys, PublicKeys
 
 
-def ask_one(federation: Federation, client: ClientId, request: Request) -> Any:
+def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
     """One client's reply, or None; why is an event."""
     try:
-        return federation.ask([client], request).get(client)
+        return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
         # It was the only one asked and the first of its kind: the others may still answer.
         federation.accounting.failed.add(client)
@@ -25,7 +26,12 @@ def ask_one(federation: Federation, client: ClientId, request: Request) -> Any:
 
 
 def ask_until(
-    federation: Federation, clients: Iterable[ClientId], request: Request, purpose: str
+    federation: Federation,
+    clients: Iterable[ClientId],
+    request: Request,
+    purpose: str,
+    *,
+    check: Check | None = None,
 ) -> tuple[ClientId, Any]:
     """The first of the clients that answers, and its reply.
 
@@ -33,7 +39,7 @@ def ask_until(
         QuorumError: Nobody does; with what the last one's failure was.
     """
     for client in clients:
-        reply = ask_one(federation, client, request)
+        reply = ask_one(federation, client, request, check=check)
         if reply is not None:
             return client, reply
     reasons = [event["reason"] for event in federation.events if event["kind"] in ("failed", "refused")]

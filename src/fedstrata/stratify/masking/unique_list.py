@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request, Requests
+from fedstrata.federation.reply_checks import Check
 from fedstrata.stratify.masking.messages import SealedLabels
 from fedstrata.stratify.masking.public_keys import Public, ask_one
 
@@ -101,10 +102,16 @@ class UniqueList(ABC):
         self.federation.accounting.failed.add(client)
         self.federation.note("refused", [client], f"client {client} in round {self.federation.round}: {defect}")
 
-    def ask(self, clients: Collection[ClientId], request: Request | Mapping[ClientId, Request]) -> dict[ClientId, Any]:
+    def ask(
+        self,
+        clients: Collection[ClientId],
+        request: Request | Mapping[ClientId, Request],
+        *,
+        check: Check | None = None,
+    ) -> dict[ClientId, Any]:
         """One exchange; a single client that raises an exception is a client that does not answer."""
         if len(clients) == 1:
             ((client, own),) = Requests.of(clients, request).items()
-            reply = ask_one(self.federation, client, own)
+            reply = ask_one(self.federation, client, own, check=check)
             return {} if reply is None else {client: reply}
-        return self.federation.ask(clients, request)
+        return self.federation.ask(clients, request, check=check)
