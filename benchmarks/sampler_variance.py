@@ -55,7 +55,7 @@ def frozen(balance: str) -> dict[str, Any]:
     federation = Simulation(prepared).federation
     federation.begin(11)
     everybody = range(N)
-    fits = federation.ask(everybody, Fit(11, weights, {}, 1.0, 1.0))
+    fits = federation.ask(everybody, Fit(11, weights, {}, 1.0))
     flat = torch.cat([w.reshape(-1) for w in weights.params.values()])
     updates = np.stack(
         [torch.cat([w.reshape(-1) for w in fits[k].weights.params.values()]).sub(flat).numpy() for k in everybody]

@@ -116,11 +116,11 @@ class Tiny(Federation):
     def fits(self, *clients: int) -> dict[int, Fit]:
         """A request to train for each client; all of them unless given."""
         who = clients or range(self.config.clients)
-        return dict.fromkeys(who, Fit(self.round, self.weights, {}, 1.0, 1.0))
+        return dict.fromkeys(who, Fit(self.round, self.weights, {}, 1.0))
 
     def fit(self, *clients: int, **how: Any) -> dict[int, Any]:
         """The answers of clients that were asked to train; of all of them unless given."""
-        return self.ask(fits := self.fits(*clients), next(iter(fits.values())), **how)
+        return self.ask(fits := self.fits(*clients), next(iter(fits.values())), work=float, **how)
 
     def reasons(self, kind: str) -> list[str]:
         """Why, by the events of a kind."""

@@ -28,8 +28,8 @@ def with_minimum(federation, least: int):
 
 
 QUESTIONS = {
-    "an update": lambda w: Fit(1, w, {}, 1.0, 1.0),
-    "an update with others": lambda w: FitTogether(1, w, 1.0),
+    "an update": lambda w: Fit(1, w, {}, 1.0),
+    "an update with others": lambda w: FitTogether(1, w),
     "a size": lambda w: SizeReport(1, 0, 1.0),
     "a compressed gradient": lambda w: Compress(1, w, 4, 0),
     "a sketch": lambda w: Sketch(1, w, 0),
@@ -54,7 +54,7 @@ def test_who_has_too_few_does_not_answer_and_the_others_do(tiny, what):
 
 def test_of_a_travelling_model_too(tiny):
     federation = with_minimum(tiny(3, sizes=[5, 6, 9]), 6)
-    relayed = federation.relay([(k, Visit(1, 1.0)) for k in range(3)], federation.weights)
+    relayed = federation.relay([(k, Visit(1)) for k in range(3)], federation.weights)
     assert sorted(relayed.replies) == [1, 2]
     task = Steps(1, torch.tensor([0]), NONE, True)
     assert federation.relay([(1, task)], federation.weights).replies == {}
@@ -65,8 +65,8 @@ def test_of_a_travelling_model_too(tiny):
 def test_an_update_is_over_the_samples_that_are_kept(tiny):
     """Of 40 samples about four are kept."""
     federation = with_minimum(tiny(1, sizes=[40]), 20)
-    assert federation.ask([0], Fit(1, federation.weights, {}, 0.1, 1.0)) == {}
-    assert len(federation.ask([0], Fit(1, federation.weights, {}, 1.0, 1.0))) == 1
+    assert federation.ask([0], Fit(1, federation.weights, {}, 0.1)) == {}
+    assert len(federation.ask([0], Fit(1, federation.weights, {}, 1.0))) == 1
 
 
 def test_a_randomised_size_is_told_whatever_the_size(tiny):
@@ -211,7 +211,7 @@ def together(least: int, batch: int) -> fs.Experiment:
 def test_the_sums_over_a_first_batch_are_over_enough_samples(tiny):
     """FedTAN's group adds up over the first batch alone, however many samples there are."""
     federation = with_minimum(tiny(2, sizes=[9, 9], batch_size=5), 6)
-    assert federation.ask(range(2), FitTogether(1, federation.weights, 1.0)) == {}
+    assert federation.ask(range(2), FitTogether(1, federation.weights)) == {}
     assert len(federation.reasons("refused")) == 2
     accepted = r"training\.batch_size = 5 samples at most, .* 5 or fewer"
     with pytest.raises(SpecError, match=rf"privacy\.min_samples = 6: FitTogether .*{accepted}"):

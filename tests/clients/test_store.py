@@ -108,7 +108,7 @@ def test_a_run_that_spills_gives_the_same_states_as_one_that_does_not(tiny, tmp_
         for round in range(1, 4):
             federation.begin(round)
             fit = federation.fits(0)[0]
-            request = type(fit)(round, fit.weights, zero, 1.0, 1.0)
+            request = type(fit)(round, fit.weights, zero, 1.0)
             federation.ask(range(6), request)
         return {client: encode(dict(store.get(client))) for client in store}
 

@@ -92,9 +92,6 @@ class WhoAreYou(Request):
     fails: int = -1
     dies: int = -1
 
-    def work(self, samples):
-        return samples
-
 
 @record("test/Me")
 class Me(Reply):
@@ -118,7 +115,7 @@ def me(client, request):
 
 
 def asked(federation, **fields):
-    return federation.ask(range(40), WhoAreYou(**fields))
+    return federation.ask(range(40), WhoAreYou(**fields), work=float)
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ def test_one_client_more_changes_nothing_for_the_others(tiny):
         rounds = []
         for round in range(1, 5):
             federation.begin(round)
-            request = Fit(round, federation.weights, {}, keep=0.7, passes=2.0)
-            replies = federation.ask(range(clients), request)
+            request = Fit(round, federation.weights, {}, keep=0.7)
+            replies = federation.ask(range(clients), request, work=lambda samples: 2 * 0.7 * samples)
             absent = federation.accounting.dropped, federation.accounting.late
             rounds.append(({k: encode(r) for k, r in replies.items() if k < 12}, *[a - {12} for a in absent]))
         answers.append(rounds)

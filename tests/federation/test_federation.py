@@ -289,7 +289,7 @@ def test_a_missed_quorum_leaves_no_trace_at_the_clients():
     )
     weights = Weights(prepared.config.model.params(), prepared.config.model.buffers())
     federation.begin(1)
-    request = Fit(1, weights, {"c": {n: torch.zeros_like(w) for n, w in weights.params.items()}}, 1.0, 1.0)
+    request = Fit(1, weights, {"c": {n: torch.zeros_like(w) for n, w in weights.params.items()}}, 1.0)
     with pytest.raises(QuorumError):
         federation.ask(range(4), request, quorum=4)
     assert federation.accounting.dropped

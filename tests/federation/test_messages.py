@@ -3,21 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fedstrata as fs
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights, check_message
 from fedstrata.sampling.messages import SizeReply, SizeReport
 
 
 def test_work_in_steps_is_the_same_for_large_and_small_clients():
-    request = Fit(1, Weights({}, {}), {}, 1.0, passes=5.0, steps=3, batch_size=32)
-    assert request.work(32) == request.work(3200) == 96
-    assert Fit(1, Weights({}, {}), {}, 0.5, passes=5.0).work(100) == 250
-
-
-def test_the_work_of_a_fit_is_what_it_trains():
-    fit = Fit(1, Weights({}, {}), {}, keep=0.5, passes=3.0)
-    assert fit.work(40) == 60
-    assert SizeReport(1, 0, 1.0).work(40) == 0
+    training = fs.Training(local_steps=3, batch_size=32)
+    assert training.sample_gradients(32) == training.sample_gradients(3200) == 96
+    assert training.sample_gradients(20) == 60
+    assert fs.Training(local_epochs=5).sample_gradients(50.0) == 250
 
 
 WEIGHTS = Weights({"w": torch.zeros(2)}, {"n": torch.zeros((), dtype=torch.int64)})
@@ -36,7 +32,7 @@ GOOD = {"weights": WEIGHTS, "samples": 3, "steps": 1, "seen": 3, "loss": 0.5, "m
     ids=str,
 )
 def test_a_trained_model_is_checked_by_what_asked_for_it(change, problem):
-    request = Fit(1, WEIGHTS, {}, 1.0, 1.0)
+    request = Fit(1, WEIGHTS, {}, 1.0)
     request.check_reply(FitReply(**GOOD))
     with pytest.raises(ReplyRefusedError, match=problem):
         request.check_reply(FitReply(**{**GOOD, **change}))
@@ -58,7 +54,7 @@ def test_an_objectives_message_is_like_what_the_server_expects():
 def test_an_answer_to_another_question_is_refused():
     for wrong in (SizeReply(3), WEIGHTS, None):
         with pytest.raises(ReplyRefusedError, match="is no answer to Fit, which wants FitReply"):
-            Fit(1, WEIGHTS, {}, 1.0, 1.0).check_reply(wrong)
+            Fit(1, WEIGHTS, {}, 1.0).check_reply(wrong)
     # A request that does not say what it wants takes any reply.
     Request().check_reply(SizeReply(3))
     with pytest.raises(ReplyRefusedError, match="which wants Reply"):

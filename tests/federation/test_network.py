@@ -20,8 +20,8 @@ def seconds(size: int, bandwidth: float) -> float:
 
 
 def asked(federation: Any, **how: Any) -> Any:
-    request = Fit(1, federation.weights, {}, 1.0, 1.0)
-    return request, federation.ask(range(federation.config.clients), request, **how)
+    request = Fit(1, federation.weights, {}, 1.0)
+    return request, federation.ask(range(federation.config.clients), request, work=float, **how)
 
 
 def test_an_exchange_takes_down_work_and_up(tiny):

@@ -145,12 +145,11 @@ def question(job: str, site: Site, weights: Weights, chance: random.Random) -> A
     batches = batches.sort().values
     none, fresh = torch.zeros(0, dtype=torch.int64), chance.random() < 0.5
     window = (0.0, 1.0) if own else (0.0, 0.1)
-    epochs = (5.0, 2, 32) if own else (1.0, 1, 1)
     agreed = next(
         (q.where["alpha"] for q in site.host._running().guard.asked.questions or () if q.kind is SizeReport), 1.0
     )
     private = job == "fedstas"
-    fit = Fit(round, weights, {}, chance.choice([1.0, 0.5, 0.0, -1.0, float("nan")]), *epochs, counts=not private)
+    fit = Fit(round, weights, {}, chance.choice([1.0, 0.5, 0.0, -1.0, float("nan")]), counts=not private)
     if not private and chance.random() < 0.7:
         fit = dataclasses.replace(fit, keep=1.0)
     kinds: dict[str, Any] = {
@@ -165,7 +164,7 @@ def question(job: str, site: Site, weights: Weights, chance: random.Random) -> A
         "SizeReport": SizeReport(round, 50 if private and own else 0, agreed if own else 1.0),
         "LossReport": LossReport(round, weights),
         "Sketch": Sketch(round, weights, 0),
-        "Visit": Visit(round, *epochs),
+        "Visit": Visit(round),
         "Evaluate": Evaluate(round, weights, "test", False, 0, 8, 15),
         "Encoded": Encoded(fit, round if own else round + 1, chance.randrange(1, 9), None, not own, {}),
         "Coefficients": Coefficients(chance.randrange(3), {}),

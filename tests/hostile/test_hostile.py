@@ -23,7 +23,6 @@ from fedstrata.audits.gradients import EXACT, inputs_from, labels_from
 from fedstrata.base import records
 from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, Params, Weights
-from fedstrata.methods.base import effort
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.wire import Ask, Failed, Fetch, Hopped
@@ -197,7 +196,7 @@ def test_a_model_that_travelled_over_one_sample_gives_its_label_away(target: Tar
 
 def test_nobody_fetches_a_travelling_model_without_its_ticket(target: Targets) -> None:
     site = target({"method": "sfl"})
-    visit = Visit(1, **effort(prepare(site.spec).config))
+    visit = Visit(1)
     assert isinstance(site.hop(visit, ticket="the next one's"), Hopped)
     for caller, ticket in (("b", ""), ("c", "guess"), ("server", "")):
         assert isinstance(site.call(Fetch(1, 0, ticket), caller=caller), Refused)
@@ -234,7 +233,7 @@ def test_a_spec_names_nothing_that_lies_at_the_site(target: Targets, tmp_path: A
 
 
 def fit(site: Target, round: int) -> Fit:
-    return Fit(round, site.weights, {}, 1.0, **effort(prepare(site.spec).config))
+    return Fit(round, site.weights, {}, 1.0)
 
 
 def replayed(site: Target) -> list[Any]:
@@ -421,5 +420,5 @@ def test_a_model_of_another_shape_is_no_answer(target: Targets) -> None:
     site = target()
     grown = Weights({name: F.pad(w, (0, 3)) for name, w in site.weights.params.items()}, {})
     for weights in (grown, Weights({}, {}), Weights({"x": torch.zeros(10**6)}, {})):
-        asked = Fit(1, weights, {}, 1.0, **effort(prepare(site.spec).config))
+        asked = Fit(1, weights, {}, 1.0)
         assert got(*site.ask(asked)) is None

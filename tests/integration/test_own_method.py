@@ -38,7 +38,7 @@ class SignVote(fs.Method):
         clients = federation.rng("client-sampling").choice(
             sampler, size=federation.config.training.invited(len(sampler))
         )
-        request = Fit(federation.round, state.weights, {}, keep=1.0, passes=1.0)
+        request = Fit(federation.round, state.weights, {}, keep=1.0)
         replies = federation.ask(clients, request)
         params = {}
         for name, w in state.weights.params.items():

@@ -10,9 +10,9 @@ from fedstrata.objectives.moon import Contrastive
 def test_a_visit_without_a_step_leaves_moons_previous_model(tiny):
     """It was replaced by the global model, towards which the loss then pulled and pushed at once."""
     federation = tiny(2, objective=Contrastive())
-    federation.ask([0], Fit(1, federation.weights, {}, 1.0, 1.0))
+    federation.ask([0], Fit(1, federation.weights, {}, 1.0))
     before = federation.store.get(0)["objective"]
-    (reply,) = federation.ask([0], Fit(2, federation.weights, {}, 1e-9, 1.0)).values()
+    (reply,) = federation.ask([0], Fit(2, federation.weights, {}, 1e-9)).values()
     assert not reply.trained
     after = federation.store.get(0)["objective"]
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -20,7 +20,7 @@ def test_a_visit_without_a_step_leaves_moons_previous_model(tiny):
 
 def test_a_first_visit_without_a_step_leaves_nothing(tiny):
     federation = tiny(2, objective=Contrastive())
-    federation.ask([1], Fit(1, federation.weights, {}, 1e-9, 1.0))
+    federation.ask([1], Fit(1, federation.weights, {}, 1e-9))
     assert federation.store.get(1).get("objective") is None
 
 

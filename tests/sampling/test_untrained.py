@@ -30,15 +30,15 @@ def test_what_is_known_of_a_client_stays_when_it_keeps_no_sample(name, tiny):
     federation = tiny(4, clients_per_round=4)
     sampler = SAMPLERS[name]
     _, state = sampler.select(federation, sampler.init(federation), federation.weights)
-    request = Fit(1, federation.weights, {}, 1.0, 1.0)
+    request = Fit(1, federation.weights, {}, 1.0)
     state = sampler.observe(state, federation.ask(range(4), request))
     before = points(state).copy()
     assert np.abs(before).sum(axis=1).all()
     # In the next round clients 1 and 2 keep no sample; the others do, and are looked at anew.
     federation.begin(2)
     _, state = sampler.select(federation, state, federation.weights)
-    nothing = Fit(2, federation.weights, {}, 1e-9, 1.0)
-    replies = federation.ask(range(3), {0: Fit(2, federation.weights, {}, 1.0, 1.0), 1: nothing, 2: nothing})
+    nothing = Fit(2, federation.weights, {}, 1e-9)
+    replies = federation.ask(range(3), {0: Fit(2, federation.weights, {}, 1.0), 1: nothing, 2: nothing})
     assert [reply.trained for reply in replies.values()] == [True, False, False]
     after = points(sampler.observe(state, replies))
     np.testing.assert_array_equal(after[[1, 2, 3]], before[[1, 2, 3]])

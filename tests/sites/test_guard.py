@@ -25,7 +25,6 @@ from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.communication.codecs import PowerSGD, pack
 from fedstrata.federation.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
-from fedstrata.methods.base import effort
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
 from fedstrata.sites.asks import hash_of
 from fedstrata.sites.guard import Spent, admitted
@@ -51,8 +50,7 @@ def site(tmp_path: Path) -> Make:
 
 
 def fit(site: Site, round: int = 1, **other: Any) -> Fit:
-    agreed = fs.prepare(site.spec).config
-    return dataclasses.replace(Fit(round, site.weights, {}, 1.0, **effort(agreed)), **other)
+    return dataclasses.replace(Fit(round, site.weights, {}, 1.0), **other)
 
 
 def reserve(*batches: int, round: int = 1, fresh: bool = True, label: int = 0, **other: Any) -> Reserve:
@@ -112,7 +110,7 @@ def test_a_job_answers_no_question_of_another_one(site: Make, kind: str) -> None
         "sizes": SizeReport(0, 0, 1.0),
         "evaluate": Evaluate(1, weights, "test", False, 0, 8, 15),
         "reserve": reserve(0),
-        "visit": Visit(1, 1.0),
+        "visit": Visit(1),
         "own": asking.HowOften(),
     }
     assert ruled(*made.ask(requests[kind])) == "kind"
@@ -123,8 +121,6 @@ def test_a_job_answers_no_question_of_another_one(site: Make, kind: str) -> None
     [
         ({"keep": 0.01}, "bounds"),
         ({"keep": float("nan")}, "bounds"),
-        ({"steps": 9}, "bounds"),
-        ({"batch_size": 1}, "bounds"),
         ({"counts": False}, "bounds"),
         ({"round": 0}, "rounds"),
         ({"round": 4}, "rounds"),
@@ -345,7 +341,7 @@ def test_masked_labels_are_not_asked_for_by_their_numbers(site: Site, masking: s
 
 
 def visit(site: Site, round: int = 1, **other: Any) -> Visit:
-    return dataclasses.replace(Visit(round, **effort(fs.prepare(site.spec).config)), **other)
+    return dataclasses.replace(Visit(round), **other)
 
 
 def test_only_who_has_the_ticket_gets_the_model_of_a_relay(site: Make) -> None:
@@ -367,7 +363,7 @@ def test_a_model_without_a_ticket_is_nobodys(site: Make) -> None:
 
 def test_tasks_of_relays_are_looked_at_too(site: Make) -> None:
     made = site({"method": "sfl"})
-    for task, rule in ((Visit(1, 9.0), "bounds"), (visit(made, 7), "rounds"), (fit(made), "kind")):
+    for task, rule in ((visit(made, 7), "rounds"), (fit(made), "kind")):
         outcome = made.hop(task)
         assert isinstance(outcome, Hopped)
         assert ruled(outcome.reply) == rule
@@ -742,7 +738,7 @@ def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: P
         return records.encode(Refused("broken") if len(sent) % 2 == 0 else Total(sum(records.decode(data).tensors)))
 
     made.host.send = send
-    asked = FitTogether(1, made.weights, **effort(fs.prepare(made.spec).config))
+    asked = FitTogether(1, made.weights)
     outcomes = [made.ask(asked, clients=[0], group=f"g{number}")[0] for number in range(6)]
     assert ruled(outcomes[-1]) == "repeat"
     parts = [entry.bytes for entry in made.book.entries if entry.kind == "Part"]

@@ -19,7 +19,6 @@ from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
 from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, FitReply, Weights
-from fedstrata.methods.base import effort
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.host import SERVER, Host
@@ -101,7 +100,7 @@ def test_an_approved_job_begins_and_another_one_does_not(tmp_path: Path, capsys:
 
 
 def _fit(site: Site, round: int) -> Fit:
-    return Fit(round, site.weights, {}, 1.0, **effort(fs.prepare(site.spec).config))
+    return Fit(round, site.weights, {}, 1.0)
 
 
 def test_so_many_exchanges_and_no_more_also_after_a_restart(tmp_path: Path) -> None:
@@ -162,7 +161,7 @@ def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path
     site.begin()
 
     def visit(round: int) -> Visit:
-        return Visit(round, **effort(fs.prepare(site.spec).config))
+        return Visit(round)
 
     for way in ({"back": True}, {"base": 0, "hop": 1}):
         hopped = site.hop(visit(1), **way)

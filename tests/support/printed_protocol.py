@@ -173,7 +173,8 @@ def _totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names:
     """N(p), decrypted by the first client that answers."""
     holders = np.zeros(len(names), dtype=np.int64)
     holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=len(names))
-    _, reply = ask_until(federation, held, OpenPrintedTotals(pages, len(names), holders), "decrypt the totals")
+    request = OpenPrintedTotals(pages, len(names))
+    _, reply = ask_until(federation, held, request, "decrypt the totals", check=lambda reply: reply.require(holders))
     return reply.totals.numpy()[names]
 
 

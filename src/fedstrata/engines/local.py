@@ -17,7 +17,7 @@ from fedstrata.clients.store import StateStore
 from fedstrata.clients.training.devices import CPU, placed
 from fedstrata.engines.worker_pool import Answer, LocalWorkerPool, State
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
-from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
 from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
@@ -75,7 +75,8 @@ class LocalEngine(Engine):
             return self._ask_group(requests, group)
         self._pending = {}
         outcomes: dict[ClientId, Reply | Failure] = {}
-        work = {number: 1.0 + request.work(self._size(number)) for number, request in requests.items()}
+        taken = requests.work if isinstance(requests, Requests) else {}
+        work = {number: 1.0 + taken.get(number, 0.0) for number in requests}
         # The longest first, so that nobody is left with a long one at the end.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
         left = sum(work.values())
@@ -112,9 +113,10 @@ class LocalEngine(Engine):
         client = self._pending.get(number)
         return 0 if client is None else client.behind
 
-    def _size(self, number: ClientId) -> int:
-        sizes = self.context.config.sizes
-        return 1 if sizes is None else int(sizes[number])
+    def _patience(self, numbers: Iterable[ClientId]) -> float:
+        """Seconds in which a group must get on by a step: by what local training takes, whatever is asked."""
+        work = self.context.config.training.sample_gradients
+        return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
 
     def _ask_pool(
         self,
@@ -218,8 +220,7 @@ class LocalEngine(Engine):
             client = self._client(number)
             client.group, client.model = group.member(place), models[place]
             threads[number] = Thread(target=answer, args=(place, client), daemon=True)
-        work = sum(request.work(self._size(number)) for number, request in requests.items())
-        _run_group(threads, group, PATIENCE + SLOWEST * work)
+        _run_group(threads, group, self._patience(numbers))
         self._models = models
         return {number: outcomes[number] for number in numbers}
 

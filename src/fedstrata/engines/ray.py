@@ -158,10 +158,10 @@ class RayEngine(Engine):
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
         """Calls, those of the longest work first; short ones are for several clients."""
-        sizes = self.context.assignment.sizes
-        work = {c: 1.0 + request.work(int(sizes[c])) for c, request in requests.items()}
+        every = Requests.of(requests, requests)
+        work = {client: 1.0 + every.work.get(client, 0.0) for client in every}
         # What many clients are sent is encoded, and put into the store, once.
-        places = Requests.of(requests, requests).which
+        places = every.which
         payloads: dict[int, Any] = {}
         exchange = self._exchange
 

@@ -64,10 +64,6 @@ class Evaluate(Request):
     score_bins: int
     confidence_bins: int
 
-    def work(self, samples: int) -> float:
-        """Sample-gradients: those of the tuning."""
-        return float(samples * self.epochs)
-
     def check(self, reply: Evaluated) -> None:
         """Counts that can be, of as many bins as were asked for."""
         sums = reply.sums

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
@@ -22,7 +22,7 @@ from fedstrata.base.rng import SERVER, rng
 from fedstrata.federation.accounting import Accounting, Relayed, Summed
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
-from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
+from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights, Work
 from fedstrata.federation.reply_checks import Check, defect_of
 
 Listener = Callable[[int, Mapping[ClientId, Any]], None]
@@ -34,7 +34,7 @@ class AskOptions(TypedDict, total=False):
     deadline: float | None
     quorum: int
     together: bool
-    work: Mapping[ClientId, float] | None
+    work: Work | None
     check: Check | None
 
 
@@ -117,7 +117,7 @@ class Federation:
         deadline: float | None = None,
         quorum: int = 0,
         together: bool = False,
-        work: Mapping[ClientId, float] | None = None,
+        work: Work | None = None,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
         """Put a question to clients and collect the answers that can be used.
@@ -129,7 +129,7 @@ class Federation:
             quorum: Fewest answers that will do.
             together: Let the clients run at the same time as one group for ``all_reduce_sum``. The sum is void when
                 one of them fails, so that nobody's answer counts then.
-            work: Sample-gradients that each request takes, where the request cannot tell.
+            work: Sample-gradients that an answer takes: of a client with so many samples, or of each client.
             check: Refuses a reply by what only the server knows, beside ``Request.check``.
 
         Returns:
@@ -163,7 +163,7 @@ class Federation:
         deadline: float | None = None,
         quorum: int = 0,
         together: bool = False,
-        work: Mapping[ClientId, float] | None = None,
+        work: Work | None = None,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
         """``ask`` with these very messages, whatever channel there is."""
@@ -206,7 +206,7 @@ class Federation:
         *,
         deadline: float | None = None,
         together: bool = False,
-        work: Mapping[ClientId, float] | None = None,
+        work: Work | None = None,
         check: Check | None = None,
     ) -> Summed | None:
         """Like ``ask``, where only the sum of the replies matters.
@@ -246,6 +246,7 @@ class Federation:
         weights: Weights,
         *,
         heard: Callable[[int, Any], None] = lambda position, reply: None,
+        work: Callable[[Any, int], float] = lambda task, samples: 0.0,
     ) -> Relayed:
         """Send the model from client to client; each works on it and passes it on.
 
@@ -258,6 +259,7 @@ class Federation:
             heard: Called after each hop with its position and its reply, None where there is none. An engine that
                 computes the relay in one pass may learn of a failure only at the end, and then calls once more with
                 None.
+            work: Sample-gradients that a task takes a client with so many samples.
         """
         replies: dict[int, Any] = {}
         failures: list[tuple[ClientId, Failure]] = []
@@ -273,7 +275,7 @@ class Federation:
                 failures.append((client, failure))
 
         for position, (client, task) in enumerate(tasks):
-            if not self._present(client, task, size):
+            if not self._present(client, task, size, work):
                 heard(position, None)
                 continue
             reached.add(client)
@@ -315,7 +317,7 @@ class Federation:
         else:
             self._raise_if_hopeless(reached, len(raised), kinds, failures)
 
-    def _present(self, client: ClientId, task: Request, model: int) -> bool:
+    def _present(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
         """Whether a hop with a model of so many bytes reaches its client; cheap for one that was reached before."""
         if (
             not self.availability.simulates_time
@@ -324,13 +326,13 @@ class Federation:
         ):
             self.accounting.bytes_down += records.size(task) + model
             return True
-        return bool(self._reach(Requests([task], {client: 0}), None, None, model))
+        return bool(self._reach(Requests([task], {client: 0}), None, partial(work, task), model))
 
     def _reach(
         self,
         requests: Requests,
         deadline: float | None,
-        work: Mapping[ClientId, float] | None,
+        work: Work | None,
         model: int | None = None,
     ) -> Requests:
         """Those of the requests that reach their client and will be answered in time.
@@ -349,10 +351,11 @@ class Federation:
         sizes = {client: distinct[requests.which[client]] for client in clients}
         self.accounting.bytes_down += sum(sizes.values())
         self.accounting.exchanges += model is None
-        clients = self._in_time(clients, requests, deadline, work, sizes)
+        taken = self._work(clients, work)
+        clients = self._in_time(clients, taken, deadline, sizes)
         if model is not None:
             self._pass_time()  # the model goes on to the next client, and comes back but once
-        return requests.among(clients)
+        return requests.among(clients, taken)
 
     def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
         """Those of some clients who are there; each is drawn once a round."""
@@ -365,12 +368,20 @@ class Federation:
         self._miss("dropped", [client for client in clients if not online[client]], self.accounting.dropped)
         return [client for client in clients if online[client]]
 
+    def _work(self, clients: list[ClientId], work: Work | None) -> Mapping[ClientId, float]:
+        """Sample-gradients of each client's answer; none where nobody says, or the sizes are not known."""
+        if isinstance(work, Mapping):
+            return work
+        sizes = self.config.sizes
+        if work is None or sizes is None:
+            return {}
+        return {client: work(int(sizes[client])) for client in clients}
+
     def _in_time(
         self,
         clients: list[ClientId],
-        requests: Mapping[ClientId, Request],
+        work: Mapping[ClientId, float],
         deadline: float | None,
-        work: Mapping[ClientId, float] | None,
         sizes: Mapping[int, int],
     ) -> list[ClientId]:
         """Those of some clients who have the request and have done its work before the deadline."""
@@ -381,10 +392,7 @@ class Federation:
         self._deadline = availability.deadline if deadline is None else deadline
         if self._deadline is None and not availability.simulates_time:
             return clients
-        done = [
-            work[client] if work is not None else requests[client].work(int(self.config.sizes[client]))
-            for client in clients
-        ]
+        done = [work.get(client, 0.0) for client in clients]
         asked = np.array(clients, dtype=np.int64)
         seconds = availability.seconds(asked, np.array(done, dtype=np.float64), self.config.seed)
         if availability.network:

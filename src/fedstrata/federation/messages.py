@@ -6,7 +6,7 @@ declares a ``Request`` and a ``Reply`` of its own, and how a client answers (``f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -17,6 +17,8 @@ from fedstrata.base.records import Message, record
 from fedstrata.federation.reply_checks import require_like
 
 ClientId = int
+Work = Callable[[int], float] | Mapping[int, float]
+"""Sample-gradients that answering takes: of a client with so many samples, or of each client."""
 Params = dict[str, Tensor]
 Extra = dict[str, dict[str, Tensor]]
 """What an objective sends along: a name for each group of tensors."""
@@ -47,10 +49,6 @@ class Request(Message):
 
     reply_type: ClassVar[type[Reply]] = Reply
     """What the answer is."""
-
-    def work(self, samples: int) -> float:
-        """How many sample-gradients answering takes a client that holds ``samples``, for simulated time."""
-        return 0.0
 
     def check(self, reply: Any) -> None:
         """Refuse an answer that is well-formed and still wrong; that all numbers are finite is checked anyway.
@@ -149,11 +147,6 @@ class ModelRequest(Request):
         return {}
 
 
-def sample_gradients(samples: float, passes: float, steps: int, batch_size: int) -> float:
-    """How many sample-gradients a client computes: in passes over its data, or in steps where there are any."""
-    return steps * min(batch_size, samples) if steps else samples * passes
-
-
 @record("FitReply")
 class FitReply(Reply):
     """A locally trained model.
@@ -230,9 +223,6 @@ class Fit(ModelRequest):
         weights: The global model.
         message: What the objective's server side sends.
         keep: Probability with which each sample is used this round (data-level sampling).
-        passes: How often the whole data are gone through, for simulated time only.
-        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes. Again for simulated time only.
-        batch_size: Of these steps.
         counts: Whether the reply may tell how many samples were used. Under local differential privacy of the
             clients' sizes it must not: with the public ``keep`` it would give them away.
     """
@@ -243,14 +233,7 @@ class Fit(ModelRequest):
     weights: Weights
     message: Extra
     keep: float
-    passes: float
-    steps: int = 0
-    batch_size: int = 0
     counts: bool = True
-
-    def work(self, samples: int) -> float:
-        """Samples seen: all kept ones, in every pass."""
-        return sample_gradients(samples * self.keep, self.passes, self.steps, self.batch_size)
 
     def changes(self, message: Extra) -> Params:
         """Of the parameters, and the objective's message."""

@@ -120,6 +120,16 @@ class Training(Setting):
         """E; for what is counted in epochs even where clients take steps."""
         return self.local_epochs or DEFAULT_EPOCHS
 
+    def sample_gradients(self, samples: float) -> float:
+        """How many sample-gradients local training on so many samples computes.
+
+        >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
+        (60, 90)
+        """
+        if self.local_steps is None:
+            return samples * self.epochs
+        return self.local_steps * min(self.batch_size, samples)
+
     def lr_at(self, round: int) -> float:
         """η of a round, counted from 1.
 

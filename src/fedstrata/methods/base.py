@@ -231,7 +231,7 @@ class Recipe(Method):
         """Return the requests of the samplers and of local training."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
-        where = {**effort(agreed), "keep": SHARE if kept is None else kept, "counts": not data.private}
+        where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
         update = Question(Fit, self.update_of(objective), where=where, tells=self.tells, **seen(agreed))
         return self.with_samplers(agreed, update)
 
@@ -313,8 +313,13 @@ class Recipe(Method):
 
         message, counts = objective.message(state.objective), not data.private
         expected = objective.expected(weights, config)
-        request = Fit(federation.round, weights, message, keep, **effort(config), counts=counts)
-        replies = federation.ask(invited, request, check=lambda reply: check_message(reply, expected))
+        request = Fit(federation.round, weights, message, keep, counts=counts)
+        replies = federation.ask(
+            invited,
+            request,
+            work=lambda samples: config.training.sample_gradients(samples * keep),
+            check=lambda reply: check_message(reply, expected),
+        )
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         # A server optimiser with weight decay would move even what no client trains.
@@ -336,16 +341,6 @@ class Recipe(Method):
             **objective.metrics(answers),
             **diversity_of(answers, config),
         }
-
-
-def effort(config: Agreed) -> dict[str, Any]:
-    """Return the fields of a request that tell the work of local training, for simulated time."""
-    training = config.training
-    return {
-        "passes": float(training.epochs),
-        "steps": training.local_steps or 0,
-        "batch_size": training.batch_size,
-    }
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:

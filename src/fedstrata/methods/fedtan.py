@@ -9,7 +9,7 @@ from fedstrata.clients.handlers.fedtan import FitTogether
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.questions import Agreed, Question, Questions
-from fedstrata.methods.base import Recipe, RecipeState, diversity_of, effort, training_metrics
+from fedstrata.methods.base import Recipe, RecipeState, diversity_of, training_metrics
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.base import AllData
@@ -47,7 +47,7 @@ class FedTAN(Recipe):
         size = agreed.training.batch_size
         because = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
         few: dict[str, Any] = {"most": size, "because": because}
-        training = Question(FitTogether, says, where=effort(agreed), together=True, tells=self.tells, **few)
+        training = Question(FitTogether, says, together=True, tells=self.tells, **few)
         return self.with_samplers(agreed, training)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
@@ -55,8 +55,8 @@ class FedTAN(Recipe):
         sampler, _, _, aggregator = self.choices()
         weights = state.weights
         selection, clients = sampler.select(federation, state.clients, weights)
-        request = FitTogether(federation.round, weights, **effort(federation.config))
-        replies = federation.ask(selection.clients.tolist(), request, together=True)
+        request, work = FitTogether(federation.round, weights), federation.config.training.sample_gradients
+        replies = federation.ask(selection.clients.tolist(), request, together=True, work=work)
         after, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
         state = RecipeState(
             weights=after,

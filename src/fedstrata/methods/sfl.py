@@ -12,7 +12,7 @@ from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Question, Questions, asks_no_more, joined, seen
-from fedstrata.methods.base import ASKING, Method, effort
+from fedstrata.methods.base import ASKING, Method
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 
 
@@ -57,7 +57,7 @@ class SFL(Method):
         sampler = self.client_sampler
         known = asks_no_more(type(sampler), "questions", *ASKING["client_sampler"])
         says = "the travelling model as its own training changed it, with how many samples it used and their mean loss"
-        visit = Question(Visit, says, where=effort(agreed), relay=True, tells=frozenset({"sizes"}), **seen(agreed))
+        visit = Question(Visit, says, relay=True, tells=frozenset({"sizes"}), **seen(agreed))
         return joined(sampler.questions(agreed) if known else None, [visit])
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
@@ -69,8 +69,11 @@ class SFL(Method):
         config, sampler = federation.config, self.client_sampler
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
-        request = Visit(federation.round, **effort(config))
-        relayed = federation.relay([(client, request) for client in order], state.weights)
+        request = Visit(federation.round)
+        tasks = [(client, request) for client in order]
+        relayed = federation.relay(
+            tasks, state.weights, work=lambda _, samples: config.training.sample_gradients(samples)
+        )
         replies: list[VisitReply] = list(relayed.replies.values())
         seen = sum(reply.seen for reply in replies)
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None

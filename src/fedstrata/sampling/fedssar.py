@@ -126,7 +126,7 @@ class FedSSARSampler(ClientSampler):
         sketches = replace(state.sketches, sent=sent)
         unseen = np.setdiff1d(candidates, sketches.known)
         request = Sketch(federation.round, weights, self.coordinates)
-        replies = federation.ask(unseen.tolist(), request) if len(unseen) else {}
+        replies = federation.ask(unseen.tolist(), request, work=float) if len(unseen) else {}
         if replies:
             points = np.stack([reply.values.numpy() for reply in replies.values()])
             points = points - sent if self.features == "updates" else points

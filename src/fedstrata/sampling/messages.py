@@ -93,10 +93,6 @@ class Compress(ModelRequest):
     centres: int
     coordinates: int
 
-    def work(self, samples: int) -> float:
-        """One gradient over all samples."""
-        return float(samples)
-
     def check(self, reply: CompressReply) -> None:
         """Centres and codes that give a gradient of the right length."""
         require_shape(reply.centres, (-1,), torch.float32, "centres")
@@ -142,10 +138,6 @@ class Sketch(ModelRequest):
     weights: Weights
     coordinates: int
 
-    def work(self, samples: int) -> float:
-        """One pass over all samples."""
-        return float(samples)
-
     def check(self, reply: SketchReply) -> None:
         """A sketch of the right length."""
         d = sum(tensor.numel() for tensor in self.weights.params.values())
@@ -176,10 +168,6 @@ class LossReport(ModelRequest):
 
     round: int
     weights: Weights
-
-    def work(self, samples: int) -> float:
-        """A forward pass over all samples: a third of a gradient."""
-        return samples / 3
 
     def check(self, reply: LossReply) -> None:
         """Cross-entropy is not negative."""

@@ -283,7 +283,7 @@ class Stratified(ClientSampler):
             introduced = federation.rng("introduce").choice(unseen, size=m, replace=False)
             asked = np.union1d(np.intersect1d(state.participants, candidates), introduced)
         request = Compress(federation.round, weights, self.centres, self.coordinates)
-        replies = federation.ask(asked, request)
+        replies = federation.ask(asked, request, work=float)
         if not replies:
             return state, candidates[:0] if refresh == "all" else candidates
         fresh = np.array(sorted(replies), dtype=np.int64)

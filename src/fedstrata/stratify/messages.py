@@ -230,10 +230,6 @@ class Steps(Request):
     fresh: bool
     window: tuple[float, float] = (0.0, 1.0)
 
-    def work(self, samples: int) -> float:
-        """A sample for each placeholder."""
-        return float(len(self.labels))
-
     def check(self, reply: StepsReply) -> None:
         """One answer a label, and the loss as one number."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")

@@ -38,7 +38,9 @@ def single_epoch(federation: Federation, weights: Weights, route: Route) -> tupl
     loss, samples, hops = torch.zeros(()), 0, federation.accounting.hops
     while route.open():
         # More than one relay only where an engine learnt of a failure too late to go on in the same.
-        relayed = federation.relay(route.tasks(), weights, heard=route.heard)
+        relayed = federation.relay(
+            route.tasks(), weights, heard=route.heard, work=lambda task, _: float(len(task.labels))
+        )
         weights = relayed.weights
         for reply in relayed.replies.values():
             loss = loss + reply.loss

@@ -26,7 +26,6 @@ from fedstrata.federation.messages import (
     check_fit,
     check_message,
     fit_changes,
-    sample_gradients,
 )
 from fedstrata.models.averagednorm import averaged
 from fedstrata.objectives.base import Context
@@ -39,22 +38,12 @@ class FitTogether(ModelRequest):
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        passes: How often the data are gone through, for simulated time only.
-        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
-        batch_size: Of these steps.
     """
 
     reply_type: ClassVar[type[Reply]] = FitReply
 
     round: int
     weights: Weights
-    passes: float
-    steps: int = 0
-    batch_size: int = 0
-
-    def work(self, samples: int) -> float:
-        """Samples seen."""
-        return sample_gradients(samples, self.passes, self.steps, self.batch_size)
 
     def changes(self, message: Extra) -> Params:
         """Of the parameters."""

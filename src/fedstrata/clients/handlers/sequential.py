@@ -11,7 +11,7 @@ from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles_hop
 from fedstrata.clients.training.local import LocalData, train
-from fedstrata.federation.messages import Reply, Request, Weights, sample_gradients
+from fedstrata.federation.messages import Reply, Request, Weights
 
 
 @record("VisitReply")
@@ -35,21 +35,11 @@ class Visit(Request):
 
     Args:
         round: The round, counted from 1.
-        passes: How often the data are gone through, for simulated time only.
-        steps: Mini-batch steps taken instead, of ``batch_size`` each; 0 for passes.
-        batch_size: Of these steps.
     """
 
     reply_type: ClassVar[type[Reply]] = VisitReply
 
     round: int
-    passes: float
-    steps: int = 0
-    batch_size: int = 0
-
-    def work(self, samples: int) -> float:
-        """Samples seen."""
-        return sample_gradients(samples, self.passes, self.steps, self.batch_size)
 
     def check(self, reply: VisitReply) -> None:
         """Counts that can be."""

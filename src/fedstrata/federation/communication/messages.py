@@ -65,10 +65,6 @@ class Encoded(Request):
     plain: bool
     basis: Tensor
 
-    def work(self, samples: int) -> float:
-        """That of the question."""
-        return self.request.work(samples)
-
 
 @record("Coefficients")
 class Coefficients(Request):
