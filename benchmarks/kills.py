@@ -85,7 +85,7 @@ class Leisurely(Scaffold):
 class Slow(SCAFFOLD):
     """Clients have a state, which must neither be lost nor be counted twice."""
 
-    def parts(self) -> fs.Parts:
+    def parts(self) -> fs.Parts:  # noqa: D102
         return {"objective": Leisurely()}
 
 

@@ -11,7 +11,6 @@ def test_what_is_sent_to_a_late_hop_counts(tiny):
     """It was not counted, where that of a late question was."""
     federation = tiny(3, availability=fs.Always(deadline=0.001, seconds_per_sample=1.0))
     task = Visit(1)
-    tasks = [(client, task) for client in range(3)]
     relayed = federation.relay(
         [(client, task) for client in range(3)], federation.weights, work=lambda _, samples: samples
     )

@@ -63,6 +63,11 @@ TABLES: dict[str, dict[str, Any]] = {
     "sfl, drop-out": {"method": "sfl", **DROPOUT},
     "stratify": {"method": {"name": "stratify", "cap": 15}},
     "stratify, drop-out": {"method": {"name": "stratify", "cap": 15}, **DROPOUT},
+    "stratify, per client": {
+        "method": {"name": "stratify", "cap": 15},
+        "training": {"execution": "per-client"},
+        **DROPOUT,
+    },
     "stratify, local steps": {"method": {"name": "stratify", "cap": 15, "local_steps": 2}},
     "stratify, batchnorm": {"method": {"name": "stratify", "cap": 5}, "model": "resnet20"},
     "stratify, held back": {"method": {"name": "stratify", "cap": 15}, "privacy": {"min_samples": 3}},
@@ -102,7 +107,7 @@ TABLES: dict[str, dict[str, Any]] = {
     },
     "clients evaluate": {"evaluation": {"every": 1, "client_test": 0.3, "test_clients": 0.3}},
 }
-ENGINES = {"fedavg": ("ray",), "rebafl, drop-out": ("ray", "nvflare"), "stratify, drop-out": ("ray", "nvflare")}
+ENGINES = {"fedavg": ("ray",), "rebafl, drop-out": ("ray", "nvflare"), "stratify, per client": ("ray", "nvflare")}
 """Engines other than the local one that repeat a spec."""
 
 

@@ -178,9 +178,7 @@ class Simulation:
             """What encodes what travels; None where it travels as it is."""
             if not self.spec.communication.plain:
                 objective = method.objective_in_use()
-                self.channel = Channel(
-                    self.spec.communication, objective, prepared.config.clients, self.spec.seed
-                )
+                self.channel = Channel(self.spec.communication, objective, prepared.config.clients, self.spec.seed)
             self.federation = Federation(
                 self.engine, prepared.config, availability, method.name, listener=listener, channel=self.channel
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Unpack
@@ -33,7 +33,6 @@ from fedstrata.federation.communication.messages import Coefficients, Encoded, E
 from fedstrata.federation.federation import AskOptions, Federation
 from fedstrata.federation.messages import ClientId, ModelRequest, Params, Reply, Requests, Weights
 from fedstrata.federation.reply_checks import Check, finite
-
 
 if TYPE_CHECKING:
     from fedstrata.objectives.base import Objective
