@@ -71,14 +71,14 @@ def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, flo
     ledger.append = book.timed(ledger.append)  # type: ignore[method-assign]
     host = Host("a", folder, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=ledger)
 
-    class Line:
+    class Transport:
         def there(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
             return host.call(SERVER, data)
 
-    engine = NVFlareEngine(prepared.config, Line(), ["a"] * 10, Sums(60.0), spec=spec.to_toml(), run="run")
+    engine = NVFlareEngine(prepared.config, Transport(), ["a"] * 10, Sums(60.0), spec=spec.to_toml(), run="run")
     found: list[tuple[float, float, float]] = []
     with Simulation(prepared, engine) as simulation:
         guard: Guard = host._running().guard

@@ -52,7 +52,7 @@ def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True,
     """Two sites of two clients each, in this process: all that crosses are bytes."""
     sums, hosts = Sums(patience), {}
 
-    class Line:
+    class Transport:
         def there(self, site: str) -> bool:
             return True
 
@@ -66,7 +66,9 @@ def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True,
 
         hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True)
     spec, homes = prepared.spec.to_toml(), list("aabb")
-    engine = NVFlareEngine(prepared.config, Line(), homes, sums, spec=spec, run="run", patience=patience, direct=direct)
+    engine = NVFlareEngine(
+        prepared.config, Transport(), homes, sums, spec=spec, run="run", patience=patience, direct=direct
+    )
     engine.restore(0)
     return engine
 

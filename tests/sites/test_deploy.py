@@ -259,7 +259,7 @@ def test_a_slip_in_a_sites_own_settings_leaves_that_site_out_and_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVFlare ended the job of all sites, and nobody was told whose settings it was."""
-    from fedstrata.sites import job, progress, turns
+    from fedstrata.sites import idempotency, job, progress
     from fedstrata.sites.policy import FILE
     from fedstrata.sites.wire import Refused, SiteRefusedError, read
 
@@ -269,7 +269,7 @@ def test_a_slip_in_a_sites_own_settings_leaves_that_site_out_and_nobody_else(
         def __call__(self, **options: Any) -> Peer:
             return self
 
-        def beat(self, number: int, size: int) -> None:
+        def heartbeat(self, number: int, size: int) -> None:
             heard.set()
 
     (tmp_path / "local").mkdir()
@@ -280,7 +280,7 @@ def test_a_slip_in_a_sites_own_settings_leaves_that_site_out_and_nobody_else(
         workspace=workspace, site_name="b", clients=[], server=Peer(), fl_ctx=context, caller="server"
     )
     monkeypatch.setattr(job, "collab", here)
-    monkeypatch.setattr(turns, "BEAT", 0.01)
+    monkeypatch.setattr(idempotency, "HEARTBEAT", 0.01)
     site = job.Site()
     site.init()
     assert heard.wait(30)  # it is there, and says why it takes no part

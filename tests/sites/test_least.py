@@ -23,7 +23,7 @@ from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
 
 
-class Line:
+class Transport:
     """Sites in this process, which a test takes away and brings back."""
 
     def __init__(self) -> None:
@@ -42,10 +42,10 @@ class Line:
 
 
 @pytest.fixture
-def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
+def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
     monkeypatch.setattr(engines, "WAIT", 0.01)
     monkeypatch.setattr(engines, "BEGIN_AGAIN", 0.05)
-    return Line()
+    return Transport()
 
 
 def spec(method: str = "scaffold", **table: Any) -> fs.Experiment:
@@ -63,42 +63,47 @@ def spec(method: str = "scaffold", **table: Any) -> fs.Experiment:
 
 
 def run(
-    line: Line, place: Path, spec: fs.Experiment, least: int, fewer: Any, made: list[NVFlareEngine] | None = None
+    transport: Transport,
+    place: Path,
+    spec: fs.Experiment,
+    least: int,
+    fewer: Any,
+    made: list[NVFlareEngine] | None = None,
 ) -> fs.History:
     prepared, sums = prepare(spec), Sums(60.0)
     for name in "abc":
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else line.hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else transport.hosts[target].call(name, data)
 
-        line.hosts[name] = Host(name, place / name, carry, patience=60.0, allow=None, frank=True)
+        transport.hosts[name] = Host(name, place / name, carry, patience=60.0, allow=None, frank=True)
     common = {"spec": spec.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
-    engine = NVFlareEngine(prepared.config, line, list("abc"), sums, **common)
+    engine = NVFlareEngine(prepared.config, transport, list("abc"), sums, **common)
     if made is not None:
         made.append(engine)
     return run_prepared(prepared, None, engine)
 
 
-def dies_in_round(line: Line, round: int, *, back: float | None, kind: type = Ask) -> None:
+def dies_in_round(transport: Transport, round: int, *, back: float | None, kind: type = Ask) -> None:
     """Site b is gone in a round, and back after so many seconds; its answer of that round is lost on its way."""
     asked: list[str] = []
 
     def hook(site: str, body: Any) -> None:
-        if site == "b" and isinstance(body, kind) and not line.gone:
+        if site == "b" and isinstance(body, kind) and not transport.gone:
             asked.append(site)
             if len(asked) == round:
-                line.gone.add("b")
+                transport.gone.add("b")
                 if back is not None:
-                    threading.Timer(back, line.gone.clear).start()
+                    threading.Timer(back, transport.gone.clear).start()
 
-    line.hook = hook
+    transport.hook = hook
 
 
 @pytest.mark.parametrize(("method", "kind"), [("scaffold", Ask), ("sfl", Hop)])
-def test_a_run_waits_for_those_that_it_needs(line: Line, tmp_path: Path, method: str, kind: type) -> None:
+def test_a_run_waits_for_those_that_it_needs(transport: Transport, tmp_path: Path, method: str, kind: type) -> None:
     experiment = spec(method)
-    dies_in_round(line, 2, back=0.3, kind=kind)
-    history = run(line, tmp_path, experiment, 3, "wait")
+    dies_in_round(transport, 2, back=0.3, kind=kind)
+    history = run(transport, tmp_path, experiment, 3, "wait")
     returned = [record["clients_returned"] for record in history]
     assert returned == ([3] * 4 if kind is Ask else [3, 2, 3, 3])  # a hop is not made twice
     if kind is Ask:
@@ -106,31 +111,31 @@ def test_a_run_waits_for_those_that_it_needs(line: Line, tmp_path: Path, method:
         assert all(bool((history.params[key] == here.params[key]).all()) for key in here.params)
 
 
-def test_a_run_that_is_to_end_with_fewer_ends_and_says_who_is_away(line: Line, tmp_path: Path) -> None:
-    dies_in_round(line, 2, back=None)
+def test_a_run_that_is_to_end_with_fewer_ends_and_says_who_is_away(transport: Transport, tmp_path: Path) -> None:
+    dies_in_round(transport, 2, back=None)
     with pytest.raises(FedstrataError, match="2 sites answer, and least = 3; site b cannot be reached"):
-        run(line, tmp_path, spec(), 3, "abort")
+        run(transport, tmp_path, spec(), 3, "abort")
 
 
-def test_a_run_that_may_go_on_with_fewer_does(line: Line, tmp_path: Path) -> None:
-    dies_in_round(line, 2, back=None)
-    history = run(line, tmp_path, spec(), 3, "go-on")
+def test_a_run_that_may_go_on_with_fewer_does(transport: Transport, tmp_path: Path) -> None:
+    dies_in_round(transport, 2, back=None)
+    history = run(transport, tmp_path, spec(), 3, "go-on")
     assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
 
 
 @pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
 @pytest.mark.parametrize("method", ["scaffold", "sfl"])
-def test_who_refuses_to_answer_is_not_in(line: Line, tmp_path: Path, fewer: Any, method: str) -> None:
+def test_who_refuses_to_answer_is_not_in(transport: Transport, tmp_path: Path, fewer: Any, method: str) -> None:
     """A site whose policy was used up counted as one that answers, and stood as one that is in."""
     policy = Policy(jobs="within-policy", exchanges=1, min_samples=1)
     engine: list[NVFlareEngine] = []
 
     def seen(site: str, body: Any) -> None:
-        line.hosts["b"].policy = policy
+        transport.hosts["b"].policy = policy
 
-    line.hook = seen
+    transport.hook = seen
     if fewer == "go-on":
-        history = run(line, tmp_path, spec(method), 3, fewer, engine)
+        history = run(transport, tmp_path, spec(method), 3, fewer, engine)
         assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
         state, why = engine[0].standing("b")
         assert state == "refused"
@@ -138,23 +143,23 @@ def test_who_refuses_to_answer_is_not_in(line: Line, tmp_path: Path, fewer: Any,
         assert engine[0].standing("a") == ("in", "")
     else:
         with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.exchanges"):
-            run(line, tmp_path, spec(method), 3, fewer, engine)
+            run(transport, tmp_path, spec(method), 3, fewer, engine)
 
 
-def test_who_refuses_at_the_beginning_is_not_waited_for(line: Line, tmp_path: Path) -> None:
+def test_who_refuses_at_the_beginning_is_not_waited_for(transport: Transport, tmp_path: Path) -> None:
     """Its policy is read when a job begins, so that it was asked every ten seconds for ever."""
-    line.hook = lambda site, body: setattr(
-        line.hosts["b"], "policy", Policy(jobs="within-policy", methods=["fedavg"], min_samples=1)
+    transport.hook = lambda site, body: setattr(
+        transport.hosts["b"], "policy", Policy(jobs="within-policy", methods=["fedavg"], min_samples=1)
     )
     with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.methods"):
-        run(line, tmp_path, spec(), 3, "wait")
+        run(transport, tmp_path, spec(), 3, "wait")
 
 
-def test_enough_are_enough(line: Line, tmp_path: Path) -> None:
-    dies_in_round(line, 2, back=None)
+def test_enough_are_enough(transport: Transport, tmp_path: Path) -> None:
+    dies_in_round(transport, 2, back=None)
     for fewer in ("wait", "abort"):
-        line.gone.clear()
-        assert len(run(line, tmp_path / fewer, spec(), 2, fewer)) == 4
+        transport.gone.clear()
+        assert len(run(transport, tmp_path / fewer, spec(), 2, fewer)) == 4
 
 
 HEAD = "age,ill\n"
@@ -172,7 +177,7 @@ OWN = {
 }
 
 
-def own_data(line: Line, place: Path, least: int, fewer: Any) -> tuple[fs.History, NVFlareEngine]:
+def own_data(transport: Transport, place: Path, least: int, fewer: Any) -> tuple[fs.History, NVFlareEngine]:
     """Two hospitals, of which one has a file that is not what the spec says."""
     rows = "".join(f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40))
     (place / "a.csv").write_text(HEAD + rows)
@@ -180,25 +185,27 @@ def own_data(line: Line, place: Path, least: int, fewer: Any) -> tuple[fs.Histor
     experiment = spec("fedavg", **OWN)
     prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
     for name in "ab":
-        line.hosts[name] = Host(name, place / name, lambda to, data: b"", patience=60.0, data=place / f"{name}.csv")
+        transport.hosts[name] = Host(
+            name, place / name, lambda to, data: b"", patience=60.0, data=place / f"{name}.csv"
+        )
     common = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
-    engine = NVFlareEngine(prepared.config, line, list("ab"), sums, **common)
+    engine = NVFlareEngine(prepared.config, transport, list("ab"), sums, **common)
     return run_prepared(surveyed(prepared, engine, place / "out", resume=False), None, engine), engine
 
 
-def test_one_hospital_of_two_with_a_bad_file_is_fewer_than_two(line: Line, tmp_path: Path) -> None:
+def test_one_hospital_of_two_with_a_bad_file_is_fewer_than_two(transport: Transport, tmp_path: Path) -> None:
     """The run was completed with one hospital, because connections were counted."""
     with pytest.raises(
         FedstrataError, match=r"1 sites answer, and least = 2; site b takes no part.*'age'.* from 0 to 120"
     ):
-        own_data(line, tmp_path, 2, "abort")
+        own_data(transport, tmp_path, 2, "abort")
 
 
 @pytest.mark.parametrize("fewer", ["wait", "abort", "go-on"])
-def test_who_refuses_one_kind_of_question_is_in(line: Line, tmp_path: Path, fewer: Any) -> None:
+def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: Path, fewer: Any) -> None:
     """A hospital that trains and has too few test samples to tell how a model does on them ended the run of all."""
     refused: list[str] = []
-    send = line.send
+    send = transport.send
 
     def listen(site: str, *question: Any) -> object:
         answer = send(site, *question)
@@ -206,7 +213,7 @@ def test_who_refuses_one_kind_of_question_is_in(line: Line, tmp_path: Path, fewe
         refused.extend(each.reason for each in getattr(said, "outcomes", ()) if getattr(each, "refused", False))
         return answer
 
-    line.send = listen  # type: ignore[method-assign]
+    transport.send = listen  # type: ignore[method-assign]
     rows = [f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40)]
     for name, count in (("a", 40), ("b", 20)):
         (tmp_path / f"{name}.csv").write_text(HEAD + "".join(rows[:count]))
@@ -214,20 +221,20 @@ def test_who_refuses_one_kind_of_question_is_in(line: Line, tmp_path: Path, fewe
     prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
     for name in "ab":
         own: dict[str, Any] = {"data": tmp_path / f"{name}.csv", "policy": Policy(jobs="within-policy", min_samples=5)}
-        line.hosts[name] = Host(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
+        transport.hosts[name] = Host(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
     common: dict[str, Any] = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": 2, "fewer": fewer}
-    engine = NVFlareEngine(prepared.config, line, list("ab"), sums, **common)
+    engine = NVFlareEngine(prepared.config, transport, list("ab"), sums, **common)
     history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)
     assert [record["clients_returned"] for record in history] == [2, 2, 2, 2]
     assert engine.standing("b") == ("in", "")
     assert refused, "it told how the model does on four samples"
 
 
-def test_a_hospital_that_mends_its_file_is_taken_in(line: Line, tmp_path: Path) -> None:
+def test_a_hospital_that_mends_its_file_is_taken_in(transport: Transport, tmp_path: Path) -> None:
     def mend() -> None:
         (tmp_path / "b.csv").write_text((tmp_path / "a.csv").read_text())
 
     threading.Timer(0.5, mend).start()
-    history, engine = own_data(line, tmp_path, 2, "wait")
+    history, engine = own_data(transport, tmp_path, 2, "wait")
     assert {record["clients_returned"] for record in history} == {2}
     assert not [event for event in engine.events() if event[0] == "absent"]

@@ -306,7 +306,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
         for name, book in books.items()
     }
 
-    class Line:
+    class Transport:
         def there(self, site: str) -> bool:
             return True
 
@@ -315,7 +315,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
 
     folder, prepared = tmp_path / "run", prepare(spec)
     engine = NVFlareEngine(
-        prepared.config, Line(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", heads=folder / HEADS
+        prepared.config, Transport(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", heads=folder / HEADS
     )
     history = run_prepared(prepared, folder, engine)
     assert history[-1]["clients_trained"] == 3

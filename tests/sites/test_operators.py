@@ -21,9 +21,9 @@ import fedstrata as fs
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
 from fedstrata.sites.federation import Sites
-from fedstrata.sites.line import STRUCK
 from fedstrata.sites.local_deployment import Processes
 from fedstrata.sites.provision import ADMIN, SERVER, provision
+from fedstrata.sites.transport import STRUCK
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("servers")]
 

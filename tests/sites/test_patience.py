@@ -25,7 +25,7 @@ Hook = Callable[[str, Any], str]
 """What becomes of a message to a site: ``""``, ``hang`` or ``gone``."""
 
 
-class Line:
+class Transport:
     """Sites in this process, each call with a limit to its time, as NVFlare's calls have one."""
 
     def __init__(self, hook: Hook) -> None:
@@ -53,19 +53,19 @@ class Line:
 
 
 def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> fs.History:
-    prepared, sums, line = prepare(spec), Sums(patience), Line(hook)
+    prepared, sums, transport = prepare(spec), Sums(patience), Transport(hook)
     for name in "abc":
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else line.hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else transport.hosts[target].call(name, data)
 
-        line.hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True)
+        transport.hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True)
     toml, homes = spec.to_toml(), list("abc")
-    engine = NVFlareEngine(prepared.config, line, homes, sums, spec=toml, run="run", patience=patience)
+    engine = NVFlareEngine(prepared.config, transport, homes, sums, spec=toml, run="run", patience=patience)
     try:
         return run_prepared(prepared, None, engine)
     finally:
-        line.stop.set()
+        transport.stop.set()
 
 
 def spec(method: dict[str, Any], rounds: int, **tables: Any) -> fs.Experiment:

@@ -249,7 +249,7 @@ def _at_sites(
         prepared = dataclasses.replace(prepared, spec=spec.model_copy(update={"method": method}))
     keys, hosts = KeyRing(folder / "keys", create=True), dict[str, Host]()
 
-    class Line:
+    class Transport:
         def there(self, site: str) -> bool:
             return True
 
@@ -264,7 +264,9 @@ def _at_sites(
         own = strict if strict is not None and name == "c" else policy
         settings: dict[str, Any] = {"policy": own, "ledger": book, "keys": keys, "allow": ["combinations"]}
         hosts[name] = Host(name, folder / name, carry, patience=60.0, **settings)
-    engine = NVFlareEngine(prepared.config, Line(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0)
+    engine = NVFlareEngine(
+        prepared.config, Transport(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0
+    )
     return run_prepared(prepared, out, engine), books
 
 

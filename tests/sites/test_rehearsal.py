@@ -82,12 +82,12 @@ def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, m
         found.append(torch.get_num_threads())
         return train(*arguments, **more)
 
-    def send(line: Any, site: str, data: bytes, patience: float, number: int) -> object:
+    def send(transport: Any, site: str, data: bytes, patience: float, number: int) -> object:
         torch.set_num_threads(2)  # as a thread has it that began before
-        return line.hosts[site].call("server", data)
+        return transport.hosts[site].call("server", data)
 
     monkeypatch.setattr("fedstrata.clients.handlers.fit.train", counted)
-    monkeypatch.setattr("fedstrata.sites.rehearsal._Line.send", send)
+    monkeypatch.setattr("fedstrata.sites.rehearsal._Transport.send", send)
     rehearse(place, "there")
     assert found == [1] * 4
 

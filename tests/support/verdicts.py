@@ -171,7 +171,7 @@ def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
     prepared, sums, tape = fs.prepare(spec), Sums(60.0), list[Asked]()
     host = Host("a", folder, lambda target, data: sums.add_up("a", data), patience=60.0)
 
-    class Line:
+    class Transport:
         def there(self, site: str) -> bool:
             return True
 
@@ -185,7 +185,7 @@ def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
                 tape.append(Asked(asked["client"], asked["task"], said.get("reply"), True, False))
             return answer
 
-    engine = NVFlareEngine(prepared.config, Line(), ["a"] * CLIENTS, sums, spec=spec.to_toml(), run="run")
+    engine = NVFlareEngine(prepared.config, Transport(), ["a"] * CLIENTS, sums, spec=spec.to_toml(), run="run")
     with fs.Simulation(prepared, engine) as simulation:
         for _ in simulation:
             pass

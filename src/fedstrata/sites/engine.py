@@ -70,7 +70,7 @@ class ClientRaisedError(FedstrataError):
     """What a client raised at its site."""
 
 
-class Line(Protocol):
+class Transport(Protocol):
     """What carries bytes to a site and back."""
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
@@ -99,7 +99,7 @@ class NVFlareEngine(Engine):
 
     Args:
         config: What was agreed; ``sizes`` may be unknown.
-        line: How sites are reached.
+        transport: How sites are reached.
         homes: The site of every client.
         sums: Where sites bring their parts of a group's sums.
         spec: The experiment as TOML.
@@ -116,7 +116,7 @@ class NVFlareEngine(Engine):
     def __init__(
         self,
         config: FederationConfig,
-        line: Line,
+        transport: Transport,
         homes: Sequence[str],
         sums: Sums,
         *,
@@ -129,7 +129,7 @@ class NVFlareEngine(Engine):
         fewer: Fewer = "go-on",
     ) -> None:
         self._heads_file, self._heads, self._heads_written = heads, dict[str, str](), dict[str, str]()
-        self.config, self.line, self.homes, self.sums = config, line, list(homes), sums
+        self.config, self.transport, self.homes, self.sums = config, transport, list(homes), sums
         self.patience, self.direct, self.least, self.fewer = patience, direct, least, fewer
         self._run, self._spec = run, spec
         self.statistics: Statistics | None = None
@@ -374,7 +374,7 @@ class NVFlareEngine(Engine):
         patience = max(self.patience, BEGIN_SECONDS) if isinstance(body, (Survey, Begin)) else self.patience
         try:
             data = records.encode(Envelope(news, body, number))
-            answer: Message = read(self.line.send(site, data, patience, number), *kinds)
+            answer: Message = read(self.transport.send(site, data, patience, number), *kinds)
         except (SiteLostError, SiteRefusedError, WireError) as error:
             if isinstance(error, SiteLostError):
                 self._lost.add(site)
@@ -442,20 +442,20 @@ class NVFlareEngine(Engine):
             self._wait(partial(self._any_there, wanted), math.inf)
 
     def _any_there(self, sites: Sequence[str]) -> bool:
-        return any(map(self.line.there, sites))
+        return any(map(self.transport.there, sites))
 
     def standing(self, site: str) -> tuple[str, str]:
         """How a site takes part, in a word, and why it does not: ``in``, ``refused``, ``gone`` or ``late``."""
         if site in self._absent:
             return "refused", self._absent[site]
-        if not self.line.there(site):
+        if not self.transport.there(site):
             return "gone", "nothing is heard of it, or it has not joined"
         if site in self._refusing:
             return "refused", self._refusing[site]
         return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
 
     def _present(self) -> set[str]:
-        return {site for site in self._sites if site not in self._absent and self.line.there(site)}
+        return {site for site in self._sites if site not in self._absent and self.transport.there(site)}
 
     def _gather(self) -> None:
         """Before an exchange: enough sites are there, or what ``fewer`` says is done.

@@ -31,11 +31,11 @@ from fedstrata.runs import checkpoint
 from fedstrata.sites.asks import Declaration, declaration_of
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
 from fedstrata.sites.guard import Books, Guard, Match, Spent, Told, admitted
+from fedstrata.sites.idempotency import LateError, RequestCache
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.manifest import fingerprint
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.sums import SiteGroup
-from fedstrata.sites.turns import LateError, Turns
 from fedstrata.sites.wire import (
     Answers,
     Ask,
@@ -134,7 +134,7 @@ class Host:
         """What the book does not have yet, each with the thread that noted it."""
         self._noting = threading.Lock()
         """Another site may fetch a model while this one works."""
-        self.turns, self.problem = Turns(), ""
+        self.request_cache, self.problem = RequestCache(), ""
         self._run: _Run | None = None
         self._asking = ""
         """The job that asked last to begin, or what the data come to."""
@@ -148,7 +148,7 @@ class Host:
                 return self._leaving(self._part_of_relay(caller, read(data, Fetch)))
             envelope: Envelope = read(data, Envelope)
             what = type(envelope.body).__name__
-            return self.turns.answer(envelope.number, lambda: self._answered(envelope))
+            return self.request_cache.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
             # Whatever it is must not end the site, and the server must learn of it.
             if isinstance(error, RuleError):

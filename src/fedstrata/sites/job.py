@@ -26,15 +26,15 @@ from fedstrata.sites.configuration import ERROR, described
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.host import Host
+from fedstrata.sites.idempotency import RequestCache, heartbeat
 from fedstrata.sites.ledger import HEADS, PLACE, Ledger
-from fedstrata.sites.line import STRUCK, Call, CollabLine, insist
 from fedstrata.sites.members import Members
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.sites.settings import JobSpec, SiteSettings, run_of
 from fedstrata.sites.streams import bound_growth
 from fedstrata.sites.sums import Sums
-from fedstrata.sites.turns import Turns, beat
+from fedstrata.sites.transport import STRUCK, Call, CollabTransport, retry
 from fedstrata.sites.wire import Refused, SiteLostError
 from fedstrata.spec.experiment import Experiment
 from fedstrata.spec.tracking import Tracking
@@ -62,7 +62,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         bound_growth()
         self.plans = plans
         self._sums: Sums | None = None
-        self._line: CollabLine | None = None
+        self._transport: CollabTransport | None = None
         self._progress: Progress | None = None
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
@@ -71,17 +71,17 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
             fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR).set_info(FEDSTRATA, self._progress.table())
 
     @collab.publish  # type: ignore[untyped-decorator]
-    def beat(self, number: int, size: int) -> None:
+    def heartbeat(self, number: int, size: int) -> None:
         """A site lives, and is at this question."""
-        if self._line is not None and not self._line.struck(collab.caller):
-            self._line.hear(collab.caller, number, size)
+        if self._transport is not None and not self._transport.struck(collab.caller):
+            self._transport.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
         """A site brings its clients' parts of a sum, and waits for the others."""
-        if self._sums is None or self._line is None:
+        if self._sums is None or self._transport is None:
             raise FedstrataError("no run has begun")
-        if self._line.struck(collab.caller):
+        if self._transport.struck(collab.caller):
             raise FedstrataError(STRUCK)
         return self._sums.add_up(collab.caller, data)
 
@@ -91,7 +91,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         ended = _Ended(collab.fl_ctx.get_run_abort_signal())
         calls = {site.name: _caller(site, ended) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
-        self._line = line = CollabLine(calls, RunAborted, ended, struck=Members(root).struck)
+        self._transport = transport = CollabTransport(calls, RunAborted, ended, struck=Members(root).struck)
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
         try:
@@ -104,7 +104,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                 (folder / ERROR).unlink(missing_ok=True)
                 try:
                     with only_from(settings.packages):
-                        self._run(plan, text, folder, line, settings)
+                        self._run(plan, text, folder, transport, settings)
                 except (RunAborted, SiteLostError):
                     raise  # The run is not over: it goes on when the job comes again.
                 except Exception as error:
@@ -120,19 +120,19 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         finally:
             ended.over = True
 
-    def _run(self, plan: JobSpec, text: str, folder: Path, line: CollabLine, settings: SiteSettings) -> None:
+    def _run(self, plan: JobSpec, text: str, folder: Path, transport: CollabTransport, settings: SiteSettings) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
         if not settings.simulated:  # a job does not say where this server writes, nor whom it tells
             spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
             return  # its job was ended before it was fetched, and no site need be there for that
-        homes = plan.homes(sorted(line.sites))
+        homes = plan.homes(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(homes)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
         engine = NVFlareEngine(
             prepared.config,
-            line,
+            transport,
             homes,
             self._sums,
             spec=text,
@@ -147,7 +147,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
 
         def standing(site: str) -> tuple[str, str]:
-            revoked = isinstance(line, CollabLine) and line.struck(site)
+            revoked = isinstance(transport, CollabTransport) and transport.struck(site)
             return ("revoked", STRUCK) if revoked else engine.standing(site)
 
         progress = Progress(spec.training.rounds, homes, standing, before, path, run=folder.name)
@@ -213,20 +213,20 @@ class Site:
     @collab.init  # type: ignore[untyped-decorator]
     def init(self) -> None:
         """Read the site's own settings. Where they are wrong the others go on without it, and all are told why."""
-        root, turns = Path(collab.workspace.get_root_dir()), Turns()
+        root, cache = Path(collab.workspace.get_root_dir()), RequestCache()
         self._progress = SiteProgress(root / STATUS)
         try:
             self._host = self._made(root)
-            turns = self._host.turns
+            cache = self._host.request_cache
         except Exception as error:
             # NVFlare would end the job of all.
             LOG.exception("this site takes no part")
             self._progress.answer(0, f"{error}")
             self._problem = f"its settings cannot be used ({type(error).__name__}); the log of the site says more"
         server = collab.server
-        beat(turns, lambda number, size: server(expect_result=False).beat(number, size), RunAborted)
+        heartbeat(cache, lambda number, size: server(expect_result=False).heartbeat(number, size), RunAborted)
         # Another thread: a disk that stands still must not make a site look dead.
-        beat(turns, lambda number, size: self._progress.write(), RunAborted)
+        heartbeat(cache, lambda number, size: self._progress.write(), RunAborted)
 
     def _made(self, root: Path) -> Host:
         settings = _settings(root)
@@ -241,13 +241,13 @@ class Site:
 
         def send(target: str, data: bytes) -> object:
             if target == "server":
-                return insist(lambda data, left: server(timeout=left).add_up(data), data, settings.patience)
+                return retry(lambda data, left: server(timeout=left).add_up(data), data, settings.patience)
 
             def fetch(data: bytes, left: float) -> object:
                 return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
 
             # NVFlare waits for as long as something arrives. Asked again meanwhile, a long model would come twice.
-            return insist(fetch, data, settings.patience, beside=False)
+            return retry(fetch, data, settings.patience, beside=False)
 
         return Host(
             collab.site_name,

@@ -21,7 +21,7 @@ STATES = "sites"
 """In the run folder: the clients' states, a folder a site."""
 
 
-class _Line:
+class _Transport:
     """Sites in this process: what crosses are bytes, as it will be."""
 
     def __init__(self, hosts: dict[str, Host]) -> None:
@@ -71,14 +71,14 @@ def rehearse(
         return None if given is None else (base_dir / Path(given).expanduser()).absolute()
 
     homes, sums = sites.homes(spec), Sums(sites.patience)
-    line, shared = _Line({}), KeyRing.of_site()
+    transport, shared = _Transport({}), KeyRing.of_site()
     for name, site in sites.site.items():
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else line.hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else transport.hosts[target].call(name, data)
 
         keys = path(site.keys)
-        line.hosts[name] = Host(
+        transport.hosts[name] = Host(
             name,
             out / STATES / name,
             carry,
@@ -93,7 +93,7 @@ def rehearse(
     prepared = prepare_server(spec, path(sites.server.data), len(homes)) if sites.own_data else prepare(spec)
     engine = NVFlareEngine(
         prepared.config,
-        line,
+        transport,
         homes,
         sums,
         spec=spec.to_toml(),

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedstrata.base import records
 from fedstrata.base.errors import WireError
 from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
-from fedstrata.sites.turns import Turns
+from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
@@ -34,7 +34,7 @@ class Sums:
         self.patience = patience * SHARE
         self._lock = threading.Lock()
         self._groups: dict[str, tuple[LocalGroup, dict[str, set[int]]]] = {}
-        self._turns: dict[tuple[str, str], Turns] = {}
+        self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
         """Begin a group whose members have these places, by site."""
@@ -61,7 +61,7 @@ class Sums:
         with self._lock:
             _, places = self._groups.pop(group, (None, {}))
             for site in places:
-                self._turns.pop((group, site), None)
+                self._caches.pop((group, site), None)
 
     def add_up(self, site: str, data: object) -> bytes:
         """The answer to a site's ``Part``: the ``Total``, or ``Refused`` where the group is broken."""
@@ -74,9 +74,9 @@ class Sums:
             if set(part.places) != places.get(site) or len(part.tensors) != len(part.places):
                 raise WireError(f"site {site} brings parts of places {part.places}, which are not its own")
             with self._lock:
-                turns = self._turns.setdefault((part.group, site), Turns())
+                cache = self._caches.setdefault((part.group, site), RequestCache())
             added = dict(zip(part.places, part.tensors, strict=True))
-            return turns.answer(part.step, lambda: records.encode(Total(group.add(added))))
+            return cache.answer(part.step, lambda: records.encode(Total(group.add(added))))
         except (GroupBrokenError, WireError, SiteRefusedError) as error:
             return records.encode(Refused(str(error)))
 

@@ -11,7 +11,7 @@ from fedstrata.base.errors import WireError
 
 LOG = logging.getLogger(__name__)
 
-BEAT = 1.0
+HEARTBEAT = 1.0
 """Seconds between two heartbeats of a site."""
 
 AT_WORK = -1
@@ -22,7 +22,7 @@ class LateError(WireError):
     """A question came when nobody waits for its answer any more."""
 
 
-class Turns:
+class RequestCache:
     """Every question is answered once; who asks it again, because the answer was lost, is given the same bytes."""
 
     def __init__(self) -> None:
@@ -59,20 +59,20 @@ class Turns:
         return answer.result()
 
 
-def beat(turns: Turns, tell: Callable[[int, int], object], over: type[BaseException]) -> threading.Thread:
+def heartbeat(cache: RequestCache, tell: Callable[[int, int], object], over: type[BaseException]) -> threading.Thread:
     """Tell the server every second that this site lives, whatever else it does.
 
     Args:
-        turns: Where the site is.
+        cache: Where the site is.
         tell: Carries that to the server; waits for no answer.
         over: What ``tell`` raises when the job is over.
     """
     ended = threading.Event()
 
     def work() -> None:
-        while not ended.wait(BEAT):
+        while not ended.wait(HEARTBEAT):
             try:
-                tell(*turns.pulse)
+                tell(*cache.pulse)
             except over:
                 return
             except Exception as error:

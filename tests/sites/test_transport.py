@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from fedstrata.base.errors import WireError
-from fedstrata.sites import line as lines
-from fedstrata.sites.line import CollabLine, insist
-from fedstrata.sites.turns import AT_WORK, Turns, beat
+from fedstrata.sites import transport
+from fedstrata.sites.idempotency import AT_WORK, RequestCache, heartbeat
+from fedstrata.sites.transport import CollabTransport, retry
 from fedstrata.sites.wire import SiteLostError
 
 
@@ -28,14 +28,14 @@ class Site:
     """A site whose heart beats when the test says so, a second of its clock being a twentieth of ours."""
 
     def __init__(self) -> None:
-        self.turns, self.begun, self.asked = Turns(), time.monotonic(), 0
+        self.cache, self.begun, self.asked = RequestCache(), time.monotonic(), 0
         self.lost = 0
         """So many calls never arrive, and so many answers never come back."""
         self.lost_answers = 0
         self.work: Callable[[], bytes] = lambda: b"done"
         self.dead, self.number = threading.Event(), 0
         self.signal = SimpleNamespace(triggered=False)
-        self.line = CollabLine({"a": self.call}, OverError, self.signal, self.clock)
+        self.transport = CollabTransport({"a": self.call}, OverError, self.signal, self.clock)
         self._ended = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()
 
@@ -45,14 +45,14 @@ class Site:
     def _beat(self) -> None:
         while not self._ended.wait(0.05):
             if not self.dead.is_set():
-                self.line.hear("a", *self.turns.pulse)
+                self.transport.hear("a", *self.cache.pulse)
 
     def call(self, data: bytes, patience: float) -> object:
         self.asked += 1
         if self.lost:
             self.lost -= 1
             self._ended.wait(30)
-        answer = self.turns.answer(self.number, self.work)
+        answer = self.cache.answer(self.number, self.work)
         if self.lost_answers:
             self.lost_answers -= 1
             self._ended.wait(30)
@@ -60,7 +60,7 @@ class Site:
 
     def send(self, patience: float = 600.0) -> object:
         self.number += 1
-        return self.line.send("a", b"question", patience, self.number)
+        return self.transport.send("a", b"question", patience, self.number)
 
     def close(self) -> None:
         self._ended.set()
@@ -68,7 +68,7 @@ class Site:
 
 @pytest.fixture
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(lines, "LOOK", 0.0125)
+    monkeypatch.setattr(transport, "LOOK", 0.0125)
     made = Site()
     yield made
     made.close()
@@ -88,7 +88,7 @@ def test_a_site_that_dies_at_work_is_noticed_within_seconds_and_costs_nothing_th
     with pytest.raises(SiteLostError, match="nothing was heard of it"):
         site.send()
     assert site.clock() - begun < 20  # ten, on a machine that does nothing else
-    assert not site.line.there("a")
+    assert not site.transport.there("a")
     asked, begun = site.asked, time.monotonic()
     for _ in range(100):
         with pytest.raises(SiteLostError, match="nothing was heard"):
@@ -102,16 +102,16 @@ def test_a_site_that_dies_at_work_is_noticed_within_seconds_and_costs_nothing_th
 
 
 @pytest.mark.parametrize(
-    "beat", [(1, "x"), (1, float("nan")), (1, 1e300), (1, 2**62), (1, -7), ("1", 0), (None, None), (True, 0)]
+    "heartbeat", [(1, "x"), (1, float("nan")), (1, 1e300), (1, 2**62), (1, -7), ("1", 0), (None, None), (True, 0)]
 )
-def test_what_is_no_heartbeat_is_none(site: Site, beat: Any) -> None:
+def test_what_is_no_heartbeat_is_none(site: Site, heartbeat: Any) -> None:
     """One of them ended the run of everybody."""
     assert site.send() == b"done"
     site.dead.set()
-    site.line.hear("a", *beat)
+    site.transport.hear("a", *heartbeat)
     time.sleep(0.6)
-    site.line.hear("a", *beat)
-    assert not site.line.there("a")
+    site.transport.hear("a", *heartbeat)
+    assert not site.transport.there("a")
     with pytest.raises(SiteLostError, match="nothing was heard"):
         site.send()
 
@@ -123,7 +123,7 @@ def test_a_site_that_is_busy_is_waited_for_and_asked_once(site: Site) -> None:
     site.work = lambda: time.sleep(0.6) or b""  # type: ignore[func-returns-value]
     with pytest.raises(SiteLostError, match="no answer within 10 s"):
         site.send(10)
-    assert site.line.there("a")
+    assert site.transport.there("a")
 
 
 @pytest.mark.parametrize("what", ["lost", "lost_answers"])
@@ -140,7 +140,7 @@ def test_a_call_that_stalls_is_made_again_and_computed_once(site: Site, what: st
 
 def test_a_sum_that_stalls_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """It held its group for two fifths of the patience, four minutes."""
-    monkeypatch.setattr(lines, "STALL", 0.05)
+    monkeypatch.setattr(transport, "STALL", 0.05)
     asked, stop = [], threading.Event()
 
     def call(data: bytes, left: float) -> object:
@@ -150,11 +150,11 @@ def test_a_sum_that_stalls_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -
         return data
 
     begun = time.monotonic()
-    assert insist(call, b"part", 60.0) == b"part"
+    assert retry(call, b"part", 60.0) == b"part"
     assert time.monotonic() - begun < 10
     assert len(asked) == 2
     with pytest.raises(SiteLostError, match=r"no answer within 0\.2 s"):
-        insist(lambda data, left: stop.wait(30), b"", 0.2)
+        retry(lambda data, left: stop.wait(30), b"", 0.2)
     stop.set()
 
 
@@ -174,9 +174,9 @@ def reset_once(answers_after: float) -> tuple[Callable[[bytes, float], object], 
 
 def test_a_sum_whose_call_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One error of a connection broke the group, also while another call was about to bring the sum."""
-    monkeypatch.setattr(lines, "LOOK", 0.01)
+    monkeypatch.setattr(transport, "LOOK", 0.01)
     call, asked = reset_once(answers_after=0.0)
-    assert insist(call, b"part", 60.0) == b"part"
+    assert retry(call, b"part", 60.0) == b"part"
     assert len(asked) == 2
 
     failed = threading.Event()
@@ -188,21 +188,21 @@ def test_a_sum_whose_call_fails_is_asked_for_again(monkeypatch: pytest.MonkeyPat
             return data
         raise ConnectionError("reset")
 
-    monkeypatch.setattr(lines, "STALL", 0.05)
+    monkeypatch.setattr(transport, "STALL", 0.05)
     threading.Timer(0.02, failed.set).start()
-    assert insist(first_is_slow, b"part", 60.0) == b"part"
+    assert retry(first_is_slow, b"part", 60.0) == b"part"
 
 
 def test_a_model_that_is_long_on_its_way_is_not_fetched_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "STALL", 0.01)
-    monkeypatch.setattr(lines, "LOOK", 0.01)
+    monkeypatch.setattr(transport, "STALL", 0.01)
+    monkeypatch.setattr(transport, "LOOK", 0.01)
     call, asked = reset_once(answers_after=0.2)
-    assert insist(call, b"model", 60.0, beside=False) == b"model"
+    assert retry(call, b"model", 60.0, beside=False) == b"model"
     assert len(asked) == 2
 
 
 def test_what_fails_again_and_again_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "LOOK", 0.01)
+    monkeypatch.setattr(transport, "LOOK", 0.01)
     asked: list[bytes] = []
 
     def call(data: bytes, left: float) -> object:
@@ -210,14 +210,14 @@ def test_what_fails_again_and_again_is_believed(monkeypatch: pytest.MonkeyPatch)
         raise WireError("no run has begun")
 
     with pytest.raises(WireError, match="no run has begun"):
-        insist(call, b"part", 60.0)
-    assert len(asked) == lines.FAILURES
+        retry(call, b"part", 60.0)
+    assert len(asked) == transport.FAILURES
 
 
 def test_a_process_does_not_wait_for_a_call_to_the_dead() -> None:
     """A run with a dead site was over, and its job went on for the whole patience."""
     program = (
-        "import time; from fedstrata.sites.line import begun; begun(lambda data, left: time.sleep(left), b'', 600)"
+        "import time; from fedstrata.sites.transport import begun; begun(lambda data, left: time.sleep(left), b'', 600)"
     )
     subprocess.run([sys.executable, "-c", program], timeout=120, check=True)
 
@@ -225,7 +225,7 @@ def test_a_process_does_not_wait_for_a_call_to_the_dead() -> None:
 def test_an_answer_of_a_site_that_is_struck_off_meanwhile_counts_no_more(site: Site) -> None:
     """Until it was silent for eight seconds its answers counted."""
     struck: set[str] = set()
-    site.line.struck = struck.__contains__
+    site.transport.struck = struck.__contains__
     assert site.send() == b"done"
 
     def work() -> bytes:
@@ -239,14 +239,14 @@ def test_an_answer_of_a_site_that_is_struck_off_meanwhile_counts_no_more(site: S
     with pytest.raises(SiteLostError, match="struck off the server's list"):
         site.send()
     assert site.asked == asked, "it is asked nothing more"
-    assert not site.line.there("a")
+    assert not site.transport.there("a")
     struck.clear()
     site.work = lambda: b"again"
     assert site.send() == b"again"
 
 
 def test_a_large_message_is_not_lost_because_it_is_long_on_its_way(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "RATE", 0.4)  # eight bytes take twenty seconds
+    monkeypatch.setattr(transport, "RATE", 0.4)  # eight bytes take twenty seconds
     site.lost = 1
     begun = site.clock()
     assert site.send() == b"done"
@@ -262,9 +262,9 @@ def test_a_call_that_fails_is_made_again_while_the_site_lives(site: Site) -> Non
             raise WireError("stream error")
         return b"done"
 
-    site.line.sites["a"] = lambda data, patience: broken()
+    site.transport.sites["a"] = lambda data, patience: broken()
     assert site.send() == b"done"
-    site.line.sites["a"] = lambda data, patience: (_ for _ in ()).throw(OverError())
+    site.transport.sites["a"] = lambda data, patience: (_ for _ in ()).throw(OverError())
     with pytest.raises(OverError):
         site.send()
 
@@ -272,34 +272,34 @@ def test_a_call_that_fails_is_made_again_while_the_site_lives(site: Site) -> Non
 def test_who_waits_for_a_site_learns_that_the_job_is_over(site: Site) -> None:
     site.signal.triggered = True
     with pytest.raises(OverError):
-        site.line.there("a")
+        site.transport.there("a")
 
 
 def test_a_question_is_answered_once_however_often_it_comes() -> None:
-    turns, computed, go = Turns(), [], threading.Event()
+    cache, computed, go = RequestCache(), [], threading.Event()
 
     def work() -> bytes:
-        computed.append(turns.pulse)
+        computed.append(cache.pulse)
         go.wait(10)
         return b"12345"
 
     with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(turns.answer, 7, work) for _ in range(4)]
+        answers = [pool.submit(cache.answer, 7, work) for _ in range(4)]
         while not computed:
             time.sleep(0.001)
-        assert turns.pulse == (7, AT_WORK)
+        assert cache.pulse == (7, AT_WORK)
         go.set()
         assert [one.result() for one in answers] == [b"12345"] * 4
     assert computed == [(7, AT_WORK)]
-    assert turns.pulse == (7, 5)
+    assert cache.pulse == (7, 5)
     with pytest.raises(WireError, match="question 6 comes after 7"):
-        turns.answer(6, work)
-    assert turns.answer(0, lambda: b"each") + turns.answer(0, lambda: b"time") == b"eachtime"
+        cache.answer(6, work)
+    assert cache.answer(0, lambda: b"each") + cache.answer(0, lambda: b"time") == b"eachtime"
 
 
 def test_a_heart_beats_while_the_site_works_and_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstrata.sites.turns.BEAT", 0.001)
-    turns, told = Turns(), []
+    monkeypatch.setattr("fedstrata.sites.idempotency.HEARTBEAT", 0.001)
+    cache, told = RequestCache(), []
 
     def tell(number: int, size: int) -> None:
         told.append((number, size))
@@ -308,10 +308,10 @@ def test_a_heart_beats_while_the_site_works_and_ends_with_the_job(monkeypatch: p
         if number == 2:
             raise OverError
 
-    thread = beat(turns, tell, OverError)
-    turns.answer(1, lambda: time.sleep(0.02) or b"abc")  # type: ignore[func-returns-value]
+    thread = heartbeat(cache, tell, OverError)
+    cache.answer(1, lambda: time.sleep(0.02) or b"abc")  # type: ignore[func-returns-value]
     time.sleep(0.02)
-    turns.answer(2, lambda: b"")
+    cache.answer(2, lambda: b"")
     thread.join(10)
     assert not thread.is_alive()
     assert {(1, AT_WORK), (1, 3)} <= set(told)

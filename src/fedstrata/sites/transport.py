@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol
 
 from fedstrata.base.records import DEFAULT_LIMIT
-from fedstrata.sites.turns import AT_WORK
+from fedstrata.sites.idempotency import AT_WORK
 from fedstrata.sites.wire import SiteLostError
 
 LOG = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def begun(call: Call, data: bytes, patience: float) -> Future[object]:
     return future
 
 
-def insist(call: Call, data: bytes, patience: float, beside: bool = True) -> object:
+def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> object:
     """What is answered to a question that may be asked again; ever less often, because it may only take long.
 
     Args:
@@ -99,7 +99,7 @@ class _Heart:
         self.heard = self.changed = now
         self.number = self.size = 0
 
-    def beat(self, now: float, number: int, size: int) -> None:
+    def record(self, now: float, number: int, size: int) -> None:
         if (number, size) != (self.number, self.size):
             self.changed = now
         self.heard, self.number, self.size = now, number, size
@@ -119,8 +119,8 @@ class Signal(Protocol):
         """Whether it does."""
 
 
-class CollabLine:
-    """The server's calls to its sites; see ``fedstrata.sites.engine.Line``.
+class CollabTransport:
+    """The server's calls to its sites; see ``fedstrata.sites.engine.Transport``.
 
     Args:
         calls: How to call each site, by its name.
@@ -155,7 +155,7 @@ class CollabLine:
         sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
         if sound and (heart := self._hearts.get(site)):
             with self._lock:
-                heart.beat(self._clock(), number, size)
+                heart.record(self._clock(), number, size)
 
     def there(self, site: str) -> bool:
         """Whether a site was heard of lately; otherwise asking it is in vain."""
