@@ -20,9 +20,9 @@ import fedstrata as fs
 from fedstrata.runs.simulation import Simulation
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.guard import Guard
-from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.ledger import Ledger
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
 CHECKS = ("check", "take", "answered", "begin_exchange", "leave", "hop", "save", "fetched_by_server")
@@ -69,19 +69,21 @@ def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, flo
     prepared, checks, book = fs.prepare(spec), Clock(), Clock()
     ledger = Ledger(folder / "book")
     ledger.append = book.timed(ledger.append)  # type: ignore[method-assign]
-    host = Host("a", folder, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=ledger)
+    site_server = SiteServer(
+        "a", folder, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=ledger
+    )
 
     class Transport:
         def there(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-            return host.call(SERVER, data)
+            return site_server.call(SERVER, data)
 
     engine = NVFlareEngine(prepared.config, Transport(), ["a"] * 10, Sums(60.0), spec=spec.to_toml(), run="run")
     found: list[tuple[float, float, float]] = []
     with Simulation(prepared, engine) as simulation:
-        guard: Guard = host._running().guard
+        guard: Guard = site_server._running().guard
         for name in CHECKS:
             setattr(guard, name, checks.timed(getattr(guard, name)))
         for record in simulation:

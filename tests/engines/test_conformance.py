@@ -20,7 +20,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import make_context
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -50,21 +50,23 @@ def workers(prepared: Prepared, place: Path, request: Any) -> Engine:
 
 def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True, patience: float = 120.0) -> Engine:
     """Two sites of two clients each, in this process: all that crosses are bytes."""
-    sums, hosts = Sums(patience), {}
+    sums, site_servers = Sums(patience), {}
 
     class Transport:
         def there(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-            return hosts[site].call(SERVER, data)
+            return site_servers[site].call(SERVER, data)
 
     for name in "ab":
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else site_servers[target].call(name, data)
 
-        hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True)
+        site_servers[name] = SiteServer(
+            name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True
+        )
     spec, homes = prepared.spec.to_toml(), list("aabb")
     engine = NVFlareEngine(
         prepared.config, Transport(), homes, sums, spec=spec, run="run", patience=patience, direct=direct
@@ -216,7 +218,7 @@ def test_answers_of_any_size(federation: Federation, size: int) -> None:
 def test_answers_that_do_not_fit_into_one_message_come_in_several(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstrata.sites.host.LARGEST_ANSWER", 1000)
+    monkeypatch.setattr("fedstrata.sites.site_server.LARGEST_ANSWER", 1000)
     assert times(federation, Probe(size=200)) == ALL
     assert times(federation, Probe(size=200)) == dict.fromkeys(range(CLIENTS), 2)
 

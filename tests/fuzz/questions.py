@@ -23,7 +23,7 @@ from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.communication.messages import Coefficients, Encoded
 from fedstrata.federation.messages import Fit, Weights
 from fedstrata.sampling.messages import Compress, LossReport, SizeReport, Sketch
-from fedstrata.sites.host import SERVER
+from fedstrata.sites.site_server import SERVER
 from fedstrata.sites.wire import (
     Ask,
     Begin,
@@ -75,7 +75,7 @@ class Witness:
         self.counts: Counter[tuple[int, str]] = Counter()
         self.reserved: dict[int, set[int]] = {}
         self.trained: dict[int, int] = {}
-        table = self.site.host._running().context.handlers._table
+        table = self.site.site_server._running().context.handlers._table
         for key, handler in list(table.items()):
             table[key] = self.watching(getattr(handler, "watched", handler), key[1])
 
@@ -136,7 +136,7 @@ class Witness:
 
 def question(job: str, site: Site, weights: Weights, chance: random.Random) -> Any:
     """A request of this job or of another, often nearly right."""
-    now = max(site.host._running().guard.round, 1)
+    now = max(site.site_server._running().guard.round, 1)
     round = chance.choice([now, now, now, now, now, now + 1, now - 1, 0, 4, -1, 2**62])
     own = chance.random() < 0.85
     some = torch.tensor([chance.choice([0, 0, 1, 2, -1, 2**40]) for _ in range(chance.choice([0, 1, 2, 3]))])
@@ -146,7 +146,7 @@ def question(job: str, site: Site, weights: Weights, chance: random.Random) -> A
     none, fresh = torch.zeros(0, dtype=torch.int64), chance.random() < 0.5
     window = (0.0, 1.0) if own else (0.0, 0.1)
     agreed = next(
-        (q.where["alpha"] for q in site.host._running().guard.asked.questions or () if q.kind is SizeReport), 1.0
+        (q.where["alpha"] for q in site.site_server._running().guard.asked.questions or () if q.kind is SizeReport), 1.0
     )
     private = job == "fedstas"
     fit = Fit(round, weights, {}, chance.choice([1.0, 0.5, 0.0, -1.0, float("nan")]), counts=not private)
@@ -223,15 +223,15 @@ def try_one(number: int, chance: random.Random, place: Path) -> str:
         data = records.encode(body)
         if chance.random() < 0.05:
             data = damaged(data, chance)
-        before = site.host._run
-        answer = records.decode(site.host.call(caller, data))
+        before = site.site_server._run
+        answer = records.decode(site.site_server.call(caller, data))
         if witness.broken:
             raise SilentDifferenceError("; ".join(witness.broken))
-        if site.host._run is None:
+        if site.site_server._run is None:
             site.exchange = 0
             site.begin()
-        if site.host._run is not before:
-            running = site.host._running()
+        if site.site_server._run is not before:
+            running = site.site_server._running()
             site.exchange = 0
             witness.forget(running.guard.round)
         if isinstance(answer, Refused) and "the log of site" in answer.reason and "WireError" in answer.reason:

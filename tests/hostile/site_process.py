@@ -1,4 +1,4 @@
-"""A real site in a process of its own: a ``Host`` with a ledger on disk, reached through pipes, by bytes alone.
+"""A real site in a process of its own: a ``SiteServer`` with a ledger on disk, reached through pipes, by bytes alone.
 
 ``open`` takes away what keeps a hostile server out (the guard, the policy, the catalogue), which nothing but this file
 can do: the control of each attack.
@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedstrata.sites import host as hosts
+from fedstrata.sites import site_server as servers
 from fedstrata.sites.guard import Guard
 from fedstrata.sites.ledger import PLACE, Ledger
 from fedstrata.sites.policy import Policy
 
-GUARDED = hosts.Guard
+GUARDED = servers.Guard
 
 
 class Absent(Guard):
@@ -29,8 +29,8 @@ class Absent(Guard):
         return None
 
 
-def make(folder: str, policy: dict[str, Any], opened: bool) -> hosts.Host:
-    return hosts.Host(
+def make(folder: str, policy: dict[str, Any], opened: bool) -> servers.SiteServer:
+    return servers.SiteServer(
         "a",
         Path(folder),
         lambda target, data: b"",
@@ -44,14 +44,14 @@ def make(folder: str, policy: dict[str, Any], opened: bool) -> hosts.Host:
 
 def main() -> None:
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    made: dict[str, tuple[hosts.Host, type[Guard]]] = {}
+    made: dict[str, tuple[servers.SiteServer, type[Guard]]] = {}
     while line := source.readline():
         order = json.loads(line)
         if "folder" in order:
             made[order["folder"]], answer = (make(**order), Absent if order["opened"] else GUARDED), b""
         else:
-            host, hosts.Guard = made[order["to"]]
-            answer = host.call(order["caller"], source.read(order["size"]))
+            site, servers.Guard = made[order["to"]]
+            answer = site.call(order["caller"], source.read(order["size"]))
         sink.write(len(answer).to_bytes(8, "little") + answer)
         sink.flush()
 

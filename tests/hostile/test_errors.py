@@ -18,9 +18,9 @@ import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.sites.asks import hash_of
 from fedstrata.sites.data_schema import prepare_server
-from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.ledger import PLACE, Ledger, check
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.wire import Begin, Begun, Envelope, Refused, Survey, Surveyed
 
 PATIENTS = 40
@@ -86,13 +86,13 @@ class Hospital:
     def start(self) -> None:
         """Its process starts, also once more."""
         place = self.folder / "states"
-        self.host = Host(
+        self.site_server = SiteServer(
             "a", place, lambda target, data: b"", patience=5.0, data=self.data, policy=self.policy,
             ledger=Ledger(self.folder / PLACE),
         )  # fmt: skip
 
     def call(self, body: Any) -> Any:
-        self.left.append(self.host.call(SERVER, records.encode(Envelope([], body))))
+        self.left.append(self.site_server.call(SERVER, records.encode(Envelope([], body))))
         return records.decode(self.left[-1])
 
     def survey(self, spec: fs.Experiment) -> Any:

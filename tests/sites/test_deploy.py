@@ -27,12 +27,12 @@ from fedstrata.runs.run_folder import WEIGHTS
 from fedstrata.sites.asks import hash_of
 from fedstrata.sites.configuration import CLASSES, ERROR, described, raised, write_job
 from fedstrata.sites.federation import Sites
-from fedstrata.sites.host import Host
 from fedstrata.sites.ledger import PLACE, check
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.provision import provision
 from fedstrata.sites.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.sites.simulator import _sites_before
+from fedstrata.sites.site_server import SiteServer
 
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
 HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"
@@ -170,7 +170,7 @@ class _Line:
 
     def __init__(self, folder: Path) -> None:
         self.sites = {
-            name: Host(name, folder / name, lambda target, data: b"", patience=1.0) for name in ("a", "b", "c")
+            name: SiteServer(name, folder / name, lambda target, data: b"", patience=1.0) for name in ("a", "b", "c")
         }
 
     def there(self, site: str) -> bool:

@@ -94,7 +94,7 @@ def test_the_plain_size_stays_where_it_is_private(site: Make) -> None:
     made = site({"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 2}})
     assert ruled(*made.ask(SizeReport(1, 0, 1.0))) == "bounds"
     assert ruled(*made.ask(SizeReport(1, 50, 1.0))) == "bounds", "the truth, with the agreed bound"
-    question = next(q for q in made.host._running().guard.asked.questions or () if q.kind is SizeReport)
+    question = next(q for q in made.site_server._running().guard.asked.questions or () if q.kind is SizeReport)
     agreed = SizeReport(1, 50, question.where["alpha"])
     assert isinstance(*made.ask(agreed), SizeReply)
     assert ruled(*made.ask(agreed)) == "repeat", "the mean of many answers would be the truth"
@@ -207,7 +207,7 @@ def test_the_very_same_question_comes_again_in_a_group_that_broke(site: Make) ->
     made = site(STRATIFY)
     made.ask(LabelReport())
     made.ask(reserve(0, 0))
-    guard, weights = made.host._running().guard, made.weights
+    guard, weights = made.site_server._running().guard, made.weights
     same = Gradient(1, 0, weights)
     guard.take(guard.check(0, same, together=True))
     guard.take(guard.check(0, Gradient(1, 0, weights), together=True))
@@ -226,7 +226,7 @@ def test_a_group_that_broke_begins_anew_under_another_exchange(site: Make) -> No
     made = site(IN_A_GROUP)
     made.ask(LabelReport())
     made.ask(reserve(0, 0))
-    guard, whole = made.host._running().guard, made.weights.params
+    guard, whole = made.site_server._running().guard, made.weights.params
     codec = PowerSGD(rank=1)
     packed = [pack(codec.first_basis(whole, np.random.default_rng(n)), codec.forms_of_basis(whole)) for n in (0, 1)]
     way = ModelDelivery(3, b"name", -1, [], whole)
@@ -402,7 +402,7 @@ def test_a_run_goes_on_where_the_server_says_and_not_before(site: Make) -> None:
 
 def test_what_is_asked_once_in_a_run_is_remembered_by_a_checkpoint(site: Make) -> None:
     made = site({"method": {"name": "fedsampling", "epsilon": 1.0}})
-    question = next(q for q in made.host._running().guard.asked.questions or () if q.kind is SizeReport)
+    question = next(q for q in made.site_server._running().guard.asked.questions or () if q.kind is SizeReport)
 
     def size(round: int) -> SizeReport:
         return SizeReport(round, question.where["bound"], question.where["alpha"])
@@ -429,7 +429,7 @@ def test_the_books_of_a_job_outlive_its_processes(site: Make) -> None:
     made.save(2)
     made.start()
     made.begin()
-    spent = Spent(made.folder, made.host._running().guard.asked.job)
+    spent = Spent(made.folder, made.site_server._running().guard.asked.job)
     assert spent.starts == 2
     assert spent.exchanges == 2
     assert spent.bytes > 1000
@@ -503,8 +503,8 @@ def test_ten_thousand_questions_out_of_order_and_malformed(tmp_path: Path) -> No
 
 def test_no_answer_leaves_while_another_thread_fails_to_write_it_down(site: Make) -> None:
     made = site()
-    host, took, go = made.host, threading.Event(), threading.Event()
-    host.note("Fit", client=0)
+    site_server, took, go = made.site_server, threading.Event(), threading.Event()
+    site_server.note("Fit", client=0)
 
     class Full:
         def append(self, entries: Iterable[Entry]) -> None:
@@ -514,17 +514,17 @@ def test_no_answer_leaves_while_another_thread_fails_to_write_it_down(site: Make
 
     def fail() -> None:
         with pytest.raises(OSError, match="no space"):
-            host._write()
+            site_server._write()
 
-    host.ledger = Full()
+    site_server.ledger = Full()
     other = threading.Thread(target=fail)
     other.start()
     took.wait(5)
     threading.Timer(0.1, go.set).start()
     with pytest.raises(OSError, match="no space"):
-        host._write()
+        site_server._write()
     other.join()
-    assert [entry.kind for _, entry in host._entries] == ["Fit"], "kept until it can be written"
+    assert [entry.kind for _, entry in site_server._entries] == ["Fit"], "kept until it can be written"
 
 
 def test_an_answer_that_is_too_large_to_leave_is_not_booked_as_one(tmp_path: Path) -> None:
@@ -589,7 +589,7 @@ def test_a_survey_counts_by_the_policys_limits(hospital: Callable[..., Site]) ->
     assert not any(isinstance(answer, Refused) for answer in spent)
     assert ruled(survey(made)) == "policy.exchanges"
     made = hospital(megabytes=1e-9)
-    made.host.folder = made.host.folder / "other"
+    made.site_server.folder = made.site_server.folder / "other"
     assert ruled(survey(made)) == "policy.megabytes"
     assert made.book.answered == []
 
@@ -678,9 +678,9 @@ def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Pat
     }
     made = Site(tmp_path / "site", table, policy=Policy(jobs="within-policy"), data=tmp_path / "own.npz")
     assert isinstance(begin_own(made, survey(made).statistics), Begun)
-    asked = next(q for q in made.host._running().guard.asked.questions or () if q.kind is Evaluate)
+    asked = next(q for q in made.site_server._running().guard.asked.questions or () if q.kind is Evaluate)
     bins = {key: asked.where[key] for key in ("score_bins", "confidence_bins")}
-    weight, bias = made.host._running().context.config.model.params()
+    weight, bias = made.site_server._running().context.config.model.params()
     low, high = -2.0, 2.0
     for round in range(1, rounds + 1):
         middle = (low + high) / 2
@@ -737,14 +737,14 @@ def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: P
         sent.append(data)
         return records.encode(Refused("broken") if len(sent) % 2 == 0 else Total(sum(records.decode(data).tensors)))
 
-    made.host.send = send
+    made.site_server.send = send
     asked = FitTogether(1, made.weights)
     outcomes = [made.ask(asked, clients=[0], group=f"g{number}")[0] for number in range(6)]
     assert ruled(outcomes[-1]) == "repeat"
     parts = [entry.bytes for entry in made.book.entries if entry.kind == "Part"]
     assert len(parts) == 4, "the first time, and three times again"
     assert sum(parts) == sum(map(len, sent))
-    spent = made.host._running().guard.spent
+    spent = made.site_server._running().guard.spent
     assert spent.bytes > sum(parts)
     spent.bytes = 3_000_000
     before = len(sent)

@@ -17,8 +17,8 @@ from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites import engine as engines
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
 
@@ -27,7 +27,7 @@ class Transport:
     """Sites in this process, which a test takes away and brings back."""
 
     def __init__(self) -> None:
-        self.hosts: dict[str, Host] = {}
+        self.site_servers: dict[str, SiteServer] = {}
         self.gone: set[str] = set()
         self.hook: Callable[[str, Any], None] = lambda site, body: None
 
@@ -38,7 +38,7 @@ class Transport:
         self.hook(site, read(data, Envelope).body)
         if site in self.gone:
             raise SiteLostError("nothing was heard of it")
-        return self.hosts[site].call(SERVER, data)
+        return self.site_servers[site].call(SERVER, data)
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def run(
     for name in "abc":
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else transport.hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
-        transport.hosts[name] = Host(name, place / name, carry, patience=60.0, allow=None, frank=True)
+        transport.site_servers[name] = SiteServer(name, place / name, carry, patience=60.0, allow=None, frank=True)
     common = {"spec": spec.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
     engine = NVFlareEngine(prepared.config, transport, list("abc"), sums, **common)
     if made is not None:
@@ -131,7 +131,7 @@ def test_who_refuses_to_answer_is_not_in(transport: Transport, tmp_path: Path, f
     engine: list[NVFlareEngine] = []
 
     def seen(site: str, body: Any) -> None:
-        transport.hosts["b"].policy = policy
+        transport.site_servers["b"].policy = policy
 
     transport.hook = seen
     if fewer == "go-on":
@@ -149,7 +149,7 @@ def test_who_refuses_to_answer_is_not_in(transport: Transport, tmp_path: Path, f
 def test_who_refuses_at_the_beginning_is_not_waited_for(transport: Transport, tmp_path: Path) -> None:
     """Its policy is read when a job begins, so that it was asked every ten seconds for ever."""
     transport.hook = lambda site, body: setattr(
-        transport.hosts["b"], "policy", Policy(jobs="within-policy", methods=["fedavg"], min_samples=1)
+        transport.site_servers["b"], "policy", Policy(jobs="within-policy", methods=["fedavg"], min_samples=1)
     )
     with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.methods"):
         run(transport, tmp_path, spec(), 3, "wait")
@@ -185,7 +185,7 @@ def own_data(transport: Transport, place: Path, least: int, fewer: Any) -> tuple
     experiment = spec("fedavg", **OWN)
     prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
     for name in "ab":
-        transport.hosts[name] = Host(
+        transport.site_servers[name] = SiteServer(
             name, place / name, lambda to, data: b"", patience=60.0, data=place / f"{name}.csv"
         )
     common = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
@@ -221,7 +221,7 @@ def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: 
     prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
     for name in "ab":
         own: dict[str, Any] = {"data": tmp_path / f"{name}.csv", "policy": Policy(jobs="within-policy", min_samples=5)}
-        transport.hosts[name] = Host(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
+        transport.site_servers[name] = SiteServer(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
     common: dict[str, Any] = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": 2, "fewer": fewer}
     engine = NVFlareEngine(prepared.config, transport, list("ab"), sums, **common)
     history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)

@@ -18,9 +18,9 @@ from fedstrata.cli import main
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
 WRITER = """
@@ -294,8 +294,8 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
         }
     )
     books = {name: Ledger(tmp_path / name / PLACE) for name in "ab"}
-    hosts = {
-        name: Host(
+    site_servers = {
+        name: SiteServer(
             name,
             tmp_path / name,
             lambda target, data: b"",
@@ -311,7 +311,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-            return hosts[site].call(SERVER, data)
+            return site_servers[site].call(SERVER, data)
 
     folder, prepared = tmp_path / "run", prepare(spec)
     engine = NVFlareEngine(

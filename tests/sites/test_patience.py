@@ -15,7 +15,7 @@ import fedstrata as fs
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
 
@@ -29,7 +29,7 @@ class Transport:
     """Sites in this process, each call with a limit to its time, as NVFlare's calls have one."""
 
     def __init__(self, hook: Hook) -> None:
-        self.hosts: dict[str, Host] = {}
+        self.site_servers: dict[str, SiteServer] = {}
         self.hook, self.stop = hook, threading.Event()
         self._pool = ThreadPoolExecutor(16)
 
@@ -49,7 +49,7 @@ class Transport:
     def _call(self, site: str, data: bytes, what: str) -> bytes:
         if what == "hang":
             self.stop.wait()
-        return self.hosts[site].call(SERVER, data)
+        return self.site_servers[site].call(SERVER, data)
 
 
 def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> fs.History:
@@ -57,9 +57,9 @@ def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> 
     for name in "abc":
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else transport.hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
-        transport.hosts[name] = Host(name, place / name, carry, patience=patience, allow=None, frank=True)
+        transport.site_servers[name] = SiteServer(name, place / name, carry, patience=patience, allow=None, frank=True)
     toml, homes = spec.to_toml(), list("abc")
     engine = NVFlareEngine(prepared.config, transport, homes, sums, spec=toml, run="run", patience=patience)
     try:

@@ -21,8 +21,8 @@ from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.policy import FILE, Policy, approve
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Begun, Fetch, Hopped, Refused, Survey
 from fedstrata.stratify.masking.key_store import KeyRing
@@ -65,7 +65,7 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
     assert f"refused by the rule '{rule}'" in refused.reason
     assert says in refused.reason
     assert site.book.refused == [rule]
-    assert site.host._run is None
+    assert site.site_server._run is None
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_site_takes_the_larger_minimum_of_spec_and_policy(tmp_path: Path) -> N
             policy=Policy(jobs="within-policy", min_samples=own, below="refuse"),
         )
         site.begin()
-        privacy = site.host._running().context.privacy
+        privacy = site.site_server._running().context.privacy
         assert privacy.min_samples == larger
         assert privacy.below == ("refuse" if own > spec else "hold-back")
 
@@ -247,23 +247,23 @@ def _at_sites(
     prepared, sums, books = fs.prepare(spec), Sums(60.0), [Book(), Book(), Book()]
     if method is not None:
         prepared = dataclasses.replace(prepared, spec=spec.model_copy(update={"method": method}))
-    keys, hosts = KeyRing(folder / "keys", create=True), dict[str, Host]()
+    keys, site_servers = KeyRing(folder / "keys", create=True), dict[str, SiteServer]()
 
     class Transport:
         def there(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-            return hosts[site].call(SERVER, data)
+            return site_servers[site].call(SERVER, data)
 
     for name, book in zip("abc", books, strict=True):
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else site_servers[target].call(name, data)
 
         own = strict if strict is not None and name == "c" else policy
         settings: dict[str, Any] = {"policy": own, "ledger": book, "keys": keys, "allow": ["combinations"]}
-        hosts[name] = Host(name, folder / name, carry, patience=60.0, **settings)
+        site_servers[name] = SiteServer(name, folder / name, carry, patience=60.0, **settings)
     engine = NVFlareEngine(
         prepared.config, Transport(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0
     )

@@ -84,7 +84,7 @@ def test_every_thread_that_answers_computes_with_the_specs_number(place: Path, m
 
     def send(transport: Any, site: str, data: bytes, patience: float, number: int) -> object:
         torch.set_num_threads(2)  # as a thread has it that began before
-        return transport.hosts[site].call("server", data)
+        return transport.site_servers[site].call("server", data)
 
     monkeypatch.setattr("fedstrata.clients.handlers.fit.train", counted)
     monkeypatch.setattr("fedstrata.sites.rehearsal._Transport.send", send)

@@ -31,7 +31,7 @@ from fedstrata.runs.simulation import run_prepared
 from fedstrata.sampling.messages import SizeReply, SizeReport
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import (
     Answers,
@@ -72,28 +72,28 @@ class Sites:
         self.own_data = bool(data) and options.pop("own_data", True)
         self.settings: dict[str, Any] = {key: options.pop(key) for key in ("allow", "frank", "tells") if key in options}
         keys = KeyRing(folder / "keys", create=True)
-        self.hosts = {name: self._host(name, data.get(name), keys) for name in sorted(set(homes))}
+        self.site_servers = {name: self._site_server(name, data.get(name), keys) for name in sorted(set(homes))}
         spec = prepared.spec.to_toml()
         self.engine = NVFlareEngine(
             prepared.config, self, homes, self.sums, spec=spec, run="run", patience=PATIENCE, **options
         )
 
-    def _host(self, name: str, data: Path | None, keys: KeyRing) -> Host:
+    def _site_server(self, name: str, data: Path | None, keys: KeyRing) -> SiteServer:
         def send(target: str, message: bytes) -> object:
             if target == SERVER:
                 return self.sums.add_up(name, message)
             if (name, target) in self.silent:
                 raise SiteLostError("they may not talk")
-            return self.hosts[target].call(name, message)
+            return self.site_servers[target].call(name, message)
 
-        return Host(name, self.folder / name, send, patience=PATIENCE, data=data, keys=keys, **self.settings)
+        return SiteServer(name, self.folder / name, send, patience=PATIENCE, data=data, keys=keys, **self.settings)
 
     def there(self, site: str) -> bool:
         return True
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         body = read(data, Envelope).body
-        return self.hook(site, body, lambda: self.hosts[site].call(SERVER, data))
+        return self.hook(site, body, lambda: self.site_servers[site].call(SERVER, data))
 
     def run(self, out: Path | None = None, *, resume: bool = False) -> fs.History:
         prepared = self.prepared
@@ -206,7 +206,7 @@ def test_a_site_refuses_a_pickle_and_other_garbage(sites: Callable[..., Sites], 
     made = sites(_spec())
     made.engine.restore(0)
     with pytest.raises(SiteRefusedError, match=r"not a message of fedstrata|expected|too early"):
-        read(made.hosts["a"].call(SERVER, data), Answers)
+        read(made.site_servers["a"].call(SERVER, data), Answers)
     assert not _Bomb.gone_off
 
 
@@ -301,11 +301,11 @@ def test_an_exchange_that_nobody_waits_for_any_more_is_refused(sites: Callable[.
     made = sites(_spec())
     made.engine.restore(0)
     ask = Ask(5, [0], [SizeReport(1, 0, 1.0)], [0], "", [])
-    assert isinstance(read(made.hosts["a"].call(SERVER, records.encode(Envelope([], ask))), Answers), Answers)
+    assert isinstance(read(made.site_servers["a"].call(SERVER, records.encode(Envelope([], ask))), Answers), Answers)
     for number in (5, 4):
         late = Envelope([], Ask(number, [0], [SizeReport(1, 0, 1.0)], [0], "", []))
         with pytest.raises(SiteRefusedError, match="nobody waits"):
-            read(made.hosts["a"].call(SERVER, records.encode(late)), Answers)
+            read(made.site_servers["a"].call(SERVER, records.encode(late)), Answers)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_site_answers_only_for_its_own_clients(sites: Callable[..., Sites], as
     made = sites(_spec())
     made.engine.restore(0)
     with pytest.raises(SiteRefusedError, match=problem):
-        read(made.hosts["a"].call(SERVER, records.encode(Envelope([], ask))), Answers)
+        read(made.site_servers["a"].call(SERVER, records.encode(Envelope([], ask))), Answers)
 
 
 def test_another_site_may_only_fetch_the_model_of_a_relay(sites: Callable[..., Sites]) -> None:
@@ -328,9 +328,9 @@ def test_another_site_may_only_fetch_the_model_of_a_relay(sites: Callable[..., S
     made.engine.restore(0)
     for body in (Save(1), Ask(1, [0], [SizeReport(1, 0, 1.0)], [0], "", [])):
         with pytest.raises(SiteRefusedError, match="expected Fetch"):
-            read(made.hosts["a"].call("b", records.encode(Envelope([], body))), Done, Answers)
+            read(made.site_servers["a"].call("b", records.encode(Envelope([], body))), Done, Answers)
     with pytest.raises(SiteRefusedError, match="does not have the model"):
-        read(made.hosts["a"].call("b", records.encode(Fetch(1, 0))), Weights)
+        read(made.site_servers["a"].call("b", records.encode(Fetch(1, 0))), Weights)
 
 
 def test_a_part_that_comes_again_is_added_once() -> None:
@@ -429,7 +429,7 @@ def test_a_model_that_is_not_finite_is_not_passed_on(sites: Callable[..., Sites]
         answer = deliver()
         if isinstance(body, Hop) and not broken:
             broken.append(site)
-            left = made.hosts[site]._running().stay._new
+            left = made.site_servers[site]._running().leg._new
             assert left is not None
             next(iter(left.weights.params.values())).fill_(float("nan"))
         return answer
@@ -531,7 +531,7 @@ def test_clients_that_are_dealt_to_other_sites_have_lost_their_states_and_the_ev
         made.engine.restore(2)
         made.engine.save(2)
         notes = [(kind, clients) for kind, clients, _ in made.engine.events()]
-        return notes, {client for host in made.hosts.values() for client in host._running().store}
+        return notes, {client for site_server in made.site_servers.values() for client in site_server._running().store}
 
     assert resumed("abb") == ([], {0, 1, 2})
     assert resumed("aab") == ([("state lost", [1])], {0, 2})
@@ -551,9 +551,9 @@ class Own(FedAvg): ...
 
 
 def _begin(spec: str, **settings: Any) -> Begun:
-    host = Host("a", Path("states"), lambda target, data: b"", patience=1.0, **settings)
+    site_server = SiteServer("a", Path("states"), lambda target, data: b"", patience=1.0, **settings)
     begin = Begin("run", spec, None, [0, 1, 2], 3, 0)
-    return read(host.call(SERVER, records.encode(Envelope([], begin))), Begun)
+    return read(site_server.call(SERVER, records.encode(Envelope([], begin))), Begun)
 
 
 @pytest.mark.parametrize("named", ["method", "model"])
@@ -1022,10 +1022,10 @@ def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
 
 
 def test_a_run_must_have_a_plain_name(tmp_path: Path) -> None:
-    host = Host("a", tmp_path, lambda target, data: b"", patience=1.0)
+    site_server = SiteServer("a", tmp_path, lambda target, data: b"", patience=1.0)
     begin = Begin("../../elsewhere", _spec().to_toml(), None, [0], 3, 0)
     with pytest.raises(SiteRefusedError, match="names no run"):
-        read(host.call(SERVER, records.encode(Envelope([], begin))), Done)
+        read(site_server.call(SERVER, records.encode(Envelope([], begin))), Done)
 
 
 def test_dropout_layers_are_refused_before_anybody_is_asked(sites: Callable[..., Sites]) -> None:
@@ -1040,4 +1040,4 @@ def test_hops_without_a_model_are_refused(sites: Callable[..., Sites]) -> None:
     made.engine.restore(0)
     hop = Hop(1, 1, 0, 0, SizeReport(1, 0, 1.0), "", 0, None, True)
     with pytest.raises(FedstrataError, match="without a model"):
-        read(made.hosts["a"].call(SERVER, records.encode(Envelope([], hop))), Hopped)
+        read(made.site_servers["a"].call(SERVER, records.encode(Envelope([], hop))), Hopped)

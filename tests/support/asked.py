@@ -9,8 +9,8 @@ import fedstrata as fs
 from fedstrata.base import records
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.runs.preparation import prepare
-from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.ledger import Entry
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.wire import (
     Answers,
     Ask,
@@ -47,12 +47,12 @@ class Book:
 
 
 class Site:
-    """A host with all clients of a small run.
+    """A site server with all clients of a small run.
 
     Args:
         folder: Where it keeps its states.
         table: The spec, as far as it is not small.
-        settings: Of the host.
+        settings: Of the site server.
     """
 
     def __init__(self, folder: Path, table: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -71,7 +71,9 @@ class Site:
 
     def start(self) -> None:
         """The site's process starts, also after a kill."""
-        self.host = Host("a", self.folder, lambda target, data: b"", patience=5.0, ledger=self.book, **self.settings)
+        self.site_server = SiteServer(
+            "a", self.folder, lambda target, data: b"", patience=5.0, ledger=self.book, **self.settings
+        )
 
     @property
     def weights(self) -> Weights:
@@ -80,7 +82,7 @@ class Site:
 
     def call(self, body: Any, *news: Any, caller: str = SERVER) -> Any:
         data = records.encode(Envelope(list(news), body) if caller == SERVER else body)
-        return records.decode(self.host.call(caller, data))
+        return records.decode(self.site_server.call(caller, data))
 
     def begin(self, round: int = 0, run: str = "run") -> Begun | Refused:
         found: Begun | Refused = self.call(Begin(run, self.spec.to_toml(), None, list(range(CLIENTS)), CLIENTS, round))

@@ -58,7 +58,7 @@ class Target(asked.Site):
 
     def start(self) -> None:
         self.line.order({"folder": str(self.folder), "policy": self.policy, "opened": self.opened})
-        self.host = self
+        self.site_server = self
 
     def call(self, body: Any, *news: Any, caller: str = asked.SERVER) -> Any:
         data = asked.records.encode(asked.Envelope(list(news), body) if caller == asked.SERVER else body)

@@ -35,8 +35,8 @@ from fedstrata.runs.preparation import Prepared
 from fedstrata.sites.asks import declaration_of
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.guard import Guard, Spent
-from fedstrata.sites.host import SERVER, Host
 from fedstrata.sites.policy import RuleError
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
 FILE = Path(__file__).parents[1] / "hostile" / "verdicts.json.gz"
@@ -169,14 +169,14 @@ def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
     """What a site with all clients is asked in a run."""
     spec = spec_of(job)
     prepared, sums, tape = fs.prepare(spec), Sums(60.0), list[Asked]()
-    host = Host("a", folder, lambda target, data: sums.add_up("a", data), patience=60.0)
+    site_server = SiteServer("a", folder, lambda target, data: sums.add_up("a", data), patience=60.0)
 
     class Transport:
         def there(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-            body, answer = parse(data)["f"]["body"], host.call(SERVER, data)
+            body, answer = parse(data)["f"]["body"], site_server.call(SERVER, data)
             asked, said = body["f"], parse(answer)["f"]
             if body["$r"] == "Ask":
                 for client, which, reply in zip(asked["clients"], asked["which"], said["outcomes"], strict=True):

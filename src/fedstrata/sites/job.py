@@ -25,13 +25,13 @@ from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.configuration import ERROR, described
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.host import Host
 from fedstrata.sites.idempotency import RequestCache, heartbeat
 from fedstrata.sites.ledger import HEADS, PLACE, Ledger
 from fedstrata.sites.members import Members
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.sites.settings import JobSpec, SiteSettings, run_of
+from fedstrata.sites.site_server import SiteServer
 from fedstrata.sites.streams import bound_growth
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.transport import STRUCK, Call, CollabTransport, retry
@@ -207,7 +207,7 @@ class Site:
 
     def __init__(self) -> None:
         bound_growth()
-        self._host: Host | None = None
+        self._site_server: SiteServer | None = None
         self._problem = "it is not ready"
 
     @collab.init  # type: ignore[untyped-decorator]
@@ -216,8 +216,8 @@ class Site:
         root, cache = Path(collab.workspace.get_root_dir()), RequestCache()
         self._progress = SiteProgress(root / STATUS)
         try:
-            self._host = self._made(root)
-            cache = self._host.request_cache
+            self._site_server = self._made(root)
+            cache = self._site_server.request_cache
         except Exception as error:
             # NVFlare would end the job of all.
             LOG.exception("this site takes no part")
@@ -228,7 +228,7 @@ class Site:
         # Another thread: a disk that stands still must not make a site look dead.
         heartbeat(cache, lambda number, size: self._progress.write(), RunAborted)
 
-    def _made(self, root: Path) -> Host:
+    def _made(self, root: Path) -> SiteServer:
         settings = _settings(root)
         if not settings.simulated:
             # NVFlare ends the whole job, with all other sites, when the process of one is killed. With a code that it
@@ -249,7 +249,7 @@ class Site:
             # NVFlare waits for as long as something arrives. Asked again meanwhile, a long model would come twice.
             return retry(fetch, data, settings.patience, beside=False)
 
-        return Host(
+        return SiteServer(
             collab.site_name,
             (settings.states or root / "fedstrata") / collab.site_name,
             send,
@@ -268,9 +268,9 @@ class Site:
     @collab.publish  # type: ignore[untyped-decorator]
     def call(self, data: bytes) -> bytes:
         """Everything that a site is asked; see ``fedstrata.sites.wire``."""
-        if self._host is None:
+        if self._site_server is None:
             return records.encode(Refused(self._problem))
         self._progress.question(len(data))
-        answer = self._host.call(collab.caller, data)
-        self._progress.answer(len(answer), self._host.problem)
+        answer = self._site_server.call(collab.caller, data)
+        self._progress.answer(len(answer), self._site_server.problem)
         return answer

@@ -11,7 +11,7 @@ from fedstrata.runs.simulation import Watcher, run_prepared
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.federation import Sites, policy_of
-from fedstrata.sites.host import SERVER, Host
+from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.spec.callbacks import Callback
 from fedstrata.spec.experiment import Experiment
@@ -24,8 +24,8 @@ STATES = "sites"
 class _Transport:
     """Sites in this process: what crosses are bytes, as it will be."""
 
-    def __init__(self, hosts: dict[str, Host]) -> None:
-        self.hosts = hosts
+    def __init__(self, site_servers: dict[str, SiteServer]) -> None:
+        self.site_servers = site_servers
 
     def there(self, site: str) -> bool:
         """They all are."""
@@ -33,7 +33,7 @@ class _Transport:
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         """What a site answers."""
-        return self.hosts[site].call(SERVER, data)
+        return self.site_servers[site].call(SERVER, data)
 
 
 def rehearse_file(
@@ -75,10 +75,10 @@ def rehearse(
     for name, site in sites.site.items():
 
         def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else transport.hosts[target].call(name, data)
+            return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
         keys = path(site.keys)
-        transport.hosts[name] = Host(
+        transport.site_servers[name] = SiteServer(
             name,
             out / STATES / name,
             carry,

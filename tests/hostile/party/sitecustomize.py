@@ -16,6 +16,6 @@ if PARTY == "hostile":
 elif PARTY == "open":
     from site_process import Absent
 
-    from fedstrata.sites import host
+    from fedstrata.sites import site_server
 
-    host.Guard = Absent
+    site_server.Guard = Absent

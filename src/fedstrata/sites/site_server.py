@@ -88,7 +88,7 @@ BEGINNINGS = (Survey.__name__, Begin.__name__)
 """Questions of which the book has also those that failed: their answers depend on whether the data fit the spec."""
 
 
-class Host:
+class SiteServer:
     """The clients of one site.
 
     Args:
@@ -135,7 +135,7 @@ class Host:
         self._noting = threading.Lock()
         """Another site may fetch a model while this one works."""
         self.request_cache, self.problem = RequestCache(), ""
-        self._run: _Run | None = None
+        self._run: SiteRun | None = None
         self._asking = ""
         """The job that asked last to begin, or what the data come to."""
 
@@ -270,7 +270,7 @@ class Host:
             if self._run is not None:
                 self._run.guard.spent.save()
             self._run = None
-            self._run, round, lost = _Run.begin(self, body)
+            self._run, round, lost = SiteRun.begin(self, body)
             own = body.statistics is not None
             return Begun(round, lost, fingerprint(self.data, self.folder) if own else "")
         if isinstance(body, Survey):
@@ -343,18 +343,22 @@ class Host:
     def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
         """The model that a hop left, for the one whose turn it is."""
         run = self._running()
-        left = run.stay.left_by(fetch.journey, fetch.hop)
-        if left is None:
+        result = run.leg.result_of(fetch.journey, fetch.hop)
+        if result is None:
             raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
-        if not left.ticket or not hmac.compare_digest(left.ticket.encode(), fetch.ticket.encode()):
+        if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
             raise RuleError("relay", f"the model after hop {fetch.hop} is for whoever has its ticket")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.journey)
-        about = {"samples": left.samples, "bytes": records.size(left.weights), "to": "" if caller == SERVER else caller}
-        self.note(Fetch.__name__, client=left.client, round=run.guard.round, **about)
-        return left.weights
+        about = {
+            "samples": result.samples,
+            "bytes": records.size(result.weights),
+            "to": "" if caller == SERVER else caller,
+        }
+        self.note(Fetch.__name__, client=result.client, round=run.guard.round, **about)
+        return result.weights
 
-    def _running(self) -> _Run:
+    def _running(self) -> SiteRun:
         if self._run is None:
             raise FedstrataError(f"site {self.name} has not begun a run")
         return self._run
@@ -377,21 +381,23 @@ class Host:
         return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
 
 
-class _Run:
+class SiteRun:
     """One run at one site."""
 
-    def __init__(self, host: Host, folder: Path, context: ClientContext, clients: list[ClientId], guard: Guard) -> None:
-        self.host, self.folder, self.context, self.clients = host, folder, context, set(clients)
+    def __init__(
+        self, site_server: SiteServer, folder: Path, context: ClientContext, clients: list[ClientId], guard: Guard
+    ) -> None:
+        self.site_server, self.folder, self.context, self.clients = site_server, folder, context, set(clients)
         self.guard = guard
         self.store = StateStore()
         self.engine = LocalEngine(context, self.store)
-        self.stay = _Stay(0, context, self.store)
+        self.leg = RelayLeg(0, context, self.store)
         self._exchange = self._part_bytes = 0
         self._waiting: list[Any] = []
         self._matches: dict[ClientId, Match | None] = {}
 
     @classmethod
-    def begin(cls, host: Host, begin: Begin) -> tuple[_Run, int, list[ClientId]]:
+    def begin(cls, site_server: SiteServer, begin: Begin) -> tuple[SiteRun, int, list[ClientId]]:
         """A run with the clients' states after ``begin.round``, or after the last round before it that is there.
 
         Returns:
@@ -401,16 +407,22 @@ class _Run:
             raise WireError(f"{begin.run!r} names no run")
         require_home(begin.clients, begin.total)
         own = begin.statistics is not None
-        asked = host.admit(begin.spec, begin.total, own_data=own)
-        spent = Spent(host.folder, asked.job)
-        if own and host.policy is not None:
+        asked = site_server.admit(begin.spec, begin.total, own_data=own)
+        spent = Spent(site_server.folder, asked.job)
+        if own and site_server.policy is not None:
             spent.settle(begin.clients, begin.total, "bounds")
-        context = host.context(begin, asked.job)
-        spent.start(host.policy)  # a site that could not begin has answered nothing
+        context = site_server.context(begin, asked.job)
+        spent.start(site_server.policy)  # a site that could not begin has answered nothing
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
         asked = declaration_of(spec, agreed=context.config, own_data=own)
-        run = cls(host, host.folder / begin.run, context, begin.clients, Guard(asked, host.policy, spent, begin.round))
+        run = cls(
+            site_server,
+            site_server.folder / begin.run,
+            context,
+            begin.clients,
+            Guard(asked, site_server.policy, spent, begin.round),
+        )
         if begin.round == 0:
             shutil.rmtree(run.folder, ignore_errors=True)
             return run, 0, []
@@ -434,9 +446,9 @@ class _Run:
             if news.exchange == self._exchange:
                 self.engine.commit(news.clients)
         elif isinstance(news, Kept):
-            self.stay.keep(news)
+            self.leg.keep(news)
         elif isinstance(news, Ended):
-            self.stay.end(news)
+            self.leg.end(news)
         else:
             raise WireError(f"a {type(news).__name__} is no news")
 
@@ -455,11 +467,11 @@ class _Run:
         if allowed:
             group = None
             if ask.group:
-                group = SiteGroup(ask.group, ask.places, self._send_part, self.host.patience)
+                group = SiteGroup(ask.group, ask.places, self._send_part, self.site_server.patience)
             self._part_bytes = 0
             outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
             if self._part_bytes:
-                self.host.note(Part.__name__, round=self.guard.round, bytes=self._part_bytes)
+                self.site_server.note(Part.__name__, round=self.guard.round, bytes=self._part_bytes)
         for client, request in allowed.items():
             outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
         self._waiting = [outcomes[client] for client in ask.clients]
@@ -470,10 +482,10 @@ class _Run:
         try:
             self.guard.leave(len(part))
         except RuleError as error:
-            self.host.refused(error, Part.__name__)
+            self.site_server.refused(error, Part.__name__)
             raise
         self._part_bytes += len(part)
-        return self.host.send(SERVER, part)
+        return self.site_server.send(SERVER, part)
 
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
@@ -496,8 +508,8 @@ class _Run:
 
     def _refusal(self, client: ClientId, request: Request, error: RuleError) -> Failed:
         """A question that is not answered, in the site's books and for the server."""
-        self.host.refused(error, type(request).__name__, SERVER, client)
-        return Failed(f"site {self.host.name}: {error}", bystander=False, refused=True)
+        self.site_server.refused(error, type(request).__name__, SERVER, client)
+        return Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
     def _told(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
         """An outcome as it travels, once the book has it."""
@@ -515,7 +527,7 @@ class _Run:
         else:
             error = outcome.error if isinstance(outcome, Failure) else None
             about |= {"failed": "no answer" if error is None else type(error).__name__}
-        self.host.note(type(request).__name__ if match is None else match.question.label, **about)
+        self.site_server.note(type(request).__name__ if match is None else match.question.label, **about)
         return travels
 
     def more(self, more: More) -> Answers:
@@ -554,26 +566,28 @@ class _Run:
             outcome = self.engine.hop(hop.client, task, hop.weights)
             weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
             return Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
-        if self.stay.number != hop.journey:
-            self.stay = _Stay(hop.journey, self.context, self.store)
+        if self.leg.number != hop.journey:
+            self.leg = RelayLeg(hop.journey, self.context, self.store)
         try:
             weights = self._weights(hop)
         except (FedstrataError, OSError) as error:
-            return Unmoved(self.host.message_of(error))
+            return Unmoved(self.site_server.message_of(error))
         self.guard.take(match)
-        return Hopped(self._told(hop.client, task, self.stay.work(hop, task, weights), self.stay.samples), None)
+        return Hopped(self._told(hop.client, task, self.leg.work(hop, task, weights), self.leg.samples), None)
 
     def _weights(self, hop: Hop) -> Weights:
         """The travelling model: sent along, left here, or fetched from the site that has it."""
         if hop.weights is not None:
             weights = hop.weights
-        elif hop.holder == self.host.name:
-            left = self.stay.left_by(hop.journey, hop.base)
-            if left is None:
+        elif hop.holder == self.site_server.name:
+            result = self.leg.result_of(hop.journey, hop.base)
+            if result is None:
                 raise FedstrataError(f"the model after hop {hop.base} is not here")
-            return left.weights
+            return result.weights
         else:
-            weights = read(self.host.send(hop.holder, records.encode(Fetch(hop.journey, hop.base, hop.key))), Weights)
+            weights = read(
+                self.site_server.send(hop.holder, records.encode(Fetch(hop.journey, hop.base, hop.key))), Weights
+            )
         model = self.context.config.model
         if defect := defect_of(weights, lambda found: found.require_like(Weights(model.params(), model.buffers()))):
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
@@ -588,7 +602,7 @@ class _Run:
             except (WireError, AttributeError, KeyError) as error:
                 return Failed(str(error), False, True)
             return outcome
-        reason = outcome.reason if outcome.error is None else self.host.message_of(outcome.error, outcome.reason)
+        reason = outcome.reason if outcome.error is None else self.site_server.message_of(outcome.error, outcome.reason)
         return Failed(reason, outcome.bystander, outcome.refused)
 
     def _next(self, exchange: int) -> None:
@@ -598,14 +612,14 @@ class _Run:
 
     def _request(self, client: ClientId, request: object) -> Request:
         if client not in self.clients:
-            raise WireError(f"client {client} does not live at site {self.host.name}")
+            raise WireError(f"client {client} does not live at site {self.site_server.name}")
         if not isinstance(request, Request):
             raise WireError(f"a {type(request).__name__} is no request")
         return request
 
 
 @dataclass(frozen=True)
-class _Left:
+class HopResult:
     """What a hop left behind.
 
     Args:
@@ -625,14 +639,14 @@ class _Left:
     state: Mapping[str, Tree]
 
 
-class _Stay:
+class RelayLeg:
     """A site's part of one journey of a model; clients' states count when it is over."""
 
     def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
         self.number, self._context, self._store = number, context, store
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
-        self._new: _Left | None = None
-        self._kept: _Left | None = None
+        self._new: HopResult | None = None
+        self._kept: HopResult | None = None
         self.samples = 0
         """Samples behind the last part."""
 
@@ -648,7 +662,7 @@ class _Stay:
         if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
             return Failure(defect, refused=True)
         self.samples = client.behind
-        self._new = _Left(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
+        self._new = HopResult(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
         return reply
 
     def keep(self, news: Kept) -> None:
@@ -667,9 +681,9 @@ class _Stay:
                 self._store.put(client, state)
         self._states, self._new, self._kept = {}, None, None
 
-    def left_by(self, journey: int, hop: int) -> _Left | None:
+    def result_of(self, journey: int, hop: int) -> HopResult | None:
         """What a hop left, the last or the last that counted."""
-        for left in (self._new, self._kept):
-            if journey == self.number and left is not None and left.hop == hop:
-                return left
+        for result in (self._new, self._kept):
+            if journey == self.number and result is not None and result.hop == hop:
+                return result
         return None
