@@ -2,7 +2,7 @@
 
 Run it as ``python benchmarks/guard.py``, on a quiet machine. One site in this process holds all clients; what crosses
 are bytes, as in a deployment, but no network is waited for, so that the share is larger than it would be there. The
-time of a round is that of the site and the server together; the book of the site writes to a disk and is a row of its
+time of a round is that of the site and the server together; the ledger of the site writes to a disk and is a row of its
 own.
 """
 
@@ -56,7 +56,7 @@ class Clock:
 
 
 def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, float, float]:
-    """Seconds of a round, of its checks, and of its entries in the site's book: medians."""
+    """Seconds of a round, of its checks, and of its entries in the site's ledger: medians."""
     spec = fs.Experiment.from_table(
         {
             **job,
@@ -66,9 +66,9 @@ def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, flo
             "evaluation": {"every": 0, "checkpoint_every": 0},
         }
     )
-    prepared, checks, book = fs.prepare(spec), Clock(), Clock()
-    ledger = Ledger(folder / "book")
-    ledger.append = book.timed(ledger.append)  # type: ignore[method-assign]
+    prepared, checks, writing = fs.prepare(spec), Clock(), Clock()
+    ledger = Ledger(folder / "ledger")
+    ledger.append = writing.timed(ledger.append)  # type: ignore[method-assign]
     site_server = SiteServer(
         "a", folder, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=ledger
     )
@@ -87,8 +87,8 @@ def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, flo
         for name in CHECKS:
             setattr(guard, name, checks.timed(getattr(guard, name)))
         for record in simulation:
-            found.append((record["seconds"], checks.seconds, book.seconds))
-            checks.seconds = book.seconds = 0.0
+            found.append((record["seconds"], checks.seconds, writing.seconds))
+            checks.seconds = writing.seconds = 0.0
     whole, checking, writing = (statistics.median(column) for column in zip(*found[1:], strict=True))
     return whole, checking, writing
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
-    print("| job | a round, ms | checks, ms | share | the book, ms |\n|---|---:|---:|---:|---:|")
+    print("| job | a round, ms | checks, ms | share | the ledger, ms |\n|---|---:|---:|---:|---:|")
     for name, job in JOBS.items():
         with tempfile.TemporaryDirectory() as place:
             whole, checking, writing = measured(job, options.rounds, Path(place))

@@ -281,9 +281,11 @@ def run_job(
         result = kits / "result"
         complete = [row["round"] for row in read_jsonl(result / "metrics.jsonl")] == list(range(1, rounds + 1))
         heads = {site: ledger.heads_of(deployment.folder / ledger.HEADS, site) for site in SITES}
-        books = {site: ledger.check(kits / site / ledger.PLACE, heads[site]) for site in SITES}
+        ledgers = {site: ledger.check(kits / site / ledger.PLACE, heads[site]) for site in SITES}
     lines = [f"{rounds} rounds, {'all there' if complete else 'NOT ALL THERE'}"]
-    lines.append("books: " + "; ".join(f"{site} {'; '.join(book.problems) or 'whole'}" for site, book in books.items()))
+    lines.append(
+        "ledgers: " + "; ".join(f"{site} {'; '.join(each.problems) or 'whole'}" for site, each in ledgers.items())
+    )
     if least == len(SITES):
         fs.run(spec_of(rounds, checkpoint_every=0), out=place / "undisturbed")
         files = [folder / "model.safetensors" for folder in (result, place / "undisturbed")]

@@ -65,6 +65,6 @@ def test_what_a_hostile_server_gets_from_real_sites(tmp_path: Path, monkeypatch:
     assert list(loot["no labels"]) == list(loot["no gradient"]) == ["0"]
     assert "site guarded: refused by the rule 'kind'" in loot["no labels"]["0"]
     assert "site guarded: refused by the rule 'order'" in loot["no gradient"]["0"]
-    book = check(kits / "guarded" / PLACE)
-    assert book.problems == []
-    assert [entry["refused"] for entry in book.entries if "refused" in entry] == ["kind", "order"]
+    ledger = check(kits / "guarded" / PLACE)
+    assert ledger.problems == []
+    assert [entry["refused"] for entry in ledger.entries if "refused" in entry] == ["kind", "order"]

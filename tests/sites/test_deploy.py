@@ -754,7 +754,7 @@ def test_hospitals_with_mutual_tls_end_with_the_model_of_a_run(tmp_path: Path, m
     assert [record["accuracy"] for record in there] == pytest.approx([record["accuracy"] for record in here])
     model = "model.safetensors"
     assert (tmp_path / "fed" / "result" / model).read_bytes() == (tmp_path / "here" / model).read_bytes()
-    # Each hospital's own book is whole, and as the server was told.
+    # Each hospital's own ledger is whole, and as the server was told.
     for name in names:
         kit, result = str(tmp_path / "fed" / name), str(tmp_path / "fed" / "result")
         assert main(["ledger", kit, "--verify", "--told", result]) == 0

@@ -27,7 +27,7 @@ from fedstrata.federation.communication.messages import Coefficients, Encoded, M
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
 from fedstrata.sites.asks import hash_of
-from fedstrata.sites.guard import Spent, admitted
+from fedstrata.sites.guard import Quota, admitted
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
@@ -76,18 +76,18 @@ def test_what_is_declared_is_answered_and_written_down(site: Make) -> None:
     one, two = made.ask(fit(made), clients=[0, 1])
     assert isinstance(one, FitReply)
     assert isinstance(two, FitReply)
-    assert made.book.answered == ["Fit", "Fit"]
-    assert [(entry.client, entry.round, entry.phase) for entry in made.book.entries] == [
+    assert made.ledger.answered == ["Fit", "Fit"]
+    assert [(entry.client, entry.round, entry.phase) for entry in made.ledger.entries] == [
         (0, 1, "round"),
         (1, 1, "round"),
     ]
-    assert all(entry.samples == 30 and entry.bytes > 1000 for entry in made.book.entries)
+    assert all(entry.samples == 30 and entry.bytes > 1000 for entry in made.ledger.entries)
 
 
 def test_labels_stay_where_labels_are_masked(site: Make) -> None:
     made = site({"method": {"name": "stratify", "masking": "prf"}})
     assert [ruled(outcome) for outcome in made.ask(LabelReport(), clients=[0, 1])] == ["kind", "kind"]
-    assert made.book.refused == ["kind", "kind"]
+    assert made.ledger.refused == ["kind", "kind"]
 
 
 def test_the_plain_size_stays_where_it_is_private(site: Make) -> None:
@@ -98,7 +98,7 @@ def test_the_plain_size_stays_where_it_is_private(site: Make) -> None:
     agreed = SizeReport(1, 50, question.where["alpha"])
     assert isinstance(*made.ask(agreed), SizeReply)
     assert ruled(*made.ask(agreed)) == "repeat", "the mean of many answers would be the truth"
-    assert [entry.epsilon for entry in made.book.entries if entry.kind == "SizeReport" and not entry.refused] == [3.0]
+    assert [entry.epsilon for entry in made.ledger.entries if entry.kind == "SizeReport" and not entry.refused] == [3.0]
 
 
 @pytest.mark.parametrize("kind", ["labels", "sizes", "evaluate", "reserve", "visit", "own"])
@@ -352,7 +352,7 @@ def test_only_who_has_the_ticket_gets_the_model_of_a_relay(site: Make) -> None:
             assert ruled(made.call(Fetch(1, 0, ticket), caller=caller)) == "relay"
     assert isinstance(made.call(Fetch(1, 0, "secret"), caller="b"), Weights)
     assert isinstance(made.call(Fetch(1, 0, "secret")), Weights)
-    assert [entry.to for entry in made.book.entries if entry.kind == "Fetch" and not entry.refused] == ["b", ""]
+    assert [entry.to for entry in made.ledger.entries if entry.kind == "Fetch" and not entry.refused] == ["b", ""]
 
 
 def test_a_model_without_a_ticket_is_nobodys(site: Make) -> None:
@@ -429,10 +429,10 @@ def test_the_books_of_a_job_outlive_its_processes(site: Make) -> None:
     made.save(2)
     made.start()
     made.begin()
-    spent = Spent(made.folder, made.site_server._running().guard.asked.job)
-    assert spent.starts == 2
-    assert spent.exchanges == 2
-    assert spent.bytes > 1000
+    quota = Quota(made.folder, made.site_server._running().guard.asked.job)
+    assert quota.starts == 2
+    assert quota.exchanges == 2
+    assert quota.bytes > 1000
 
 
 def test_a_method_that_declares_nothing_runs_only_in_a_simulation(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_a_spec_names_no_file_of_a_site(site: Make, monkeypatch: pytest.MonkeyPa
     refused = made.call(Begin("run", section, None, [0, 1], CLIENTS, 0))
     assert ruled(refused) == "data"
     assert "root:" not in refused.reason
-    assert made.book.refused == ["data"]
+    assert made.ledger.refused == ["data"]
     assert read == []
 
 
@@ -531,7 +531,7 @@ def test_an_answer_that_is_too_large_to_leave_is_not_booked_as_one(tmp_path: Pat
     made = Site(tmp_path, policy=Policy(jobs="within-policy", megabytes=0.001))
     made.begin()
     assert ruled(made.ask(fit(made))[0]) == "policy.megabytes"
-    assert made.book.answered == []
+    assert made.ledger.answered == []
 
 
 OWN = {
@@ -591,7 +591,7 @@ def test_a_survey_counts_by_the_policys_limits(hospital: Callable[..., Site]) ->
     made = hospital(megabytes=1e-9)
     made.site_server.folder = made.site_server.folder / "other"
     assert ruled(survey(made)) == "policy.megabytes"
-    assert made.book.answered == []
+    assert made.ledger.answered == []
 
 
 def test_data_that_changed_are_not_told_to_the_same_job(hospital: Callable[..., Site]) -> None:
@@ -616,7 +616,7 @@ def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
     for table in ({"seed": 1}, {"evaluation": {"validation": 0.4}}, {"seed": 2}):
         made = hospital(table, surveys=2)
         assert ruled(survey(made)) == "policy.surveys"
-        assert made.book.refused == ["policy.surveys"]
+        assert made.ledger.refused == ["policy.surveys"]
     assert not isinstance(survey(hospital(same, surveys=2)), Refused), "the same again"
     assert ruled(survey(hospital({"seed": 3}))) == "policy.surveys"
     approved = hospital({"seed": 3})
@@ -626,16 +626,16 @@ def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
 
 
 def test_what_a_job_spends_in_two_processes_adds_up(tmp_path: Path) -> None:
-    one, other = Spent(tmp_path, "job"), Spent(tmp_path, "job")
+    one, other = Quota(tmp_path, "job"), Quota(tmp_path, "job")
     one.start(Policy(starts=2))
     other.start(Policy(starts=2))
     one.exchanges, other.exchanges, other.bytes = 3, 4, 50
     for each in (one, other, one):
         each.save()
-    after = Spent(tmp_path, "job")
+    after = Quota(tmp_path, "job")
     assert [(each.starts, each.exchanges, each.bytes) for each in (one, after)] == [(2, 7, 50)] * 2
     with pytest.raises(RuleError, match="began 2 times"):
-        Spent(tmp_path, "job").start(Policy(starts=2))
+        Quota(tmp_path, "job").start(Policy(starts=2))
     one.settle([0], 3, "bounds")
     with pytest.raises(RuleError, match="accepted, as before"):
         other.settle([1], 3, "bounds")
@@ -645,14 +645,14 @@ def test_two_jobs_that_ask_at_once_are_not_both_told(
     hospital: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jobs are processes; here each has the other's time between the look and the entry."""
-    known = Spent.surveys
+    known = Quota.surveys
 
-    def slowly(self: Spent) -> list[bytes]:
+    def slowly(self: Quota) -> list[bytes]:
         found = known(self)
         time.sleep(0.5)
         return found
 
-    monkeypatch.setattr(Spent, "surveys", slowly)
+    monkeypatch.setattr(Quota, "surveys", slowly)
     with ThreadPoolExecutor() as pool:
         answers = list(
             pool.map(survey, [hospital({"evaluation": {"validation": 0.2}, "seed": seed}) for seed in (0, 1)])
@@ -689,7 +689,7 @@ def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Pat
         above = bool(reply.sums.confusion[1, 1])
         low, high = (middle, high) if above else (low, middle)
     assert abs((low + high) / 2 - 0.34) < 4 / 2**rounds
-    assert made.book.refused == []
+    assert made.ledger.refused == []
 
 
 def test_a_survey_counts_a_category_of_a_single_row(tmp_path: Path) -> None:
@@ -741,13 +741,13 @@ def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: P
     asked = FitTogether(1, made.weights)
     outcomes = [made.ask(asked, clients=[0], group=f"g{number}")[0] for number in range(6)]
     assert ruled(outcomes[-1]) == "repeat"
-    parts = [entry.bytes for entry in made.book.entries if entry.kind == "Part"]
+    parts = [entry.bytes for entry in made.ledger.entries if entry.kind == "Part"]
     assert len(parts) == 4, "the first time, and three times again"
     assert sum(parts) == sum(map(len, sent))
-    spent = made.site_server._running().guard.spent
-    assert spent.bytes > sum(parts)
-    spent.bytes = 3_000_000
+    quota = made.site_server._running().guard.quota
+    assert quota.bytes > sum(parts)
+    quota.bytes = 3_000_000
     before = len(sent)
     made.ask(dataclasses.replace(asked, round=2), clients=[0], group="large")
     assert len(sent) == before
-    assert "policy.megabytes" in made.book.refused
+    assert "policy.megabytes" in made.ledger.refused

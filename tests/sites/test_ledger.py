@@ -1,4 +1,4 @@
-"""A site's book: whole after any kill, and nothing in it can be changed, cut or moved unseen."""
+"""A site's ledger: whole after any kill, and nothing in it can be changed, cut or moved unseen."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def entries(count: int, run: str = "a") -> list[Entry]:
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Path:
+def ledger(tmp_path: Path) -> Path:
     """Ten entries in five exchanges."""
     ledger = Ledger(tmp_path)
     for number in range(5):
@@ -47,22 +47,22 @@ def book(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def lines(book: Path) -> list[bytes]:
-    return (book / FILE).read_bytes().splitlines(keepends=True)
+def lines(ledger: Path) -> list[bytes]:
+    return (ledger / FILE).read_bytes().splitlines(keepends=True)
 
 
-def test_what_is_written_is_read_and_by_whoever_goes_on(book: Path) -> None:
-    head = Ledger(book).append([Entry("b", "SizeReport", 3, "round", 1, 25, 8, epsilon=0.5)])
-    found = check(book)
+def test_what_is_written_is_read_and_by_whoever_goes_on(ledger: Path) -> None:
+    head = Ledger(ledger).append([Entry("b", "SizeReport", 3, "round", 1, 25, 8, epsilon=0.5)])
+    found = check(ledger)
     assert (found.problems, found.notes) == ([], [])
     assert [entry["n"] for entry in found.entries] == list(range(1, 12))
     assert found.entries[4]["samples"] == 14
     assert {key: found.entries[-1][key] for key in ("run", "kind", "client", "epsilon")} == {
         "run": "b", "kind": "SizeReport", "client": 3, "epsilon": 0.5,
     }  # fmt: skip
-    assert (book / HEAD).read_text().strip() == str(head)
+    assert (ledger / HEAD).read_text().strip() == str(head)
     assert Head.parsed(str(head)) == head == Head(11, head.digest)
-    assert (book / FILE).stat().st_mode & 0o077 == 0
+    assert (ledger / FILE).stat().st_mode & 0o077 == 0
 
 
 def test_two_processes_take_turns(tmp_path: Path) -> None:
@@ -75,68 +75,68 @@ def test_two_processes_take_turns(tmp_path: Path) -> None:
     assert "".join(entry["run"] for entry in found.entries) == "aabaabaab"
 
 
-def changed(book: Path) -> str:
-    text = (book / FILE).read_bytes()
-    (book / FILE).write_bytes(text.replace(b'"samples": 14', b'"samples": 41'))
+def changed(ledger: Path) -> str:
+    text = (ledger / FILE).read_bytes()
+    (ledger / FILE).write_bytes(text.replace(b'"samples": 14', b'"samples": 41'))
     return "line 5 of 10 is not what was written there"
 
 
-def changed_with_its_checksum(book: Path) -> str:
-    kept, head = lines(book), (book / HEAD).read_text()
-    (book / FILE).write_bytes(b"".join(kept[:4]))
-    Ledger(book).append(entries(1))
-    kept[4] = lines(book)[4]
-    (book / FILE).write_bytes(b"".join(kept))
-    (book / HEAD).write_text(head)
+def changed_with_its_checksum(ledger: Path) -> str:
+    kept, head = lines(ledger), (ledger / HEAD).read_text()
+    (ledger / FILE).write_bytes(b"".join(kept[:4]))
+    Ledger(ledger).append(entries(1))
+    kept[4] = lines(ledger)[4]
+    (ledger / FILE).write_bytes(b"".join(kept))
+    (ledger / HEAD).write_text(head)
     return "line 6 of 10 is not what was written there"
 
 
-def cut_out(book: Path) -> str:
-    kept = lines(book)
+def cut_out(ledger: Path) -> str:
+    kept = lines(ledger)
     del kept[3]
-    (book / FILE).write_bytes(b"".join(kept))
+    (ledger / FILE).write_bytes(b"".join(kept))
     return "line 4 of 9 is not what was written there"
 
 
-def moved(book: Path) -> str:
-    kept = lines(book)
+def moved(ledger: Path) -> str:
+    kept = lines(ledger)
     kept[6], kept[7] = kept[7], kept[6]
-    (book / FILE).write_bytes(b"".join(kept))
+    (ledger / FILE).write_bytes(b"".join(kept))
     return "line 7 of 10"
 
 
-def tail_cut_off(book: Path) -> str:
-    (book / FILE).write_bytes(b"".join(lines(book)[:7]))
+def tail_cut_off(ledger: Path) -> str:
+    (ledger / FILE).write_bytes(b"".join(lines(ledger)[:7]))
     return "entries 8 to 10 are missing: its head says 10, and there are 7"
 
 
-def all_gone(book: Path) -> str:
-    (book / FILE).unlink()
+def all_gone(ledger: Path) -> str:
+    (ledger / FILE).unlink()
     return "entries 1 to 10 are missing: its head says 10, and there are 0"
 
 
-def head_gone(book: Path) -> str:
-    (book / HEAD).unlink()
+def head_gone(ledger: Path) -> str:
+    (ledger / HEAD).unlink()
     return "ledger.head is missing"
 
 
-def head_spoilt(book: Path) -> str:
-    (book / HEAD).write_text("ten")
+def head_spoilt(ledger: Path) -> str:
+    (ledger / HEAD).write_text("ten")
     return "ledger.head is no head of a ledger"
 
 
-def written_anew(book: Path) -> str:
-    (book / FILE).unlink()
-    head = (book / HEAD).read_text()
-    Ledger(book).append(entries(12, "b"))
-    (book / HEAD).write_text(head)
+def written_anew(ledger: Path) -> str:
+    (ledger / FILE).unlink()
+    head = (ledger / HEAD).read_text()
+    Ledger(ledger).append(entries(12, "b"))
+    (ledger / HEAD).write_text(head)
     return "entry 10 is another one than its head says: it was written anew"
 
 
-def binary(book: Path) -> str:
-    kept = lines(book)
+def binary(ledger: Path) -> str:
+    kept = lines(ledger)
     kept[2] = b"\0" * 50 + b"\n"
-    (book / FILE).write_bytes(b"".join(kept))
+    (ledger / FILE).write_bytes(b"".join(kept))
     return "line 3 of 10"
 
 
@@ -155,20 +155,20 @@ def binary(book: Path) -> str:
         binary,
     ],
 )
-def test_whatever_is_done_to_it_shows(book: Path, attack, capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(book).problems == []
-    problem = attack(book)
-    found = check(book)
+def test_whatever_is_done_to_it_shows(ledger: Path, attack, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(ledger).problems == []
+    problem = attack(ledger)
+    found = check(ledger)
     assert any(problem in each for each in found.problems), found.problems
-    (book / PLACE).mkdir()
-    for file in [each for each in book.iterdir() if each.is_file()]:
-        file.rename(book / PLACE / file.name)
-    assert main(["ledger", str(book), "--verify"]) == 1
+    (ledger / PLACE).mkdir()
+    for file in [each for each in ledger.iterdir() if each.is_file()]:
+        file.rename(ledger / PLACE / file.name)
+    assert main(["ledger", str(ledger), "--verify"]) == 1
     assert problem in capsys.readouterr().err
 
 
-def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(book: Path, tmp_path: Path) -> None:
-    head = Ledger(book).append(entries(1))
+def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(ledger: Path, tmp_path: Path) -> None:
+    head = Ledger(ledger).append(entries(1))
     (tmp_path / HEADS).write_text(
         "".join(
             json.dumps({"site": site, "head": str(of)}) + "\n" for site, of in [("a", head), ("b", Head(99, "0" * 64))]
@@ -176,41 +176,41 @@ def test_who_cuts_the_head_as_well_is_found_by_what_the_server_was_told(book: Pa
     )
     reported = heads_of(tmp_path, "a")
     assert reported == [head]
-    assert check(book, reported).problems == []
-    kept = lines(book)[:6]
-    (book / FILE).write_bytes(b"".join(kept))
+    assert check(ledger, reported).problems == []
+    kept = lines(ledger)[:6]
+    (ledger / FILE).write_bytes(b"".join(kept))
     digest = json.loads(kept[-1])["checksum"]
-    (book / HEAD).write_text(f"6:{digest}\n")
-    assert check(book).problems == []
-    assert check(book, reported).problems == ["entries 7 to 11 are missing: the server was told 11, and there are 6"]
+    (ledger / HEAD).write_text(f"6:{digest}\n")
+    assert check(ledger).problems == []
+    assert check(ledger, reported).problems == ["entries 7 to 11 are missing: the server was told 11, and there are 6"]
     # So is one that was written anew in the same length.
-    (book / FILE).unlink()
-    (book / HEAD).unlink()
-    Ledger(book).append(entries(11, "b"))
-    assert check(book, reported).problems == ["entry 11 is another one than the server was told: it was written anew"]
+    (ledger / FILE).unlink()
+    (ledger / HEAD).unlink()
+    Ledger(ledger).append(entries(11, "b"))
+    assert check(ledger, reported).problems == ["entry 11 is another one than the server was told: it was written anew"]
     with pytest.raises(DataError, match="nothing of site c"):
         heads_of(tmp_path, "c")
 
 
 @pytest.mark.parametrize("left", [1, 30, -1])
-def test_a_line_that_a_crash_tore_is_cut_off_and_said(book: Path, left: int) -> None:
-    whole = lines(book)
-    (book / FILE).write_bytes(b"".join(whole[:-1]) + whole[-1][:left])
-    (book / HEAD).write_text(f"9:{json.loads(whole[8])['checksum']}\n")
-    found = check(book)
+def test_a_line_that_a_crash_tore_is_cut_off_and_said(ledger: Path, left: int) -> None:
+    whole = lines(ledger)
+    (ledger / FILE).write_bytes(b"".join(whole[:-1]) + whole[-1][:left])
+    (ledger / HEAD).write_text(f"9:{json.loads(whole[8])['checksum']}\n")
+    found = check(ledger)
     assert found.problems == []
     assert "a crash tore the line after entry 9" in found.notes[0]
-    Ledger(book).append(entries(1))
-    again = check(book)
+    Ledger(ledger).append(entries(1))
+    again = check(ledger)
     assert again.problems == []
     assert [entry["kind"] for entry in again.entries[-2:]] == ["recovered", "Fit"]
     assert again.notes == ["entry 10: a crash tore the line after entry 9, which never left"]
 
 
-def test_a_crash_before_the_head_was_written_is_no_tampering(book: Path) -> None:
-    digest = json.loads(lines(book)[7])["checksum"]
-    (book / HEAD).write_text(f"8:{digest}\n")
-    found = check(book)
+def test_a_crash_before_the_head_was_written_is_no_tampering(ledger: Path) -> None:
+    digest = json.loads(lines(ledger)[7])["checksum"]
+    (ledger / HEAD).write_text(f"8:{digest}\n")
+    found = check(ledger)
     assert found.problems == []
     assert found.notes == ["its head says 8 entries, and there are 10: a crash came between"]
 
@@ -293,7 +293,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
             "training": {"rounds": 2, "local_steps": 1, "clients_per_round": 3},
         }
     )
-    books = {name: Ledger(tmp_path / name / PLACE) for name in "ab"}
+    ledgers = {name: Ledger(tmp_path / name / PLACE) for name in "ab"}
     site_servers = {
         name: SiteServer(
             name,
@@ -301,9 +301,9 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
             lambda target, data: b"",
             patience=60.0,
             policy=Policy(jobs="within-policy", min_samples=1),
-            ledger=book,
+            ledger=ledger,
         )
-        for name, book in books.items()
+        for name, ledger in ledgers.items()
     }
 
     class Transport:
@@ -327,15 +327,15 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
         assert rows["Fit"]["answers"] == 2 * clients
         assert rows["SizeReport"]["epsilon"] == pytest.approx(2.0 * 2 * clients)
         assert {entry["phase"] for entry in found.entries} == {"round"}
-        # Neither a value nor a label is anywhere: the words of the book are its own.
+        # Neither a value nor a label is anywhere: the words of the ledger are its own.
         assert all(set(entry) <= {"n", "at", *Entry.__dataclass_fields__} for entry in found.entries)
     # What was cut off afterwards, head and all, the server's folder knows of.
-    book = tmp_path / "a" / PLACE
-    kept = lines(book)[:-1]
-    (book / FILE).write_bytes(b"".join(kept))
-    (book / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['checksum']}")
-    assert check(book).problems == []
-    assert "missing: the server was told" in check(book, heads_of(folder, "a")).problems[0]
+    ledger = tmp_path / "a" / PLACE
+    kept = lines(ledger)[:-1]
+    (ledger / FILE).write_bytes(b"".join(kept))
+    (ledger / HEAD).write_text(f"{len(kept)}:{json.loads(kept[-1])['checksum']}")
+    assert check(ledger).problems == []
+    assert "missing: the server was told" in check(ledger, heads_of(folder, "a")).problems[0]
 
 
 def test_no_kit_no_ledger(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import combinations
 import pytest
 import torch
-from asked import Book, Site
+from asked import MemoryLedger, Site
 
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
@@ -64,7 +64,7 @@ def test_a_job_that_breaks_a_rule_does_not_begin(
     assert isinstance(refused, Refused)
     assert f"refused by the rule '{rule}'" in refused.reason
     assert says in refused.reason
-    assert site.book.refused == [rule]
+    assert site.ledger.refused == [rule]
     assert site.site_server._run is None
 
 
@@ -153,7 +153,7 @@ def test_an_update_of_too_few_samples_stays_though_the_spec_says_nothing(tmp_pat
     (kept,) = site.ask(_fit(site, 1))
     assert kept.refused
     assert "privacy.min_samples = 31" in kept.reason
-    assert site.book.refused == ["privacy.min_samples"]
+    assert site.ledger.refused == ["privacy.min_samples"]
 
 
 def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path) -> None:
@@ -242,9 +242,9 @@ def _at_sites(
     strict: Policy | None = None,
     method: fs.Method | None = None,
     out: Path | None = None,
-) -> tuple[fs.History, list[Book]]:
+) -> tuple[fs.History, list[MemoryLedger]]:
     """Three sites of two clients each; the last with a policy of its own, and a server that runs another method."""
-    prepared, sums, books = fs.prepare(spec), Sums(60.0), [Book(), Book(), Book()]
+    prepared, sums, ledgers = fs.prepare(spec), Sums(60.0), [MemoryLedger(), MemoryLedger(), MemoryLedger()]
     if method is not None:
         prepared = dataclasses.replace(prepared, spec=spec.model_copy(update={"method": method}))
     keys, site_servers = KeyRing(folder / "keys", create=True), dict[str, SiteServer]()
@@ -256,18 +256,18 @@ def _at_sites(
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
             return site_servers[site].call(SERVER, data)
 
-    for name, book in zip("abc", books, strict=True):
+    for name, ledger in zip("abc", ledgers, strict=True):
 
         def carry(target: str, data: bytes, name: str = name) -> object:
             return sums.add_up(name, data) if target == SERVER else site_servers[target].call(name, data)
 
         own = strict if strict is not None and name == "c" else policy
-        settings: dict[str, Any] = {"policy": own, "ledger": book, "keys": keys, "allow": ["combinations"]}
+        settings: dict[str, Any] = {"policy": own, "ledger": ledger, "keys": keys, "allow": ["combinations"]}
         site_servers[name] = SiteServer(name, folder / name, carry, patience=60.0, **settings)
     engine = NVFlareEngine(
         prepared.config, Transport(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0
     )
-    return run_prepared(prepared, out, engine), books
+    return run_prepared(prepared, out, engine), ledgers
 
 
 class Nosy(fs.FedAvg):
@@ -281,13 +281,13 @@ class Nosy(fs.FedAvg):
 
 def test_a_refused_question_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     spec = combinations.spec_of("fedavg")
-    history, books = _at_sites(
+    history, ledgers = _at_sites(
         spec, tmp_path / "sites", Policy(jobs="within-policy", min_samples=1), method=Nosy(), out=tmp_path / "out"
     )
     refused = [event for event in read_jsonl(tmp_path / "out" / "events.jsonl") if event["kind"] == "refused"]
     assert len(refused) == 6 * 2
     assert all("refused by the rule 'kind'" in event["reason"] for event in refused)
-    assert [book.refused for book in books] == [["kind"] * 4] * 3
+    assert [ledger.refused for ledger in ledgers] == [["kind"] * 4] * 3
     here = fs.run(spec)
     assert all(torch.equal(history.params[key], here.params[key]) for key in here.params)
 
@@ -319,9 +319,9 @@ def _marked(*short: str) -> list[Any]:
 @pytest.mark.parametrize("name", _marked())
 def test_every_method_gives_the_same_bytes_under_a_policy_with_a_minimum_of_one(name: str, tmp_path: Path) -> None:
     spec = combinations.spec_of(name)
-    there, books = _at_sites(spec, tmp_path, Policy(jobs="within-policy", min_samples=1))
+    there, ledgers = _at_sites(spec, tmp_path, Policy(jobs="within-policy", min_samples=1))
     here = fs.run(spec)
-    assert [entry for book in books for entry in book.entries if entry.refused] == []
+    assert [entry for ledger in ledgers for entry in ledger.entries if entry.refused] == []
     assert all(torch.equal(there.params[key], here.params[key]) for key in here.params)
     assert there.params.keys() == here.params.keys()
 
@@ -338,8 +338,8 @@ def test_under_the_default_policy_a_method_runs_or_is_refused_before_its_first_r
         ):
             _at_sites(spec, tmp_path, Policy(jobs="within-policy"))
         return
-    history, books = _at_sites(spec, tmp_path, Policy(jobs="within-policy"))
+    history, ledgers = _at_sites(spec, tmp_path, Policy(jobs="within-policy"))
     assert len(history) == spec.training.rounds
-    rules = {entry.refused for book in books for entry in book.entries if entry.refused}
+    rules = {entry.refused for ledger in ledgers for entry in ledger.entries if entry.refused}
     assert rules <= {"privacy.min_samples"}, "what one small client has stays there"
-    assert [entry for book in books for entry in book.entries if not entry.refused and not entry.failed]
+    assert [entry for ledger in ledgers for entry in ledger.entries if not entry.refused and not entry.failed]

@@ -28,7 +28,7 @@ from fedstrata.sites.wire import (
 CLIENTS = 2
 
 
-class Book:
+class MemoryLedger:
     """Keeps what a ledger would write."""
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class Site:
         given = dict(table or {})
         training = {"rounds": 3, "local_steps": 2, "clients_per_round": 2, **given.pop("training", {})}
         self.spec = fs.Experiment.from_table({**small, **given, "training": training})
-        self.folder, self.settings, self.book = folder, settings, Book()
+        self.folder, self.settings, self.ledger = folder, settings, MemoryLedger()
         self.exchange = 0
         self.start()
 
     def start(self) -> None:
         """The site's process starts, also after a kill."""
         self.site_server = SiteServer(
-            "a", self.folder, lambda target, data: b"", patience=5.0, ledger=self.book, **self.settings
+            "a", self.folder, lambda target, data: b"", patience=5.0, ledger=self.ledger, **self.settings
         )
 
     @property

@@ -14,7 +14,7 @@ from fedstrata.federation.questions import Question
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation, make_context
 from fedstrata.sites.asks import Declaration, declaration_of
-from fedstrata.sites.guard import Guard, Spent
+from fedstrata.sites.guard import Guard, Quota
 from fedstrata.sites.policy import Policy
 
 
@@ -32,7 +32,7 @@ class Watching(Engine):
         self.asked = declared or declaration_of(prepared.spec, agreed=prepared.config, own_data=False)
         if policy is not None:
             policy.check(self.asked)
-        self.guard = Guard(self.asked, policy, Spent(folder, self.asked.job))
+        self.guard = Guard(self.asked, policy, Quota(folder, self.asked.job))
         self.counts: Counter[tuple[int, int, tuple[int, int]]] = Counter()
         """How often each question was put to each client, by where the run stood."""
 

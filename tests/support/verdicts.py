@@ -34,7 +34,7 @@ from fedstrata.runs.identity import environment
 from fedstrata.runs.preparation import Prepared
 from fedstrata.sites.asks import declaration_of
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.guard import Guard, Spent
+from fedstrata.sites.guard import Guard, Quota
 from fedstrata.sites.policy import RuleError
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
@@ -361,8 +361,8 @@ def judged(job: str, fields: dict[str, list[str]] | None = None) -> Found:
         prepared, tape = recorded(job, Path(folder))
         fields = field_names(tape) if fields is None else fields
         declared = declaration_of(prepared.spec, agreed=prepared.config, own_data=False)
-        phases = replayed(Guard(declared, None, Spent(Path(folder), "phases")), tape)
-        guard, found = Guard(declared, None, Spent(Path(folder), "job")), dict[str, list[str]]()
+        phases = replayed(Guard(declared, None, Quota(Path(folder), "phases")), tape)
+        guard, found = Guard(declared, None, Quota(Path(folder), "job")), dict[str, list[str]]()
         for place, phase, many in places_of(phases):
             letters = found.setdefault(phase, [])
             for number in range(many):

@@ -47,7 +47,7 @@ class Client:
         self.indices: NDArray[np.int64] = context.assignment[number]
 
         self.behind = 0
-        """Samples behind the answer, as its handler said; for the books of the client's site."""
+        """Samples behind the answer, as its handler said; for the ledgers of the client's site."""
 
     def release(self, samples: int) -> None:
         """Let an answer go out that so many samples are behind; every handler calls it before it looks at them.

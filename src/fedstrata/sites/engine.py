@@ -106,7 +106,7 @@ class NVFlareEngine(Engine):
         run: Names the run at the sites.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
-        heads: A file for the heads of the sites' books, round by round; none unless given.
+        heads: A file for the heads of the sites' ledgers, round by round; none unless given.
         least: Fewest sites that must answer, before the first round and in every one.
         fewer: What to do when there are fewer.
     """
@@ -340,7 +340,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
 
     def _write_heads(self) -> None:
-        """What the sites' books had come to: a site that cuts its own off later is found out."""
+        """What the sites' ledgers had come to: a site that cuts its own off later is found out."""
         new = {site: head for site, head in self._heads.items() if self._heads_written.get(site) != head}
         if self._heads_file is not None and new:
             with self._heads_file.open("a", encoding="utf-8") as file:

@@ -6,11 +6,11 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from filelock import BaseFileLock, FileLock
 
@@ -20,19 +20,11 @@ from fedstrata.base.locking import LOCK
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.questions import PHASES, Phase, Question, Rule
 from fedstrata.sites.asks import Declaration, declaration_of
-from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.spec.experiment import Experiment, parse_toml
 
 BUNDLED = ("digits",)
 """Data sets that come with scikit-learn, so that naming one reads nothing of a site's."""
-
-
-class Books(Protocol):
-    """Where a site writes what it answered and what it refused; ``fedstrata.sites.ledger``."""
-
-    def append(self, entries: Iterable[Entry]) -> object:
-        """Write entries; called before the answers that they are about leave."""
 
 
 def admitted(
@@ -173,7 +165,7 @@ SECONDS = 1.0
 COUNTS = ("starts", "exchanges", "bytes")
 
 
-class Spent:
+class Quota:
     """What a job has had of a site so far, over all times that it began: in a file that outlives processes.
 
     The same job may be at work in two processes: each adds what it counted to what the file says.
@@ -184,7 +176,7 @@ class Spent:
     """
 
     def __init__(self, folder: Path, job: str) -> None:
-        self._path = folder / ".spent" / f"{job}.json"
+        self._path = folder / ".quota" / f"{job}.json"
         self._survey = self._path.with_suffix(".survey")
         self.starts = self.exchanges = self.bytes = 0
         self.home: list[int] = []
@@ -304,12 +296,12 @@ class Guard:
     Args:
         asked: What the job declares.
         policy: The site's; None for none.
-        spent: What the job has had so far.
+        quota: What the job has had so far.
         round: The round after which the run goes on; 0 where it begins.
     """
 
-    def __init__(self, asked: Declaration, policy: Policy | None, spent: Spent, round: int = 0) -> None:
-        self.asked, self.policy, self.spent = asked, policy, spent
+    def __init__(self, asked: Declaration, policy: Policy | None, quota: Quota, round: int = 0) -> None:
+        self.asked, self.policy, self.quota = asked, policy, quota
         self.position: Position = (round, len(PHASES) - 1 if round else 0)
         self._kinds: dict[type[Request], list[tuple[int, Question]]] = {}
         for number, question in enumerate(asked.questions or ()):
@@ -382,7 +374,7 @@ class Guard:
         if match.position > self.position:
             self.position = match.position
             self._phase, self._rules, self._same = {}, {}, {}
-            self.spent.keep()
+            self.quota.keep()
         key = match.client, match.number
         if match.again:
             self._repeats[key] = self._repeats.get(key, 0) + 1
@@ -408,11 +400,11 @@ class Guard:
         Raises:
             RuleError: There were too many.
         """
-        with self.spent.lock:
-            if self.policy is not None and self.spent.exchanges >= self.policy.exchanges:
+        with self.quota.lock:
+            if self.policy is not None and self.quota.exchanges >= self.policy.exchanges:
                 most = self.policy.exchanges
-                raise RuleError("policy.exchanges", f"{self.spent.exchanges} exchanges; accepted: {most} at most")
-            self.spent.exchanges += 1
+                raise RuleError("policy.exchanges", f"{self.quota.exchanges} exchanges; accepted: {most} at most")
+            self.quota.exchanges += 1
 
     def leave(self, size: int) -> None:
         """So many bytes are about to leave.
@@ -420,14 +412,14 @@ class Guard:
         Raises:
             RuleError: There were too many.
         """
-        with self.spent.lock:
-            total = self.spent.bytes + size
+        with self.quota.lock:
+            total = self.quota.bytes + size
             if self.policy is not None and total > self.policy.megabytes * 1e6:
                 problem = (
                     f"all answers would come to {total / 1e6:g} MB; accepted: {self.policy.megabytes:g} MB at most"
                 )
                 raise RuleError("policy.megabytes", problem)
-            self.spent.bytes = total
+            self.quota.bytes = total
 
     def save(self, round: int) -> None:
         """Refuse to store the states of a round that there is not.
@@ -437,7 +429,7 @@ class Guard:
         """
         if not 0 <= round <= self.asked.rounds:
             raise RuleError("rounds", f"round {round}; accepted: 0 to {self.asked.rounds}")
-        self.spent.save()
+        self.quota.save()
 
     def hop(self, journey: int, *, back: bool, brought: bool) -> None:
         """Refuse a hop after which, or before which, the server sees a model that was to go from site to site.

@@ -1,4 +1,4 @@
-"""A site's own book of what it answered: who asked what, how many samples were behind it, what was refused.
+"""A site's own ledger of what it answered: who asked what, how many samples were behind it, what was refused.
 
 It is a ``jsonl.Log``, so that no line can be changed, cut out or moved unseen. The head (how many entries, and the
 checksum of the last one) is kept in a second file and travels with every answer to the server, which writes it into the
@@ -27,10 +27,10 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""The book; its head, beside it; the heads that sites told a server, in a run's folder there."""
+"""The ledger; its head, beside it; the heads that sites told a server, in a run's folder there."""
 
 PLACE = "fedstrata"
-"""Where a site's book is inside its folder."""
+"""Where a site's ledger is inside its folder."""
 
 RECOVERED = "recovered"
 """The kind of the entry that says that a line was torn by a crash."""
@@ -96,7 +96,7 @@ class Entry:
 
 
 class Ledger:
-    """The book of one site; several processes may write into it, one after another.
+    """The ledger of one site; several processes may write into it, one after another.
 
     Args:
         folder: Where it is.

@@ -30,9 +30,9 @@ from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
 from fedstrata.sites.asks import Declaration, declaration_of
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
-from fedstrata.sites.guard import Books, Guard, Match, Spent, Told, admitted
+from fedstrata.sites.guard import Guard, Match, Quota, Told, admitted
 from fedstrata.sites.idempotency import LateError, RequestCache
-from fedstrata.sites.ledger import Entry
+from fedstrata.sites.ledger import Entry, Ledger
 from fedstrata.sites.manifest import fingerprint
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.sums import SiteGroup
@@ -85,7 +85,7 @@ HARMLESS = (
 """What tells others of their own messages and of the spec, and of data the column and the rule that they break."""
 
 BEGINNINGS = (Survey.__name__, Begin.__name__)
-"""Questions of which the book has also those that failed: their answers depend on whether the data fit the spec."""
+"""Questions of which the ledger has also those that failed: their answers depend on whether the data fit the spec."""
 
 
 class SiteServer:
@@ -106,7 +106,7 @@ class SiteServer:
         policy: What the site accepts, whatever a job declares; None for whatever is declared.
         catalog: Data sets and files that a spec may name; None for any.
         undeclared: Whether a method that does not declare what it asks is answered all the same: in a simulation.
-        ledger: The site's book of what it answered and refused; none is kept unless given.
+        ledger: The site's ledger of what it answered and refused; none is kept unless given.
     """
 
     def __init__(
@@ -124,14 +124,14 @@ class SiteServer:
         policy: Policy | None = None,
         catalog: Collection[str] | None = (),
         undeclared: bool = False,
-        ledger: Books | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
         self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
         self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
         self.ledger = ledger
         self._entries: list[tuple[int, Entry]] = []
-        """What the book does not have yet, each with the thread that noted it."""
+        """What the ledger does not have yet, each with the thread that noted it."""
         self._noting = threading.Lock()
         """Another site may fetch a model while this one works."""
         self.request_cache, self.problem = RequestCache(), ""
@@ -173,7 +173,7 @@ class SiteServer:
             return self._leaving(self._answer(envelope))
 
     def _leaving(self, answer: Message) -> bytes:
-        """The bytes of an answer, if the policy lets so many leave; the book has it before it does."""
+        """The bytes of an answer, if the policy lets so many leave; the ledger has it before it does."""
         if self._run is not None and not isinstance(answer, Surveyed):  # which was counted for its own job
             try:
                 self._run.guard.leave(records.size(answer))
@@ -186,7 +186,7 @@ class SiteServer:
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Something for the book; see ``Entry``."""
+        """Something for the ledger; see ``Entry``."""
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.asked.job
             run = self._asking if kind in BEGINNINGS else run
@@ -203,7 +203,7 @@ class SiteServer:
             ]
 
     def _write(self) -> str:
-        """Have the book on the disk; its head then. What another thread is still writing is waited for."""
+        """Have the ledger on the disk; its head then. What another thread is still writing is waited for."""
         if self.ledger is None:
             return ""
         with self._noting:
@@ -268,7 +268,7 @@ class SiteServer:
         body = envelope.body
         if isinstance(body, Begin):
             if self._run is not None:
-                self._run.guard.spent.save()
+                self._run.guard.quota.save()
             self._run = None
             self._run, round, lost = SiteRun.begin(self, body)
             own = body.statistics is not None
@@ -299,12 +299,12 @@ class SiteServer:
             guard, least = None, FEWEST
         else:
             same = self._run is not None and self._run.guard.asked.job == asked.job
-            spent = self._run.guard.spent if self._run is not None and same else Spent(self.folder, asked.job)
-            guard, least = Guard(asked, self.policy, spent), self.policy.min_samples
-            spent.settle(survey.clients, survey.total, "repeat")
+            quota = self._run.guard.quota if self._run is not None and same else Quota(self.folder, asked.job)
+            guard, least = Guard(asked, self.policy, quota), self.policy.min_samples
+            quota.settle(survey.clients, survey.total, "repeat")
             guard.begin_exchange()
-            spent.save()
-        known = None if guard is None else guard.spent.survey
+            quota.save()
+        known = None if guard is None else guard.quota.survey
         if known is None:
             with self._reading(asked.job, survey):
                 surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
@@ -315,12 +315,12 @@ class SiteServer:
                 raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
         size = records.size(surveyed)
         if guard is not None:
-            with guard.spent.alone():  # jobs are processes of their own, and may ask at the same time
+            with guard.quota.alone():  # jobs are processes of their own, and may ask at the same time
                 if known is None:
                     self._refuse_differences(surveyed, guard)
                 guard.leave(size)
-                guard.spent.survey = records.encode(surveyed)
-            guard.spent.save()
+                guard.quota.survey = records.encode(surveyed)
+            guard.quota.save()
         self.note(Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
         return surveyed
 
@@ -331,7 +331,7 @@ class SiteServer:
             RuleError: There were as many answers already, and none of them is this one.
         """
         assert self.policy is not None
-        before = [read(answer, Surveyed).statistics for answer in guard.spent.surveys()]
+        before = [read(answer, Surveyed).statistics for answer in guard.quota.surveys()]
         differ = {records.encode(statistics) for statistics in before if statistics.samples}
         new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
         if new and len(differ) >= self.policy.surveys and guard.asked.job not in self.policy.approved:
@@ -408,11 +408,11 @@ class SiteRun:
         require_home(begin.clients, begin.total)
         own = begin.statistics is not None
         asked = site_server.admit(begin.spec, begin.total, own_data=own)
-        spent = Spent(site_server.folder, asked.job)
+        quota = Quota(site_server.folder, asked.job)
         if own and site_server.policy is not None:
-            spent.settle(begin.clients, begin.total, "bounds")
+            quota.settle(begin.clients, begin.total, "bounds")
         context = site_server.context(begin, asked.job)
-        spent.start(site_server.policy)  # a site that could not begin has answered nothing
+        quota.start(site_server.policy)  # a site that could not begin has answered nothing
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
         asked = declaration_of(spec, agreed=context.config, own_data=own)
@@ -421,7 +421,7 @@ class SiteRun:
             site_server.folder / begin.run,
             context,
             begin.clients,
-            Guard(asked, site_server.policy, spent, begin.round),
+            Guard(asked, site_server.policy, quota, begin.round),
         )
         if begin.round == 0:
             shutil.rmtree(run.folder, ignore_errors=True)
@@ -507,12 +507,12 @@ class SiteRun:
         return allowed, refused
 
     def _refusal(self, client: ClientId, request: Request, error: RuleError) -> Failed:
-        """A question that is not answered, in the site's books and for the server."""
+        """A question that is not answered, in the site's ledgers and for the server."""
         self.site_server.refused(error, type(request).__name__, SERVER, client)
         return Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
     def _told(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
-        """An outcome as it travels, once the book has it."""
+        """An outcome as it travels, once the ledger has it."""
         match = self._matches.get(client)
         about: dict[str, Any] = {"client": client, "round": self.guard.round}
         if match is not None:

@@ -179,7 +179,7 @@ class Answers(Message):
     Args:
         outcomes: What came of the next clients.
         left: How many clients' answers did not fit; ``More`` asks for them.
-        ledger: The head of the site's book with these answers in it; empty where it keeps none.
+        ledger: The head of the site's ledger with these answers in it; empty where it keeps none.
     """
 
     outcomes: list[Any]

@@ -25,7 +25,7 @@ def add_ledger(commands: Commands) -> None:
         fedstrata ledger kits/hospital-a --csv
     """
     parser = add_command(
-        commands, "ledger", "what a site answered, from its own book, and whether that is whole", examples
+        commands, "ledger", "what a site answered, from its own ledger, and whether that is whole", examples
     )
     parser.add_argument("kit", type=Path, metavar="KIT", help="the site's folder")
     parser.add_argument(
