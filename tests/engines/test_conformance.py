@@ -67,9 +67,9 @@ def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True,
         site_servers[name] = SiteServer(
             name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True
         )
-    spec, homes = prepared.spec.to_toml(), list("aabb")
+    spec, site_of_client = prepared.spec.to_toml(), list("aabb")
     engine = NVFlareEngine(
-        prepared.config, Transport(), homes, sums, spec=spec, run="run", patience=patience, direct=direct
+        prepared.config, Transport(), site_of_client, sums, spec=spec, run="run", patience=patience, direct=direct
     )
     engine.restore(0)
     return engine

@@ -27,14 +27,14 @@ from fedstrata.sites.site_server import SERVER
 from fedstrata.sites.wire import (
     Ask,
     Begin,
+    Commit,
     Envelope,
     Fetch,
     Hop,
-    Kept,
+    HopCommit,
     More,
     Refused,
     Save,
-    Settled,
     Survey,
 )
 from fedstrata.stratify.masking.messages import Assign, CountReport, OpenKeys, ShareReport, TagReport
@@ -208,8 +208,8 @@ def message(job: str, site: Site, weights: Weights, chance: random.Random) -> tu
                 SizeReport(0, 0, 1.0),
             ]
         )
-    news = chance.choice([[], [Settled(exchange - 1, [0, 1])], [Kept(0, 0)], [Save(1)]])
-    return SERVER, Envelope(news, body)
+    acks = chance.choice([[], [Commit(exchange - 1, [0, 1])], [HopCommit(0, 0)], [Save(1)]])
+    return SERVER, Envelope(acks, body)
 
 
 def try_one(number: int, chance: random.Random, place: Path) -> str:

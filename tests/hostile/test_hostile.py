@@ -99,7 +99,7 @@ def asks_again_until_the_mean_is_the_truth(target: Target) -> Any:
 def asks_for_a_gradient_of_one(target: Target) -> Any:
     labels = truth(target)[2]
     target.ask(reserve(int(labels[0])))
-    reply = got(*target.ask(Gradient(1, 0, target.weights), news=[target.counts(0)]))
+    reply = got(*target.ask(Gradient(1, 0, target.weights), acks=[target.counts(0)]))
     return None if reply is None else reply.samples
 
 
@@ -146,7 +146,7 @@ def test_a_gradient_of_one_sample_gives_it_away(target: Targets) -> None:
         prepared, samples, labels = truth(site)
         wanted = int(labels[0])
         site.ask(reserve(wanted))
-        reply = got(*site.ask(Gradient(1, 0, site.weights), news=[site.counts(0)]))
+        reply = got(*site.ask(Gradient(1, 0, site.weights), acks=[site.counts(0)]))
         if reply is None:
             return None
         assert labels_from(list(reply.gradient.values())[-1], 1).tolist() == [wanted]
@@ -266,9 +266,9 @@ def test_an_answer_that_does_not_count_is_not_given_again(target: Targets) -> No
     def program(site: Target) -> tuple[Any, Any]:
         labels = [int(label) for label in truth(site)[2]]
         site.ask(reserve(*labels[:6]))
-        one = got(*site.ask(Gradient(1, 0, site.weights), news=[site.counts(0)]))
-        site.ask(reserve(*labels[6:12], fresh=False), news=[site.counts()])
-        return one, got(*site.ask(Gradient(1, 0, site.weights), news=[site.counts(0)]))
+        one = got(*site.ask(Gradient(1, 0, site.weights), acks=[site.counts(0)]))
+        site.ask(reserve(*labels[6:12], fresh=False), acks=[site.counts()])
+        return one, got(*site.ask(Gradient(1, 0, site.weights), acks=[site.counts(0)]))
 
     one, other = program(target(STRATIFY, opened=True))
     assert one is not None
@@ -292,7 +292,7 @@ def test_two_rounds_that_differ_by_one_sample_give_it_away_whatever_the_policy(t
         sums = []
         for round, these in ((1, wanted), (2, wanted[1:])):
             site.ask(reserve(*these, round=round))
-            reply = got(*site.ask(Gradient(round, 0, site.weights), news=[site.counts(0)]))
+            reply = got(*site.ask(Gradient(round, 0, site.weights), acks=[site.counts(0)]))
             assert reply.samples == len(these)
             sums.append(reply.gradient)
         difference = {name: gradient.double() - sums[1][name].double() for name, gradient in sums[0].items()}
@@ -330,7 +330,7 @@ def test_a_model_made_to_leak_gives_samples_of_a_large_part_away_whatever_the_po
     guess = prepared.data.inputs(slice(None), "test").flatten(1).mean(dim=1).numpy()
     site.ask(reserve(*labels.tolist()))
     model = trapped(site.weights, guess)
-    reply = got(*site.ask(Gradient(1, 0, model), news=[site.counts(0)]))
+    reply = got(*site.ask(Gradient(1, 0, model), acks=[site.counts(0)]))
     assert reply.samples == len(samples) == 30
     names = list(reply.gradient)
     weight, bias = (reply.gradient[name].double() for name in names[:2])
@@ -339,7 +339,7 @@ def test_a_model_made_to_leak_gives_samples_of_a_large_part_away_whatever_the_po
     # The control: at an honest model of the start, a part of 30 shows far fewer.
     honest = target(STRATIFY, opened=opened)
     honest.ask(reserve(*labels.tolist()))
-    plain = got(*honest.ask(Gradient(1, 0, honest.weights), news=[honest.counts(0)]))
+    plain = got(*honest.ask(Gradient(1, 0, honest.weights), acks=[honest.counts(0)]))
     assert read_off(plain.gradient, prepared, samples) < 0.3
 
 

@@ -93,9 +93,9 @@ def test_a_missing_file_of_sites_is_named(tmp_path: Path) -> None:
 
 def test_clients_of_the_partition_are_dealt_to_the_sites_in_order(tmp_path: Path) -> None:
     spec = fs.Experiment(partition=fs.IID(clients=5))
-    assert _sites(tmp_path, "[site.b]\n[site.a]").homes(spec) == ("b", "b", "b", "a", "a")
+    assert _sites(tmp_path, "[site.b]\n[site.a]").site_of_client(spec) == ("b", "b", "b", "a", "a")
     with pytest.raises(SpecError, match="there are 6 sites; at least so many"):
-        _sites(tmp_path, "".join(f"[site.s{n}]\n" for n in range(6))).homes(spec)
+        _sites(tmp_path, "".join(f"[site.s{n}]\n" for n in range(6))).site_of_client(spec)
 
 
 def test_a_plan_survives_json() -> None:

@@ -177,7 +177,7 @@ def test_gradients_are_of_what_was_set_aside_and_once(site: Make) -> None:
     assert ruled(*made.ask(Gradient(1, 0, made.weights))) == "order"
     made.ask(reserve(0, 2, 2))
     reserved = [made.counts(0)]
-    assert isinstance(*made.ask(Gradient(1, 0, made.weights), news=reserved), GradientReply)
+    assert isinstance(*made.ask(Gradient(1, 0, made.weights), acks=reserved), GradientReply)
     assert ruled(*made.ask(Gradient(1, 0, made.weights))) == "order", "at another model"
     assert ruled(*made.ask(Gradient(1, 1, made.weights))) == "order", "nothing is there"
     assert isinstance(*made.ask(Gradient(1, 2, made.weights)), GradientReply)
@@ -275,7 +275,7 @@ def test_a_group_that_begins_anew_finds_no_other_model_under_the_same_name(site:
     made = site(table, policy=Policy(jobs="within-policy", min_samples=1))
     (report,) = made.ask(LabelReport(), clients=[0])
     label = int(report.labels[0])
-    made.ask(reserve(0, 1, label=label), clients=[0], news=[made.counts(0)])
+    made.ask(reserve(0, 1, label=label), clients=[0], acks=[made.counts(0)])
 
     def norm(batch: int, exchange: int, way: ModelDelivery, **other: Any) -> Any:
         question = Encoded(Gradient(1, batch, Weights({}, {})), 1, exchange, way, False, pack({}, {}))
@@ -284,9 +284,9 @@ def test_a_group_that_begins_anew_finds_no_other_model_under_the_same_name(site:
 
     whole = ModelDelivery(3, b"name", -1, [], made.weights.params)
     another = {name: tensor * 3 + 1 for name, tensor in made.weights.params.items()}
-    there = norm(0, 1, dataclasses.replace(whole, params=another), news=[made.counts(0)])
+    there = norm(0, 1, dataclasses.replace(whole, params=another), acks=[made.counts(0)])
     assert isinstance(there, float)
-    refused = norm(1, 2, whole, group="g", news=[made.counts(0)])
+    refused = norm(1, 2, whole, group="g", acks=[made.counts(0)])
     assert isinstance(refused, Failed), "the client has settled another model of this name"
     held = dataclasses.replace(whole, base=3, params={})
     assert isinstance(norm(1, 3, held, group="h"), float), "once, at the model that it has"

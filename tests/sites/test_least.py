@@ -137,10 +137,10 @@ def test_who_refuses_to_answer_is_not_in(transport: Transport, tmp_path: Path, f
     if fewer == "go-on":
         history = run(transport, tmp_path, spec(method), 3, fewer, engine)
         assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
-        state, why = engine[0].standing("b")
+        state, why = engine[0].status("b")
         assert state == "refused"
         assert "policy.exchanges" in why
-        assert engine[0].standing("a") == ("in", "")
+        assert engine[0].status("a") == ("in", "")
     else:
         with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.exchanges"):
             run(transport, tmp_path, spec(method), 3, fewer, engine)
@@ -226,7 +226,7 @@ def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: 
     engine = NVFlareEngine(prepared.config, transport, list("ab"), sums, **common)
     history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)
     assert [record["clients_returned"] for record in history] == [2, 2, 2, 2]
-    assert engine.standing("b") == ("in", "")
+    assert engine.status("b") == ("in", "")
     assert refused, "it told how the model does on four samples"
 
 

@@ -315,7 +315,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
 
     folder, prepared = tmp_path / "run", prepare(spec)
     engine = NVFlareEngine(
-        prepared.config, Transport(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", heads=folder / HEADS
+        prepared.config, Transport(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", log_heads=folder / HEADS
     )
     history = run_prepared(prepared, folder, engine)
     assert history[-1]["clients_trained"] == 3

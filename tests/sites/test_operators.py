@@ -83,7 +83,7 @@ def test_a_site_is_revoked_while_it_works_another_one_dies_and_the_run_ends(
             def returned() -> int:
                 return int(str(records("metrics.jsonl")[-1]["clients_returned"])) if records("metrics.jsonl") else 0
 
-            def standing(site: str, folder: str = ADMIN) -> str:
+            def status(site: str, folder: str = ADMIN) -> str:
                 status = json.loads(command("status", out / folder, "--json")) or {}
                 return str(status.get("sites", {}).get(site, [""])[0])
 
@@ -95,8 +95,8 @@ def test_a_site_is_revoked_while_it_works_another_one_dies_and_the_run_ends(
             later = [record["clients_returned"] for record in records("metrics.jsonl")[since + 1 :]]
             assert set(later) == {2}
             assert any(STRUCK in str(event.get("reason")) for event in records("events.jsonl"))
-            assert standing("b") == "revoked"
-            until("the server to write it down", lambda: standing("b", SERVER) == "revoked", 30)
+            assert status("b") == "revoked"
+            until("the server to write it down", lambda: status("b", SERVER) == "revoked", 30)
             turned = "b is not on the list of who may connect, and is turned away"
             until("its connection to be refused", lambda: turned in (out / SERVER / "log.txt").read_text(), 120)
 
@@ -107,7 +107,7 @@ def test_a_site_is_revoked_while_it_works_another_one_dies_and_the_run_ends(
             until("b to be back", lambda: returned() == 3, 240)
 
             processes.kill("c")
-            until("c to be missed", lambda: standing("c") == "gone", 60)
+            until("c to be missed", lambda: status("c") == "gone", 60)
             (tmp_path / "hurry").touch()
             until("the last round", lambda: len(records("metrics.jsonl")) == ROUNDS)
             assert submitting.wait(OVER) == 0, (out / "submit.txt").read_text()

@@ -60,8 +60,8 @@ def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> 
             return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
         transport.site_servers[name] = SiteServer(name, place / name, carry, patience=patience, allow=None, frank=True)
-    toml, homes = spec.to_toml(), list("abc")
-    engine = NVFlareEngine(prepared.config, transport, homes, sums, spec=toml, run="run", patience=patience)
+    toml, site_of_client = spec.to_toml(), list("abc")
+    engine = NVFlareEngine(prepared.config, transport, site_of_client, sums, spec=toml, run="run", patience=patience)
     try:
         return run_prepared(prepared, None, engine)
     finally:

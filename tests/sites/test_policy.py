@@ -170,7 +170,7 @@ def test_the_server_sees_a_travelling_model_at_the_end_of_its_way(tmp_path: Path
     assert not getattr(site.hop(visit(1)).reply, "refused", False)
     assert isinstance(site.call(Fetch(1, 0, "t")), Weights)
     again = site.hop(visit(1), hop=1, client=1, holder="a", weights=None)
-    assert "journey 1 is over" in again.reply.reason
+    assert "relay 1 is over" in again.reply.reason
     open_to_it = Site(tmp_path / "other", {"method": "sfl"}, policy=Policy(jobs="within-policy", relay="server"))
     open_to_it.begin()
     assert open_to_it.hop(visit(1), back=True).weights is not None

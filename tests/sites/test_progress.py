@@ -15,8 +15,8 @@ from fedstrata.sites.progress import STATUS, Progress, SiteProgress, headline, s
 
 
 def test_a_run_says_how_far_it_is_and_who_takes_part() -> None:
-    standing = {"a": ("in", ""), "b": ("refused", "column 'age': 900")}
-    progress = Progress(10, ["b", "a", "a"], standing.__getitem__)
+    status = {"a": ("in", ""), "b": ("refused", "column 'age': 900")}
+    progress = Progress(10, ["b", "a", "a"], status.__getitem__)
     assert progress.table()["seconds_left"] is None
     assert shown(progress.table())[0] == "round 0 of 10; 1 of 2 sites in; 0.0 kB up, 0.0 kB down"
     for round in (4, 5):  # a run that goes on
@@ -83,11 +83,11 @@ def test_a_server_writes_down_how_far_its_run_is(tmp_path: Path, capsys: pytest.
     (tmp_path / "startup").mkdir()
     gone: list[str] = []
 
-    def standing(site: str) -> tuple[str, str]:
+    def status(site: str) -> tuple[str, str]:
         assert not gone, "the job is over"
         return "in", ""
 
-    progress = Progress(3, ["a"], standing, path=tmp_path / STATUS, run="r")
+    progress = Progress(3, ["a"], status, path=tmp_path / STATUS, run="r")
     progress.write()
     progress({"round": 1})
     gone.append("a")

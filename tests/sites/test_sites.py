@@ -62,8 +62,8 @@ Hook = Callable[[str, Any, Callable[[], bytes]], bytes]
 class Sites:
     """Sites in this process; nothing but bytes goes from one to another."""
 
-    def __init__(self, prepared: Prepared, homes: list[str], folder: Path, **options: Any) -> None:
-        self.prepared, self.homes, self.folder = prepared, homes, folder
+    def __init__(self, prepared: Prepared, site_of_client: list[str], folder: Path, **options: Any) -> None:
+        self.prepared, self.site_of_client, self.folder = prepared, site_of_client, folder
         self.hook: Hook = lambda site, body, deliver: deliver()
         self.silent: set[tuple[str, str]] = set()
         """Pairs of sites that may not talk."""
@@ -72,10 +72,12 @@ class Sites:
         self.own_data = bool(data) and options.pop("own_data", True)
         self.settings: dict[str, Any] = {key: options.pop(key) for key in ("allow", "frank", "tells") if key in options}
         keys = KeyRing(folder / "keys", create=True)
-        self.site_servers = {name: self._site_server(name, data.get(name), keys) for name in sorted(set(homes))}
+        self.site_servers = {
+            name: self._site_server(name, data.get(name), keys) for name in sorted(set(site_of_client))
+        }
         spec = prepared.spec.to_toml()
         self.engine = NVFlareEngine(
-            prepared.config, self, homes, self.sums, spec=spec, run="run", patience=PATIENCE, **options
+            prepared.config, self, site_of_client, self.sums, spec=spec, run="run", patience=PATIENCE, **options
         )
 
     def _site_server(self, name: str, data: Path | None, keys: KeyRing) -> SiteServer:
@@ -124,8 +126,8 @@ def _same(one: fs.History, other: fs.History) -> bool:
 
 @pytest.fixture
 def sites(tmp_path: Path) -> Callable[..., Sites]:
-    def build(spec: fs.Experiment, homes: str = "abc", **options: Any) -> Sites:
-        return Sites(prepare(spec), list(homes), tmp_path / "sites", **options)
+    def build(spec: fs.Experiment, site_of_client: str = "abc", **options: Any) -> Sites:
+        return Sites(prepare(spec), list(site_of_client), tmp_path / "sites", **options)
 
     return build
 
@@ -135,7 +137,7 @@ def _events(folder: Path, kind: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("homes", ["abc", "aab", "aaa"])
+@pytest.mark.parametrize("site_of_client", ["abc", "aab", "aaa"])
 @pytest.mark.parametrize(
     ("method", "table"),
     [
@@ -147,10 +149,10 @@ def _events(folder: Path, kind: str) -> list[str]:
     ids=["ask", "relay", "long relay", "sums"],
 )
 def test_clients_at_sites_compute_what_they_compute_here(
-    sites: Callable[..., Sites], method: str, table: dict[str, Any], homes: str
+    sites: Callable[..., Sites], method: str, table: dict[str, Any], site_of_client: str
 ) -> None:
     spec = _spec(method, **table)
-    assert _same(sites(spec, homes).run(), fs.run(spec))
+    assert _same(sites(spec, site_of_client).run(), fs.run(spec))
 
 
 def test_the_books_are_those_of_the_local_engine(sites: Callable[..., Sites]) -> None:
@@ -525,9 +527,9 @@ def test_clients_that_are_dealt_to_other_sites_have_lost_their_states_and_the_ev
     spec = _spec("scaffold", rounds=2, evaluation={"every": 0, "checkpoint_every": 1})
     sites(spec, "abb").run(tmp_path / "out")
 
-    def resumed(homes: str) -> tuple[list[tuple[str, list[int]]], set[int]]:
+    def resumed(site_of_client: str) -> tuple[list[tuple[str, list[int]]], set[int]]:
         """What is said, and who has a state."""
-        made = sites(spec, homes)
+        made = sites(spec, site_of_client)
         made.engine.restore(2)
         made.engine.save(2)
         notes = [(kind, clients) for kind, clients, _ in made.engine.events()]

@@ -16,13 +16,13 @@ from fedstrata.sites.wire import (
     Ask,
     Begin,
     Begun,
+    Commit,
     Done,
     Envelope,
     Hop,
     Hopped,
     Refused,
     Save,
-    Settled,
 )
 
 CLIENTS = 2
@@ -80,35 +80,35 @@ class Site:
         model = prepare(self.spec).config.model
         return Weights(model.params(), model.buffers())
 
-    def call(self, body: Any, *news: Any, caller: str = SERVER) -> Any:
-        data = records.encode(Envelope(list(news), body) if caller == SERVER else body)
+    def call(self, body: Any, *acks: Any, caller: str = SERVER) -> Any:
+        data = records.encode(Envelope(list(acks), body) if caller == SERVER else body)
         return records.decode(self.site_server.call(caller, data))
 
     def begin(self, round: int = 0, run: str = "run") -> Begun | Refused:
         found: Begun | Refused = self.call(Begin(run, self.spec.to_toml(), None, list(range(CLIENTS)), CLIENTS, round))
         return found
 
-    def ask(self, *requests: Request, clients: Any = None, group: str = "", news: Any = ()) -> list[Any]:
+    def ask(self, *requests: Request, clients: Any = None, group: str = "", acks: Any = ()) -> list[Any]:
         """What comes of one request for all clients, or of one for each."""
         self.exchange += 1
         asked = list(range(len(requests) if len(requests) > 1 else 1)) if clients is None else list(clients)
         which = list(range(len(asked))) if len(requests) > 1 else [0] * len(asked)
-        found = self.call(Ask(self.exchange, asked, list(requests), which, group, asked if group else []), *news)
+        found = self.call(Ask(self.exchange, asked, list(requests), which, group, asked if group else []), *acks)
         if isinstance(found, Refused):
             return [found]
         assert isinstance(found, Answers)
         return found.outcomes
 
-    def counts(self, *clients: int) -> Settled:
-        """News that the last answers count."""
-        return Settled(self.exchange, list(clients))
+    def counts(self, *clients: int) -> Commit:
+        """Acknowledge that the last answers count."""
+        return Commit(self.exchange, list(clients))
 
-    def hop(self, task: Request, journey: int = 1, hop: int = 0, **more: Any) -> Hopped | Refused:
+    def hop(self, task: Request, relay_id: int = 1, hop: int = 0, **more: Any) -> Hopped | Refused:
         self.exchange += 1
         about = {"client": 0, "holder": "", "base": -1, "weights": self.weights, "back": False, "ticket": "t", **more}
-        found: Hopped | Refused = self.call(Hop(exchange=self.exchange, journey=journey, hop=hop, task=task, **about))
+        found: Hopped | Refused = self.call(Hop(exchange=self.exchange, relay_id=relay_id, hop=hop, task=task, **about))
         return found
 
-    def save(self, round: int, *news: Any) -> Done | Refused:
-        found: Done | Refused = self.call(Save(round), *news)
+    def save(self, round: int, *acks: Any) -> Done | Refused:
+        found: Done | Refused = self.call(Save(round), *acks)
         return found

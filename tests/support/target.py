@@ -60,8 +60,8 @@ class Target(asked.Site):
         self.line.order({"folder": str(self.folder), "policy": self.policy, "opened": self.opened})
         self.site_server = self
 
-    def call(self, body: Any, *news: Any, caller: str = asked.SERVER) -> Any:
-        data = asked.records.encode(asked.Envelope(list(news), body) if caller == asked.SERVER else body)
+    def call(self, body: Any, *acks: Any, caller: str = asked.SERVER) -> Any:
+        data = asked.records.encode(asked.Envelope(list(acks), body) if caller == asked.SERVER else body)
         return asked.records.decode(self.raw(data, caller))
 
     def raw(self, data: bytes, caller: str = asked.SERVER) -> bytes:

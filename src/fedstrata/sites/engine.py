@@ -28,17 +28,17 @@ from fedstrata.sites.wire import (
     Ask,
     Begin,
     Begun,
+    Commit,
     Done,
-    Ended,
     Envelope,
     Failed,
     Fetch,
     Hop,
+    HopCommit,
     Hopped,
-    Kept,
     More,
+    RelayEnd,
     Save,
-    Settled,
     SiteLostError,
     SiteRefusedError,
     Survey,
@@ -100,13 +100,13 @@ class NVFlareEngine(Engine):
     Args:
         config: What was agreed; ``sizes`` may be unknown.
         transport: How sites are reached.
-        homes: The site of every client.
+        site_of_client: The site of every client.
         sums: Where sites bring their parts of a group's sums.
         spec: The experiment as TOML.
         run: Names the run at the sites.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise through the server, hop by hop.
-        heads: A file for the heads of the sites' ledgers, round by round; none unless given.
+        log_heads: A file for the heads of the sites' ledgers, round by round; none unless given.
         least: Fewest sites that must answer, before the first round and in every one.
         fewer: What to do when there are fewer.
     """
@@ -117,27 +117,27 @@ class NVFlareEngine(Engine):
         self,
         config: FederationConfig,
         transport: Transport,
-        homes: Sequence[str],
+        site_of_client: Sequence[str],
         sums: Sums,
         *,
         spec: str,
         run: str,
         patience: float = math.inf,
         direct: bool = True,
-        heads: Path | None = None,
+        log_heads: Path | None = None,
         least: int = 1,
         fewer: Fewer = "go-on",
     ) -> None:
-        self._heads_file, self._heads, self._heads_written = heads, dict[str, str](), dict[str, str]()
-        self.config, self.transport, self.homes, self.sums = config, transport, list(homes), sums
+        self._log_heads_file, self._log_heads, self._log_heads_written = log_heads, dict[str, str](), dict[str, str]()
+        self.config, self.transport, self.site_of_client, self.sums = config, transport, list(site_of_client), sums
         self.patience, self.direct, self.least, self.fewer = patience, direct, least, fewer
         self._run, self._spec = run, spec
         self.statistics: Statistics | None = None
         """What all sites' training samples come to, where they bring their own; see ``survey``."""
         self.fingerprints: dict[str, str] = {}
         """Of the sites' files, as they gave them; see ``fedstrata.sites.manifest``."""
-        self._sites = sorted(set(homes))
-        self._news: dict[str, list[Message]] = {site: [] for site in self._sites}
+        self._sites = sorted(set(site_of_client))
+        self._acks: dict[str, list[Message]] = {site: [] for site in self._sites}
         self._pending_events: list[EngineEvent] = []
         self._absent: dict[str, str] = {}
         self._said_of: dict[str, str] = {}
@@ -147,7 +147,7 @@ class NVFlareEngine(Engine):
         self._exchange = 0
         self._numbers = itertools.count(time.time_ns())  # of messages; those of the next run at the same sites go on
         self._asked: dict[str, list[ClientId]] = {}
-        self._journeys = 0
+        self._relays = 0
         self._pool = ThreadPoolExecutor(min(len(self._sites), MOST_AT_ONCE), thread_name_prefix="sites")
 
     def survey(self, unfitted: Unfitted, *, tests: bool) -> Statistics:
@@ -163,7 +163,7 @@ class NVFlareEngine(Engine):
             SiteLostError: No site can be reached.
             FedstrataError: No site has such data.
         """
-        asked = {site: self._clients_of(site) for site in dict.fromkeys(self.homes)}
+        asked = {site: self._clients_of(site) for site in dict.fromkeys(self.site_of_client)}
         bodies = {site: Survey(self._spec, clients, self.config.clients, tests) for site, clients in asked.items()}
 
         def check(site: str, outcome: Surveyed) -> None:
@@ -267,7 +267,7 @@ class NVFlareEngine(Engine):
 
     def events(self) -> Iterator[EngineEvent]:
         """What happened since it was last asked."""
-        self._write_heads()
+        self._write_log_heads()
         while self._pending_events:
             yield self._pending_events.pop(0)
 
@@ -276,7 +276,7 @@ class NVFlareEngine(Engine):
         self._asked = {}
         every = Requests.of(requests, requests)
         for client in sorted(requests):
-            self._asked.setdefault(self.homes[client], []).append(client)
+            self._asked.setdefault(self.site_of_client[client], []).append(client)
         group = secrets.token_hex(8) if together else ""
         self._exchange += 1
         bodies: dict[str, Message] = {}
@@ -310,10 +310,10 @@ class NVFlareEngine(Engine):
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
         """One hop with the model sent there and back."""
         self._exchange += 1
-        self._journeys += 1
-        self._asked = {self.homes[client]: [client]}
-        body = Hop(self._exchange, self._journeys, 0, client, task, "", 0, weights, True)
-        outcome = self.send(self.homes[client], body, Hopped)
+        self._relays += 1
+        self._asked = {self.site_of_client[client]: [client]}
+        body = Hop(self._exchange, self._relays, 0, client, task, "", 0, weights, True)
+        outcome = self.send(self.site_of_client[client], body, Hopped)
         if isinstance(outcome, FedstrataError):
             self.refuse_solitude([outcome])
             return Failure(str(outcome))
@@ -329,33 +329,33 @@ class NVFlareEngine(Engine):
         """A relay from site to site, or hop by hop where the model goes through the server."""
         if not self.direct:
             return super().relay(kind, weights)
-        self._journeys += 1
-        return SiteRelay(self, self._journeys, weights)
+        self._relays += 1
+        return SiteRelay(self, self._relays, weights)
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
         """Sites learn with the next message what counts."""
         counted = set(accepted)
         for site, clients in self._asked.items():
-            self.tell(site, Settled(self._exchange, [client for client in clients if client in counted]))
+            self.tell(site, Commit(self._exchange, [client for client in clients if client in counted]))
         self._asked = {}
 
-    def _write_heads(self) -> None:
+    def _write_log_heads(self) -> None:
         """What the sites' ledgers had come to: a site that cuts its own off later is found out."""
-        new = {site: head for site, head in self._heads.items() if self._heads_written.get(site) != head}
-        if self._heads_file is not None and new:
-            with self._heads_file.open("a", encoding="utf-8") as file:
+        new = {site: head for site, head in self._log_heads.items() if self._log_heads_written.get(site) != head}
+        if self._log_heads_file is not None and new:
+            with self._log_heads_file.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"site": site, "head": head}) + "\n" for site, head in sorted(new.items()))
-        self._heads_written |= new
+        self._log_heads_written |= new
 
     def close(self) -> None:
         """Wait for nobody."""
-        self._write_heads()
+        self._write_log_heads()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def tell(self, site: str, news: Message) -> None:
+    def tell(self, site: str, ack: Message) -> None:
         """Send something along with the next message, and again until one was answered."""
         if site not in self._absent:
-            self._news[site].append(news)
+            self._acks[site].append(ack)
 
     def next_exchange(self) -> int:
         """The number of a new exchange."""
@@ -370,10 +370,10 @@ class NVFlareEngine(Engine):
     def _send(self, site: str, body: Message, kinds: tuple[type[Message], ...], number: int) -> Any:
         if site in self._absent:
             return SiteLostError(self._absent[site])
-        news = list(self._news[site])
+        acks = list(self._acks[site])
         patience = max(self.patience, BEGIN_SECONDS) if isinstance(body, (Survey, Begin)) else self.patience
         try:
-            data = records.encode(Envelope(news, body, number))
+            data = records.encode(Envelope(acks, body, number))
             answer: Message = read(self.transport.send(site, data, patience, number), *kinds)
         except (SiteLostError, SiteRefusedError, WireError) as error:
             if isinstance(error, SiteLostError):
@@ -384,8 +384,8 @@ class NVFlareEngine(Engine):
         self._lost.discard(site)
         self._refusing.pop(site, None)
         if isinstance(answer, (Answers, Hopped)) and (head := answer.ledger[:100]):
-            self._heads[site] = head
-        del self._news[site][: len(news)]
+            self._log_heads[site] = head
+        del self._acks[site][: len(acks)]
         return answer
 
     def _all(
@@ -444,7 +444,7 @@ class NVFlareEngine(Engine):
     def _any_there(self, sites: Sequence[str]) -> bool:
         return any(map(self.transport.there, sites))
 
-    def standing(self, site: str) -> tuple[str, str]:
+    def status(self, site: str) -> tuple[str, str]:
         """How a site takes part, in a word, and why it does not: ``in``, ``refused``, ``gone`` or ``late``."""
         if site in self._absent:
             return "refused", self._absent[site]
@@ -525,7 +525,7 @@ class NVFlareEngine(Engine):
         return outcomes
 
     def _clients_of(self, site: str) -> list[ClientId]:
-        return [client for client, home in enumerate(self.homes) if home == site]
+        return [client for client, at in enumerate(self.site_of_client) if at == site]
 
 
 def reply_of(outcome: object, request: Request) -> Reply | Failure:
@@ -544,12 +544,12 @@ def reply_of(outcome: object, request: Request) -> Reply | Failure:
 class SiteRelay:
     """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
 
-    The server sends the tasks and says where the model is. A site keeps the last model that it made until the journey
+    The server sends the tasks and says where the model is. A site keeps the last model that it made until the relay
     is over, so that the loss of a site costs no more than the hops since the model was last elsewhere.
 
     Args:
         engine: How sites are reached.
-        number: The journey's.
+        number: The relay's.
         weights: The model that sets out.
     """
 
@@ -567,11 +567,11 @@ class SiteRelay:
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
         """Send a task; the site fetches the model from where it is."""
         self._last = None
-        site = self._engine.homes[client]
+        site = self._engine.site_of_client[client]
         self._sites.add(site)
         while True:
             base = self._trail[-1] if self._trail else -1
-            holder = self._home(base) if base >= 0 else ""
+            holder = self._site_of_hop(base) if base >= 0 else ""
             weights = self._weights if base < 0 else None
             number, ticket = len(self._outcomes), secrets.token_hex(16)
             key = self._tickets[base] if base >= 0 else ""
@@ -602,12 +602,12 @@ class SiteRelay:
         if not accepted or self._last is None:
             return
         client, reply, ticket = self._last
-        site, number = self._engine.homes[client], len(self._outcomes)
-        self._engine.tell(site, Kept(self._number, number))
+        site, number = self._engine.site_of_client[client], len(self._outcomes)
+        self._engine.tell(site, HopCommit(self._number, number))
         self._outcomes.append(reply)
         self._clients.append(client)
         self._tickets.append(ticket)
-        self._trail = [hop for hop in self._trail if self._home(hop) != site] + [number]
+        self._trail = [hop for hop in self._trail if self._site_of_hop(hop) != site] + [number]
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
         """Fetch the model, and let the sites keep what counts."""
@@ -621,11 +621,11 @@ class SiteRelay:
             self._lose(base, str(found))
         void = {c for c, outcome in zip(self._clients, self._outcomes, strict=True) if isinstance(outcome, Failure)}
         for site in self._sites:
-            self._engine.tell(site, Ended(self._number, sorted(void)))
+            self._engine.tell(site, RelayEnd(self._number, sorted(void)))
         return weights, self._outcomes
 
     def _fetch(self, base: int) -> Weights | FedstrataError:
-        outcome = self._engine.send(self._home(base), Fetch(self._number, base, self._tickets[base]), Weights)
+        outcome = self._engine.send(self._site_of_hop(base), Fetch(self._number, base, self._tickets[base]), Weights)
         if isinstance(outcome, FedstrataError):
             return outcome
         if defect := defect_of(outcome, lambda found: found.require_like(self._weights)):
@@ -641,5 +641,5 @@ class SiteRelay:
             if not isinstance(self._outcomes[hop], Failure):
                 self._outcomes[hop] = Failure(f"the model that it passed on was lost: {reason}")
 
-    def _home(self, hop: int) -> str:
-        return self._engine.homes[self._clients[hop]]
+    def _site_of_hop(self, hop: int) -> str:
+        return self._engine.site_of_client[self._clients[hop]]

@@ -115,7 +115,7 @@ class Sites(Setting):
         except SpecError as error:
             raise placed(error, path) from None
 
-    def homes(self, spec: Experiment) -> tuple[str, ...]:
+    def site_of_client(self, spec: Experiment) -> tuple[str, ...]:
         """The site of every client.
 
         Raises:

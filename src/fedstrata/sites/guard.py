@@ -312,7 +312,7 @@ class Guard:
         self._same: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
         self._repeats: dict[tuple[ClientId, int], int] = {}
         self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
-        self._journeys_over = -1
+        self._relay_over = -1
 
     @property
     def round(self) -> int:
@@ -431,27 +431,27 @@ class Guard:
             raise RuleError("rounds", f"round {round}; accepted: 0 to {self.asked.rounds}")
         self.quota.save()
 
-    def hop(self, journey: int, *, back: bool, brought: bool) -> None:
+    def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
         """Refuse a hop after which, or before which, the server sees a model that was to go from site to site.
 
         Args:
-            journey: Which.
+            relay_id: Which.
             back: Whether the model returns to the server.
             brought: Whether the server brings a model that another site made.
 
         Raises:
             RuleError: It does.
         """
-        if journey == self._journeys_over:
-            raise RuleError("relay", f"journey {journey} is over: the server has its model")
+        if relay_id == self._relay_over:
+            raise RuleError("relay", f"relay {relay_id} is over: the server has its model")
         if self.policy is not None and self.policy.relay == "direct" and (back or brought):
             problem = "a travelling model goes through the server; accepted: from site to site"
             raise RuleError("policy.relay", problem)
 
-    def fetched_by_server(self, journey: int) -> None:
-        """The server has the model of a journey, which is over therefore where it may not see it on the way."""
+    def fetched_by_server(self, relay_id: int) -> None:
+        """The server has the model of a relay, which is over therefore where it may not see it on the way."""
         if self.policy is not None and self.policy.relay == "direct":
-            self._journeys_over = journey
+            self._relay_over = relay_id
 
     def _found(self, request: Request, relay: bool, together: bool) -> tuple[int, Question, Position]:
         """The question that a request is, and where the run stands when it is answered."""

@@ -127,30 +127,30 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
             return  # its job was ended before it was fetched, and no site need be there for that
-        homes = plan.homes(sorted(transport.sites))
-        prepared = prepare_server(spec, settings.data, len(homes)) if plan.own_data else prepare(spec)
+        site_of_client = plan.site_of_client(sorted(transport.sites))
+        prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
         engine = NVFlareEngine(
             prepared.config,
             transport,
-            homes,
+            site_of_client,
             self._sums,
             spec=text,
             run=run_of(text),
             patience=plan.patience,
             direct=plan.direct,
-            heads=folder / HEADS,
+            log_heads=folder / HEADS,
             least=plan.least,
             fewer=plan.fewer,
         )
         before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
         path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
 
-        def standing(site: str) -> tuple[str, str]:
+        def status(site: str) -> tuple[str, str]:
             revoked = isinstance(transport, CollabTransport) and transport.struck(site)
-            return ("revoked", STRUCK) if revoked else engine.standing(site)
+            return ("revoked", STRUCK) if revoked else engine.status(site)
 
-        progress = Progress(spec.training.rounds, homes, standing, before, path, run=folder.name)
+        progress = Progress(spec.training.rounds, site_of_client, status, before, path, run=folder.name)
         self._progress = progress
         try:
             with progress.writing():

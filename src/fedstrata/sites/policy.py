@@ -63,7 +63,7 @@ class Policy(Setting):
             may fail at them: also an error tells something.
         masking: Whether labels and their counts may leave masked alone.
         ldp: Whether numbers of samples may leave under local differential privacy alone.
-        relay: ``direct``: a travelling model goes from site to site, and the server sees it at the end of its journey.
+        relay: ``direct``: a travelling model goes from site to site, and the server sees it at the end of the relay.
             ``server``: it may see it after every hop.
     """
 

@@ -70,7 +70,7 @@ class Progress:
     Args:
         rounds: How many there will be.
         sites: Who is to take part.
-        standing: The state of each site, and why.
+        status: The state of each site, and why.
         before: Records of the rounds that were over when the run went on.
         path: Where it is written down; nowhere unless given.
         run: What its folder is called.
@@ -80,12 +80,12 @@ class Progress:
         self,
         rounds: int,
         sites: Iterable[str],
-        standing: Callable[[str], tuple[str, str]],
+        status: Callable[[str], tuple[str, str]],
         before: Iterable[Mapping[str, Any]] = (),
         path: Path | None = None,
         run: str = "",
     ) -> None:
-        self._rounds, self._sites, self._standing = rounds, sorted(set(sites)), standing
+        self._rounds, self._sites, self._status = rounds, sorted(set(sites)), status
         self._begun, self._first = time.time(), 0
         self._last: Mapping[str, Any] = {}
         self._measured: dict[str, Any] = {}
@@ -133,10 +133,10 @@ class Progress:
         }
 
     def _standings(self) -> dict[str, list[str]]:
-        return {site: list(self._standing(site)) for site in self._sites}
+        return {site: list(self._status(site)) for site in self._sites}
 
     def end(self, how: str = "complete") -> None:
-        """The run is over: nobody's standing changes any more.
+        """The run is over: nobody's status changes any more.
 
         Args:
             how: What became of it.

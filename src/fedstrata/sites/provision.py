@@ -72,15 +72,15 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     if spec.tracking.callbacks:
         problem = "a job does not say where a server writes, nor whom it tells: take it out, and look at what it leaves"
         raise SpecError("tracking", problem)
-    homes = sites.homes(spec)
+    site_of_client = sites.site_of_client(spec)
     if sites.own_data:
         test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()
         if test is None or base_dir is not None or test.exists():  # it may be on the server's machine only
-            prepare_server(spec, test, len(homes))
+            prepare_server(spec, test, len(site_of_client))
     policy = policy_of(spec, sites)
     for name, site in sites.site.items():
         try:
-            admitted(spec.to_toml(), policy, clients=len(homes), own_data=sites.own_data, catalog=site.catalog)
+            admitted(spec.to_toml(), policy, clients=len(site_of_client), own_data=sites.own_data, catalog=site.catalog)
         except RuleError as error:
             problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
             raise SpecError(f"site.{name}", problem) from None
@@ -88,7 +88,17 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     _certify(sites, out)
     run = run_of(spec.to_toml())
     direct = sites.relay == "direct"
-    plan = JobSpec("run.toml", run, len(homes), homes, sites.own_data, sites.patience, direct, sites.least, sites.fewer)
+    plan = JobSpec(
+        "run.toml",
+        run,
+        len(site_of_client),
+        site_of_client,
+        sites.own_data,
+        sites.patience,
+        direct,
+        sites.least,
+        sites.fewer,
+    )
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server)
@@ -107,9 +117,9 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     _write_readmes(spec, sites, out, run)
     write_members(out / SERVER, sites.site)
     if sites.own_data:
-        for client, name in enumerate(homes):
+        for client, name in enumerate(site_of_client):
             (out / name / SPEC).write_text(spec.to_toml(), encoding="utf-8")
-            part = {"client": client, "clients": len(homes), "tests": sites.server.data is None}
+            part = {"client": client, "clients": len(site_of_client), "tests": sites.server.data is None}
             write_json(out / name / PART, part)
     for name in (SERVER, ADMIN, *sites.site):
         finish(out / name)

@@ -70,7 +70,7 @@ def rehearse(
     def path(given: str | None) -> Path | None:
         return None if given is None else (base_dir / Path(given).expanduser()).absolute()
 
-    homes, sums = sites.homes(spec), Sums(sites.patience)
+    site_of_client, sums = sites.site_of_client(spec), Sums(sites.patience)
     transport, shared = _Transport({}), KeyRing.of_site()
     for name, site in sites.site.items():
 
@@ -90,11 +90,11 @@ def rehearse(
             policy=policy_of(spec, sites),
             catalog=site.catalog,
         )
-    prepared = prepare_server(spec, path(sites.server.data), len(homes)) if sites.own_data else prepare(spec)
+    prepared = prepare_server(spec, path(sites.server.data), len(site_of_client)) if sites.own_data else prepare(spec)
     engine = NVFlareEngine(
         prepared.config,
         transport,
-        homes,
+        site_of_client,
         sums,
         spec=spec.to_toml(),
         run="run",  # the folder is this run's own

@@ -71,10 +71,10 @@ class JobSpec:
         """From ``table()``."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
-    def homes(self, there: Sequence[str]) -> list[str]:
+    def site_of_client(self, there: Sequence[str]) -> list[str]:
         """The site of every client: consecutive clients share one where there are fewer sites than clients.
 
-        >>> JobSpec("run-0.toml", "", 5).homes(["a", "b"])
+        >>> JobSpec("run-0.toml", "", 5).site_of_client(["a", "b"])
         ['a', 'a', 'a', 'b', 'b']
         """
         if self.sites:

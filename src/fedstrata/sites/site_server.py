@@ -41,19 +41,19 @@ from fedstrata.sites.wire import (
     Ask,
     Begin,
     Begun,
+    Commit,
     Done,
-    Ended,
     Envelope,
     Failed,
     Fetch,
     Hop,
+    HopCommit,
     Hopped,
-    Kept,
     More,
     Part,
     Refused,
+    RelayEnd,
     Save,
-    Settled,
     SiteLostError,
     SiteRefusedError,
     Survey,
@@ -276,8 +276,8 @@ class SiteServer:
         if isinstance(body, Survey):
             return self._surveyed(body)
         run = self._running()
-        for news in envelope.news:
-            run.learn(news)
+        for ack in envelope.acks:
+            run.learn(ack)
         if isinstance(body, Fetch):
             return self._part_of_relay(SERVER, body)
         if isinstance(body, Ask):
@@ -343,13 +343,13 @@ class SiteServer:
     def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
         """The model that a hop left, for the one whose turn it is."""
         run = self._running()
-        result = run.leg.result_of(fetch.journey, fetch.hop)
+        result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:
             raise FedstrataError(f"site {self.name} does not have the model after hop {fetch.hop}")
         if not result.ticket or not hmac.compare_digest(result.ticket.encode(), fetch.ticket.encode()):
             raise RuleError("relay", f"the model after hop {fetch.hop} is for whoever has its ticket")
         if caller == SERVER:
-            run.guard.fetched_by_server(fetch.journey)
+            run.guard.fetched_by_server(fetch.relay_id)
         about = {
             "samples": result.samples,
             "bytes": records.size(result.weights),
@@ -440,17 +440,17 @@ class SiteRun:
         state = {"lived": sorted(self.clients), "asked": self.guard.memory}
         checkpoint.save(self.folder, round, state, self.store)
 
-    def learn(self, news: object) -> None:
+    def learn(self, ack: object) -> None:
         """What became of an earlier answer; again, where it is known already."""
-        if isinstance(news, Settled):
-            if news.exchange == self._exchange:
-                self.engine.commit(news.clients)
-        elif isinstance(news, Kept):
-            self.leg.keep(news)
-        elif isinstance(news, Ended):
-            self.leg.end(news)
+        if isinstance(ack, Commit):
+            if ack.exchange == self._exchange:
+                self.engine.commit(ack.clients)
+        elif isinstance(ack, HopCommit):
+            self.leg.keep(ack)
+        elif isinstance(ack, RelayEnd):
+            self.leg.end(ack)
         else:
-            raise WireError(f"a {type(news).__name__} is no news")
+            raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
 
     def ask(self, ask: Ask) -> Answers:
         """The answers of the clients of this site."""
@@ -555,7 +555,7 @@ class SiteRun:
             raise WireError("a hop without a model")
         self.guard.begin_exchange()
         try:
-            self.guard.hop(hop.journey, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
+            self.guard.hop(hop.relay_id, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
             match = self.guard.check(hop.client, task, relay=True)
         except RuleError as error:
             return Hopped(self._refusal(hop.client, task, error), None)
@@ -566,8 +566,8 @@ class SiteRun:
             outcome = self.engine.hop(hop.client, task, hop.weights)
             weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
             return Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
-        if self.leg.number != hop.journey:
-            self.leg = RelayLeg(hop.journey, self.context, self.store)
+        if self.leg.number != hop.relay_id:
+            self.leg = RelayLeg(hop.relay_id, self.context, self.store)
         try:
             weights = self._weights(hop)
         except (FedstrataError, OSError) as error:
@@ -580,13 +580,13 @@ class SiteRun:
         if hop.weights is not None:
             weights = hop.weights
         elif hop.holder == self.site_server.name:
-            result = self.leg.result_of(hop.journey, hop.base)
+            result = self.leg.result_of(hop.relay_id, hop.base)
             if result is None:
                 raise FedstrataError(f"the model after hop {hop.base} is not here")
             return result.weights
         else:
             weights = read(
-                self.site_server.send(hop.holder, records.encode(Fetch(hop.journey, hop.base, hop.key))), Weights
+                self.site_server.send(hop.holder, records.encode(Fetch(hop.relay_id, hop.base, hop.key))), Weights
             )
         model = self.context.config.model
         if defect := defect_of(weights, lambda found: found.require_like(Weights(model.params(), model.buffers()))):
@@ -640,7 +640,7 @@ class HopResult:
 
 
 class RelayLeg:
-    """A site's part of one journey of a model; clients' states count when it is over."""
+    """A site's part of the relay of a model; clients' states count when it is over."""
 
     def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
         self.number, self._context, self._store = number, context, store
@@ -665,25 +665,25 @@ class RelayLeg:
         self._new = HopResult(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
         return reply
 
-    def keep(self, news: Kept) -> None:
+    def keep(self, ack: HopCommit) -> None:
         """The last part counts."""
         new = self._new
-        if news.journey == self.number and new is not None and new.hop == news.hop:
+        if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
             self._kept, self._new = new, None
 
-    def end(self, news: Ended) -> None:
+    def end(self, ack: RelayEnd) -> None:
         """Keep the states of those whose parts count, and forget the model."""
-        if news.journey != self.number:
+        if ack.relay_id != self.number:
             return
         for client, state in self._states.items():
-            if client not in news.void:
+            if client not in ack.void:
                 self._store.put(client, state)
         self._states, self._new, self._kept = {}, None, None
 
-    def result_of(self, journey: int, hop: int) -> HopResult | None:
+    def result_of(self, relay_id: int, hop: int) -> HopResult | None:
         """What a hop left, the last or the last that counted."""
         for result in (self._new, self._kept):
-            if journey == self.number and result is not None and result.hop == hop:
+            if relay_id == self.number and result is not None and result.hop == hop:
                 return result
         return None

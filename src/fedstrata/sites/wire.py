@@ -98,7 +98,7 @@ class Begun(Message):
 
 
 @record("Commit")
-class Settled(Message):
+class Commit(Message):
     """Which answers of an exchange count. What the others changed in their clients' states is dropped.
 
     Args:
@@ -111,28 +111,28 @@ class Settled(Message):
 
 
 @record("HopCommit")
-class Kept(Message):
-    """One hop of a journey counts, as far as is known now.
+class HopCommit(Message):
+    """One hop of a relay counts, as far as is known now.
 
     Args:
-        journey: Its number.
+        relay_id: Its number.
         hop: The hop.
     """
 
-    journey: int
+    relay_id: int
     hop: int
 
 
 @record("RelayEnd")
-class Ended(Message):
-    """A journey is over.
+class RelayEnd(Message):
+    """A relay is over.
 
     Args:
-        journey: Its number.
+        relay_id: Its number.
         void: Clients whose parts turned out not to count.
     """
 
-    journey: int
+    relay_id: int
     void: list[int]
 
 
@@ -204,8 +204,8 @@ class Hop(Message):
 
     Args:
         exchange: As for ``Ask``.
-        journey: Which relay; ascending.
-        hop: Its number on this journey.
+        relay_id: Which relay; ascending.
+        hop: Its number in this relay.
         client: Who works.
         task: At what.
         holder: The site where the model is; empty where it comes along.
@@ -217,7 +217,7 @@ class Hop(Message):
     """
 
     exchange: int
-    journey: int
+    relay_id: int
     hop: int
     client: int
     task: Any
@@ -260,12 +260,12 @@ class Fetch(Message):
     """Send the model that a hop left at this site.
 
     Args:
-        journey: Which relay.
+        relay_id: Which relay.
         hop: Which hop.
         ticket: That of the hop.
     """
 
-    journey: int
+    relay_id: int
     hop: int
     ticket: str = ""
 
@@ -328,12 +328,12 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        news: What became of earlier answers (``Settled``, ``Kept``, ``Ended``); again until an answer has come.
+        acks: What became of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``); again until an answer has come.
         body: The message itself.
         number: Ascending; a site that is asked the same number again gives the same answer again. 0 for none.
     """
 
-    news: list[Any]
+    acks: list[Any]
     body: Any
     number: int = 0
 

@@ -46,8 +46,8 @@ def add_ledger(commands: Commands) -> None:
 def _ledger(options: argparse.Namespace) -> int:
     from fedstrata.sites.ledger import PLACE, check, heads_of, totals
 
-    heads = heads_of(options.told, options.site or options.kit.resolve().name) if options.told else []
-    found = check(options.kit / PLACE, heads)
+    log_heads = heads_of(options.told, options.site or options.kit.resolve().name) if options.told else []
+    found = check(options.kit / PLACE, log_heads)
     if options.json:
         whole = {"whole": not found.problems, "problems": found.problems, "notes": found.notes}
         print_json({"questions": totals(found.entries), "entries": len(found.entries), **whole})
@@ -68,7 +68,7 @@ def _ledger(options: argparse.Namespace) -> int:
     for problem in found.problems:
         print(f"fedstrata: {problem}", file=sys.stderr)
     if options.verify and not found.problems:
-        print(f"whole: {len(found.entries)} entries" + (", as the server was told" if heads else ""))
+        print(f"whole: {len(found.entries)} entries" + (", as the server was told" if log_heads else ""))
     return 1 if found.problems else 0
 
 
