@@ -55,8 +55,8 @@ class Declaration:
     @property
     def tells(self) -> frozenset[Fact]:
         """What answers say in the clear."""
-        found: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
-        return found.union(*(question.tells for question in self.questions or ()))
+        facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
+        return facts.union(*(question.tells for question in self.questions or ()))
 
     def table(self) -> dict[str, Any]:
         """As JSON holds it."""

@@ -60,17 +60,17 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
     """
     own(kit)
     site = (kit / "startup" / "fed_client.json").exists()
-    found = _asked(lambda: _settings(kit))
+    findings = _asked(lambda: _settings(kit))
     if site:
-        found += _asked(lambda: _policy(kit))
-    if (kit / SPEC).exists() and all(each.state == "ok" for each in found):
-        found += _asked(lambda: _job(kit), "problem" if data else "warning")
-    found += _certificates(kit)
+        findings += _asked(lambda: _policy(kit))
+    if (kit / SPEC).exists() and all(each.state == "ok" for each in findings):
+        findings += _asked(lambda: _job(kit), "problem" if data else "warning")
+    findings += _certificates(kit)
     if data and (kit / PART).exists():
-        found += _asked(lambda: _data(kit))
+        findings += _asked(lambda: _data(kit))
     if server and site:
-        found += _server(kit)
-    return found
+        findings += _server(kit)
+    return findings
 
 
 def _asked(work: Callable[[], str], otherwise: str = "problem") -> list[Finding]:
@@ -111,8 +111,8 @@ def _job(kit: Path) -> str:
 
 
 def _certificates(kit: Path) -> Iterator[Finding]:
-    found = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
-    yield from found or [Finding("ok", "certificates: valid, and of one federation")]
+    findings = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
+    yield from findings or [Finding("ok", "certificates: valid, and of one federation")]
 
 
 def _data(kit: Path) -> str:

@@ -81,11 +81,11 @@ def described(error: Exception) -> dict[str, Any]:
 
 def raised(path: Path) -> FedstrataError:
     """The error that a server wrote."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    kind = getattr(errors, str(found["kind"]), None)
+    table = json.loads(path.read_text(encoding="utf-8"))
+    kind = getattr(errors, str(table["kind"]), None)
     if isinstance(kind, type) and issubclass(kind, FedstrataError):
-        return kind(*(_unpacked(one) for one in found["arguments"]))
-    return FedstrataError(f"{found['kind']}: {found['message']}")
+        return kind(*(_unpacked(one) for one in table["arguments"]))
+    return FedstrataError(f"{table['kind']}: {table['message']}")
 
 
 class _Shown(str):

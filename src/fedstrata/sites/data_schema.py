@@ -321,9 +321,9 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
     if schema is not None:
         table = read_table(path, schema)
         if schema.client is not None and client is not None and schema.client in table.columns:
-            found = np.unique(ids(table, schema.client, schema))
-            if len(found) > 1:
-                problem = f"rows of {len(found)} clients, {found[0]!s} and {found[1]!s} among them; accepted: one"
+            clients = np.unique(ids(table, schema.client, schema))
+            if len(clients) > 1:
+                problem = f"rows of {len(clients)} clients, {clients[0]!s} and {clients[1]!s} among them; accepted: one"
                 error = DataError(f"{path}, column {schema.client!r}: {problem}")
                 raise error.publicly(f"column {schema.client!r}: rows of more clients than one; accepted: one")
         server = {"test": 0.5} if client is None else {}

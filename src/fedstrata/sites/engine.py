@@ -169,9 +169,11 @@ class NVFlareEngine(Engine):
         def check(site: str, outcome: Surveyed) -> None:
             unfitted.refuse_unlike(outcome.statistics)
 
-        found = self._begin(bodies, Surveyed, check)
-        self.fingerprints = {site: found[site].fingerprint for site in bodies if site in found}
-        self.statistics = sum((found[site].statistics for site in bodies if site in found), unfitted.statistics(()))
+        surveyed = self._begin(bodies, Surveyed, check)
+        self.fingerprints = {site: surveyed[site].fingerprint for site in bodies if site in surveyed}
+        self.statistics = sum(
+            (surveyed[site].statistics for site in bodies if site in surveyed), unfitted.statistics(())
+        )
         return self.statistics
 
     def _begin(
@@ -190,7 +192,7 @@ class NVFlareEngine(Engine):
         Raises:
             FedstrataError: There are too few, and they are not waited for.
         """
-        found: dict[str, Any] = {}
+        outcomes: dict[str, Any] = {}
         wanted = dict(bodies)
         while True:
             for site in wanted:
@@ -200,23 +202,23 @@ class NVFlareEngine(Engine):
                     if isinstance(outcome, FedstrataError):
                         raise outcome
                     check(site, outcome)
-                    found[site] = outcome
+                    outcomes[site] = outcome
                 except FedstrataError as error:
                     self._leave_out(site, error)
-            wanted = {site: body for site, body in bodies.items() if site not in found}
-            if len(found) >= self.least or self.fewer != "wait":
+            wanted = {site: body for site, body in bodies.items() if site not in outcomes}
+            if len(outcomes) >= self.least or self.fewer != "wait":
                 break
             self._end_if_refused(())  # sites left out for their file count: that can be mended meanwhile
             self._wait(lambda: False, BEGIN_AGAIN)
         for site in wanted:
             self._pending_events.append(("absent", self._clients_of(site), self._absent[site]))
-        if not found:
+        if not outcomes:
             why = "; ".join(self._absent.values())
             if self._lost >= set(self._sites):
                 raise SiteLostError(f"no site can be reached; {why}")
             raise FedstrataError(f"no site takes part; {why}")
-        self._refuse_fewer(len(found))
-        return found
+        self._refuse_fewer(len(outcomes))
+        return outcomes
 
     def _leave_out(self, site: str, error: FedstrataError) -> None:
         why = str(error).removeprefix(f"site {site}: ")
@@ -580,12 +582,12 @@ class SiteRelay:
             outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, Unmoved) and base >= 0:
                 # Perhaps those two sites may not talk, or it came damaged: through the server then.
-                found = self._fetch(base)
-                if isinstance(found, FedstrataError):
-                    self._lose(base, str(found))
+                fetched = self._fetch(base)
+                if isinstance(fetched, FedstrataError):
+                    self._lose(base, str(fetched))
                     continue
                 exchange = self._engine.next_exchange()
-                body = Hop(exchange, self._number, number, client, task, "", base, found, False, ticket)
+                body = Hop(exchange, self._number, number, client, task, "", base, fetched, False, ticket)
                 outcome = self._engine.send(site, body, Hopped, Unmoved)
             if isinstance(outcome, FedstrataError | Unmoved):
                 self._engine.refuse_solitude([outcome])
@@ -614,11 +616,11 @@ class SiteRelay:
         weights = self._weights
         while self._trail:
             base = self._trail[-1]
-            found = self._fetch(base)
-            if isinstance(found, Weights):
-                weights = found
+            fetched = self._fetch(base)
+            if isinstance(fetched, Weights):
+                weights = fetched
                 break
-            self._lose(base, str(found))
+            self._lose(base, str(fetched))
         void = {c for c, outcome in zip(self._clients, self._outcomes, strict=True) if isinstance(outcome, Failure)}
         for site in self._sites:
             self._engine.tell(site, RelayEnd(self._number, sorted(void)))
@@ -628,10 +630,10 @@ class SiteRelay:
         outcome = self._engine.send(self._site_of_hop(base), Fetch(self._number, base, self._tickets[base]), Weights)
         if isinstance(outcome, FedstrataError):
             return outcome
-        if defect := defect_of(outcome, lambda found: found.require_like(self._weights)):
+        if defect := defect_of(outcome, lambda weights: weights.require_like(self._weights)):
             return FedstrataError(defect)
-        found: Weights = outcome
-        return found
+        weights: Weights = outcome
+        return weights
 
     def _lose(self, base: int, reason: str) -> None:
         """The model after a hop cannot be had: what was done since it was last elsewhere does not count."""

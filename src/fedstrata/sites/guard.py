@@ -81,14 +81,14 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
     # What a table's columns are called is no file.
     level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
-        place, found = level.pop()
-        if isinstance(found, dict):
-            for key, value in found.items():
+        place, entry = level.pop()
+        if isinstance(entry, dict):
+            for key, value in entry.items():
                 if key == "file" and value not in catalog:
                     raise RuleError("data", f"{place}file = {value!r} names a file at this site; {where}")
                 level.append((f"{place}{key}.", value))
-        elif isinstance(found, list):
-            level += [(place, each) for each in found if isinstance(each, (dict, list))]
+        elif isinstance(entry, list):
+            level += [(place, each) for each in entry if isinstance(each, (dict, list))]
 
 
 class Told:
@@ -151,8 +151,8 @@ class Told:
             answered[kind].append(key)
 
     def _read(self) -> dict[str, list[str]]:
-        found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
-        return {kind: list(found.get(kind, [])) for kind in ("described", "failed")}
+        table = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        return {kind: list(table.get(kind, [])) for kind in ("described", "failed")}
 
     def _write(self, answered: dict[str, list[str]]) -> None:
         replace_file(self._path, json.dumps(answered).encode(), mode=0o600)
@@ -217,12 +217,12 @@ class Quota:
             self._saved = time.monotonic()
 
     def _read(self) -> None:
-        found = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        table = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         for key in COUNTS:
-            there = int(found.get(key, 0))
+            there = int(table.get(key, 0))
             setattr(self, key, there + getattr(self, key) - self._known[key])
             self._known[key] = there
-        self.home = found.get("home") or self.home
+        self.home = table.get("home") or self.home
 
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
         """A job says once which client lives here: another number would hold out other samples.
@@ -524,7 +524,7 @@ class Guard:
 
         The very same question is in order again; the envelope in which it comes is another one.
         """
-        found: list[tuple[Rule, Any]] = []
+        rules: list[tuple[Rule, Any]] = []
         question: Question | None = match.question
         about: Any = match.request
         while question is not None:
@@ -533,9 +533,9 @@ class Guard:
                 rule = question.rule() if rule is None else rule
                 if keep:
                     self._rules[match.client, question.rule] = rule
-                found.append((rule, about))
+                rules.append((rule, about))
             question, about = question.inside, getattr(about, "request", None)
-        return found
+        return rules
 
     def _digests_of(self, question: Question, request: Request) -> tuple[bytes, ...]:
         """Many clients are sent the very same request: computed once."""

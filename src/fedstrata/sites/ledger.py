@@ -56,8 +56,8 @@ class Head:
     @classmethod
     def parsed(cls, text: object) -> Head | None:
         """From ``str``; None where it is none."""
-        found = _HEAD.fullmatch(text) if isinstance(text, str) else None
-        return cls(int(found[1]), found[2]) if found else None
+        match = _HEAD.fullmatch(text) if isinstance(text, str) else None
+        return cls(int(match[1]), match[2]) if match else None
 
 
 @dataclass(frozen=True)
@@ -178,46 +178,46 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         raise DataError(f"{folder}: no ledger; a site writes one when it answers its first question")
     data = path.read_bytes() if path.exists() else b""
     *lines, torn = data.split(b"\n")
-    found, digests = Checked([]), [""]
+    checked, digests = Checked([]), [""]
     for number, line in enumerate(lines, start=1):
         entry = json.loads(line) if checksum_of(line, digests[-1]) else {}
         if entry.get("n") != number:
             problem = "is not what was written there: it was changed, or lines before it were cut out or moved"
-            found.problems.append(f"line {number} of {len(lines)} {problem}; what stands before is whole")
+            checked.problems.append(f"line {number} of {len(lines)} {problem}; what stands before is whole")
             break
         digests.append(entry.pop(CHECKSUM))
-        found.entries.append(entry)
+        checked.entries.append(entry)
         if entry.get("kind") == RECOVERED:
-            found.notes.append(f"entry {number}: a crash tore the line after entry {number - 1}, which never left")
+            checked.notes.append(f"entry {number}: a crash tore the line after entry {number - 1}, which never left")
     if torn:
         problem = "its answer never left, and the next entry will say so"
-        found.notes.append(f"a crash tore the line after entry {len(lines)} ({len(torn)} bytes); {problem}")
-    whole = not found.problems
-    heads = [("its head says", _own_head(folder, found))] + [("the server was told", head) for head in reported]
+        checked.notes.append(f"a crash tore the line after entry {len(lines)} ({len(torn)} bytes); {problem}")
+    whole = not checked.problems
+    heads = [("its head says", _own_head(folder, checked))] + [("the server was told", head) for head in reported]
     for who, head in heads:
         if head is None:
             continue
         if head.entries < len(digests):
             if digests[head.entries] != head.digest:
-                found.problems.append(f"entry {head.entries} is another one than {who}: it was written anew")
+                checked.problems.append(f"entry {head.entries} is another one than {who}: it was written anew")
             elif who.startswith("its") and whole and head.entries < len(lines):
-                found.notes.append(f"{who} {head.entries} entries, and there are {len(lines)}: a crash came between")
+                checked.notes.append(f"{who} {head.entries} entries, and there are {len(lines)}: a crash came between")
         elif whole:
             missing = f"entries {len(lines) + 1} to {head.entries} are missing" if head.entries > len(lines) + 1 else ""
             missing = missing or f"entry {head.entries} is missing"
-            found.problems.append(f"{missing}: {who} {head.entries}, and there are {len(lines)}")
-    return found
+            checked.problems.append(f"{missing}: {who} {head.entries}, and there are {len(lines)}")
+    return checked
 
 
-def _own_head(folder: Path, found: Checked) -> Head | None:
+def _own_head(folder: Path, checked: Checked) -> Head | None:
     try:
         text = (folder / HEAD).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        found.problems.append(f"{HEAD} is missing, which is written with every entry")
+        checked.problems.append(f"{HEAD} is missing, which is written with every entry")
         return None
     head = Head.parsed(text)
     if head is None:
-        found.problems.append(f"{HEAD} is no head of a ledger")
+        checked.problems.append(f"{HEAD} is no head of a ledger")
     return head
 
 
@@ -234,12 +234,12 @@ def heads_of(path: Path, site: str) -> list[Head]:
     file = path / HEADS if path.is_dir() else path
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        found = [Head.parsed(line["head"]) for line in lines if line["site"] == site]
+        heads = [Head.parsed(line["head"]) for line in lines if line["site"] == site]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file}: no heads of ledgers: {error}") from None
-    if not found:
+    if not heads:
         raise DataError(f"{file}: nothing of site {site}")
-    return [head for head in found if head is not None]
+    return [head for head in heads if head is not None]
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

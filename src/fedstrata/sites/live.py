@@ -108,7 +108,7 @@ class _Page:
         except DataError:
             return b""  # no round was over
 
-    def found(self, path: str) -> tuple[str, bytes] | None:
+    def content(self, path: str) -> tuple[str, bytes] | None:
         """What is at a path: its kind and the bytes."""
         pages = {"": (_HTML, self._page), "status.json": (_JSON, self._status)}
         if self._report:
@@ -132,8 +132,8 @@ def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
                 return
             _, given, path = [*self.path.partition("?")[0].split("/", 2), "", ""][:3]
             right = secrets.compare_digest(given.encode(), key.encode())
-            found = page.found(path) if right and self.path.startswith(f"/{key}/") else None
-            self._answer(*((404, _TEXT, b"not found\n") if found is None else (200, *found)))
+            content = page.content(path) if right and self.path.startswith(f"/{key}/") else None
+            self._answer(*((404, _TEXT, b"not found\n") if content is None else (200, *content)))
 
         def _answer(self, code: int, kind: str, data: bytes) -> None:
             self.send_response(code)

@@ -32,11 +32,11 @@ def _read(kit: Path) -> dict[str, list[str]]:
     if not path.exists():
         raise SpecError("SERVER", f"no server's folder: it has no {MEMBERS}", str(kit))
     try:
-        found = json.loads(path.read_bytes())
+        table = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: no list of who may connect: {error}") from None
     lists: dict[str, Any] = dict.fromkeys(("sites", "federation"))
-    lists |= {key: found[key] for key in lists if key in found} if isinstance(found, dict) else {}
+    lists |= {key: table[key] for key in lists if key in table} if isinstance(table, dict) else {}
     for names in lists.values():
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise DataError(

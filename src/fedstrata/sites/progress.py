@@ -53,15 +53,15 @@ class Curves:
         >>> curves.table()
         {'loss': [[1, 2], [1.0, 0.5]]}
         """
-        found = {}
+        thinned = {}
         rounds = list(self._rounds)  # another thread may add to it
         for name in CURVES.values():
             points = [(round, kept[name]) for round, kept in rounds if name in kept]
             if points:
                 thin = points[:: math.ceil(len(points) / POINTS)]
                 thin += points[-1:] if thin[-1] != points[-1] else []
-                found[name] = [list(each) for each in zip(*thin, strict=True)]
-        return found
+                thinned[name] = [list(each) for each in zip(*thin, strict=True)]
+        return thinned
 
 
 class Progress:

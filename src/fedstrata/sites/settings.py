@@ -133,8 +133,8 @@ class SiteSettings(Setting):
             return cls()
         table = read_toml(path, "settings")
         try:
-            found = build(cls, table)
+            settings = build(cls, table)
         except SpecError as error:
             raise placed(error, path) from None
-        given = {key: getattr(found, key) for key in ("data", "keys", "states")}
-        return found.model_copy(update={key: root / file.expanduser() for key, file in given.items() if file})
+        given = {key: getattr(settings, key) for key in ("data", "keys", "states")}
+        return settings.model_copy(update={key: root / file.expanduser() for key, file in given.items() if file})

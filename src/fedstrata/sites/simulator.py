@@ -121,8 +121,8 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
         SpecError: They had another number, or their clients lived elsewhere.
     """
     for folder in folders:
-        if found := checkpoint.load(folder / "checkpoint"):
-            refuse_elsewhere(found.remote, True, "nvflare")
+        if saved := checkpoint.load(folder / "checkpoint"):
+            refuse_elsewhere(saved.remote, True, "nvflare")
         if (folder / SITES).exists():
             before = int(json.loads((folder / SITES).read_text(encoding="utf-8"))["sites"])
             if sites not in (None, before):

@@ -426,13 +426,13 @@ class SiteRun:
         if begin.round == 0:
             shutil.rmtree(run.folder, ignore_errors=True)
             return run, 0, []
-        found = checkpoint.load(run.folder, begin.round)
-        if found is None:
+        saved = checkpoint.load(run.folder, begin.round)
+        if saved is None:
             return run, 0, begin.clients
-        here = run.clients.intersection(found.state["lived"])
-        run.guard.remember(found.state.get("asked", {}))
-        found.only(here).restore(run.store)
-        return run, found.round, sorted(run.clients - here)
+        here = run.clients.intersection(saved.state["lived"])
+        run.guard.remember(saved.state.get("asked", {}))
+        saved.only(here).restore(run.store)
+        return run, saved.round, sorted(run.clients - here)
 
     def save(self, round: int) -> None:
         """Write the clients' states, and who lives here: also a client without a state has lost nothing."""
@@ -589,7 +589,7 @@ class SiteRun:
                 self.site_server.send(hop.holder, records.encode(Fetch(hop.relay_id, hop.base, hop.key))), Weights
             )
         model = self.context.config.model
-        if defect := defect_of(weights, lambda found: found.require_like(Weights(model.params(), model.buffers()))):
+        if defect := defect_of(weights, lambda brought: brought.require_like(Weights(model.params(), model.buffers()))):
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
         return weights
 

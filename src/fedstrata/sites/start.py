@@ -15,10 +15,10 @@ from fedstrata.sites.kits import close, logged, placed
 
 def looked_at(kit: Path) -> int:
     """Say what is wrong with a kit; the exit code, 0 where it may start."""
-    found = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
-    for each in found:
+    findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
+    for each in findings:
         print(f"fedstrata: {each}", flush=True)
-    return int(any(each.state == "problem" for each in found))
+    return int(any(each.state == "problem" for each in findings))
 
 
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:

@@ -182,12 +182,12 @@ class _Written:
         if not path.exists():
             return None
         try:
-            found: dict[str, Any] = json.loads(path.read_bytes())
+            table: dict[str, Any] = json.loads(path.read_bytes())
         except ValueError:
-            found = {}
-        if not isinstance(found, dict) or "at" not in found:
+            table = {}
+        if not isinstance(table, dict) or "at" not in table:
             raise DataError(f"{path}: damaged, it does not say how far the run is; what runs there writes it anew")
-        return found
+        return table
 
     def result(self) -> Path | None:
         table = self.table() or {}

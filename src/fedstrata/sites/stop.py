@@ -29,9 +29,9 @@ def stop(kit: Path) -> int:
     import psutil
 
     running = {kit / name: process for name in PIDS if (process := _running(kit / name)) is not None}
-    found = [process for process in running.values() if _is_of(process, kit)]
-    family: set[Any] = set(found)
-    for process in found:
+    roots = [process for process in running.values() if _is_of(process, kit)]
+    family: set[Any] = set(roots)
+    for process in roots:
         with suppress(psutil.NoSuchProcess):
             family.update(process.children(recursive=True))
     for process in family:
@@ -44,11 +44,11 @@ def stop(kit: Path) -> int:
     psutil.wait_procs(left, GRACE)
     for path in (kit / name for name in (*PIDS, "shutdown.fl", "restart.fl")):
         process = running.get(path)
-        if process is None or process in found or _began_after(process, path):
+        if process is None or process in roots or _began_after(process, path):
             path.unlink(missing_ok=True)
         else:
             print(f"fedstrata: process {process.pid}, which {path} names, is left alone: whose is it?", flush=True)
-    if not found:
+    if not roots:
         print(f"fedstrata: nothing that was started from {kit} runs here", flush=True)
         return 1
     print(f"fedstrata: stopped what was started from {kit}", flush=True)

@@ -180,8 +180,8 @@ class Watch:
             listed = self._do(lambda session: session.list_jobs()) or []
             jobs = [str(job["job_id"]) for job in listed if job["status"] == "RUNNING"]
         for job in jobs:
-            found = self._do(partial(_stats, job=job)) or {}
-            table = (found.get("server") or {}).get(FEDSTRATA)
+            stats = self._do(partial(_stats, job=job)) or {}
+            table = (stats.get("server") or {}).get(FEDSTRATA)
             if isinstance(table, dict):
                 return table
         return None
@@ -256,15 +256,15 @@ class Watch:
             there = {site.name for site in self._do(lambda session: session.get_connected_client_list()) or []}
             away = [site for site in away if site in there and self._quiet.get(site, -math.inf) < time.monotonic()]
         asked: list[list[str] | None] = [[site] for site in away] if states else [None]
-        found: list[Any] = []
+        listed: list[Any] = []
         for sites in asked:
             entries = self._do(partial(_jobs_of, sites=sites)) or []
-            found += entries
+            listed += entries
             if sites and not entries:
                 self._quiet[sites[0]] = time.monotonic() + QUIET
-        working = {entry.get("client_name") for entry in found if entry.get("job_id") == self._job}
+        working = {entry.get("client_name") for entry in listed if entry.get("job_id") == self._job}
         working |= {site for site, state in states.items() if state == "in"}
-        idle = {entry.get("client_name") for entry in found if entry.get("status") == "no_jobs"}
+        idle = {entry.get("client_name") for entry in listed if entry.get("status") == "no_jobs"}
         for name in (idle & set(self._named() or idle)) - working:
             self._missed[name] += 1
             if self._missed[name] >= MISSED and self._again[name] < AGAIN:
@@ -297,10 +297,10 @@ class Watch:
         """Fetch the run folder of a job, by default of the one at hand; False while the server is away."""
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
-            found = self._do(lambda session: [session.download_job_result(job or self._job, place)])
-            if found is None:
+            places = self._do(lambda session: [session.download_job_result(job or self._job, place)])
+            if places is None:
                 return False
-            runs = [path for path in Path(found[0] or place).rglob(RESULT) if path.is_dir()]
+            runs = [path for path in Path(places[0] or place).rglob(RESULT) if path.is_dir()]
             if not runs:
                 raise FedstrataError("the job's result holds no run")
             if (runs[0] / ERROR).exists():
@@ -359,10 +359,10 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 
     try:
-        found: dict[str, Any] = session.show_stats(job, "server")
+        stats: dict[str, Any] = session.show_stats(job, "server")
     except (JobNotFound, JobNotRunning):
         return {}
-    return found
+    return stats
 
 
 def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
@@ -370,12 +370,12 @@ def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
 
     try:
-        found: list[dict[str, Any]] = session.get_client_job_status(sites) or []
+        entries: list[dict[str, Any]] = session.get_client_job_status(sites) or []
     except (InvalidTarget, NoConnection, NoReply):
         if sites is None:
             raise
         return []  # it is away, or stopped, which says nothing of the server
-    return found
+    return entries
 
 
 def _passes(error: Exception, known: bool) -> bool:

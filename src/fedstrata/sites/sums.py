@@ -44,16 +44,16 @@ class Sums:
     def abort(self, group: str, reason: str) -> None:
         """Let everybody who waits, or comes later, know that the group is broken."""
         with self._lock:
-            found = self._groups.get(group)
-        if found is not None:
-            found[0].abort(reason)
+            entry = self._groups.get(group)
+        if entry is not None:
+            entry[0].abort(reason)
 
     def leave(self, group: str, site: str) -> None:
         """Note that a site has answered: no more parts of its clients will come."""
         with self._lock:
-            found, places = self._groups.get(group, (None, {}))
-        if found is not None:
-            found.leave(*places[site])
+            members, places = self._groups.get(group, (None, {}))
+        if members is not None:
+            members.leave(*places[site])
 
     def close(self, group: str) -> None:
         """Forget a group."""

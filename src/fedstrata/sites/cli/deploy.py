@@ -178,13 +178,13 @@ def add_check(commands: Commands) -> None:
 def _check(options: argparse.Namespace) -> int:
     from fedstrata.sites.check import check
 
-    found = check(options.kit)
+    findings = check(options.kit)
     if options.json:
-        print_json([each._asdict() for each in found])
+        print_json([each._asdict() for each in findings])
     else:
-        for each in found:
+        for each in findings:
             print(each)
-    return int(any(each.state == "problem" for each in found))
+    return int(any(each.state == "problem" for each in findings))
 
 
 def add_renew(commands: Commands) -> None:

@@ -47,29 +47,29 @@ def _ledger(options: argparse.Namespace) -> int:
     from fedstrata.sites.ledger import PLACE, check, heads_of, totals
 
     log_heads = heads_of(options.told, options.site or options.kit.resolve().name) if options.told else []
-    found = check(options.kit / PLACE, log_heads)
+    checked = check(options.kit / PLACE, log_heads)
     if options.json:
-        whole = {"whole": not found.problems, "problems": found.problems, "notes": found.notes}
-        print_json({"questions": totals(found.entries), "entries": len(found.entries), **whole})
-        return 1 if found.problems else 0
+        whole = {"whole": not checked.problems, "problems": checked.problems, "notes": checked.notes}
+        print_json({"questions": totals(checked.entries), "entries": len(checked.entries), **whole})
+        return 1 if checked.problems else 0
     if options.csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found.entries)
+        writer.writerows(checked.entries)
     elif not options.verify:
-        for row in totals(found.entries):
+        for row in totals(checked.entries):
             without = "".join(f", {row[key]} {key}" for key in ("refused", "failed") if row[key])
             fewest = f", each of {row['fewest_samples']} samples or more" if row["fewest_samples"] is not None else ""
             spent = f", ε = {row['epsilon']:g} in all" if row["epsilon"] else ""
             print(f"{row['run']}  {row['question']}: {row['answers']} answers{without}{fewest}", end="")
             print(f", {row['bytes']} bytes{spent}")
-    for note in found.notes:
+    for note in checked.notes:
         print(f"note: {note}", file=sys.stderr)
-    for problem in found.problems:
+    for problem in checked.problems:
         print(f"fedstrata: {problem}", file=sys.stderr)
-    if options.verify and not found.problems:
-        print(f"whole: {len(found.entries)} entries" + (", as the server was told" if log_heads else ""))
-    return 1 if found.problems else 0
+    if options.verify and not checked.problems:
+        print(f"whole: {len(checked.entries)} entries" + (", as the server was told" if log_heads else ""))
+    return 1 if checked.problems else 0
 
 
 COMMANDS = (add_ledger,)
