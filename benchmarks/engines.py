@@ -25,7 +25,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.federation.questions import Agreed, Question, Questions
+from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.methods.base import Method
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.federation import Sites
@@ -74,9 +74,9 @@ class Echo(Method):
 
     def questions(self, agreed: Agreed) -> Questions:
         """All of it, any number of times."""
-        size = Question(SizeReport, "its number of samples", times=None)
-        hop = Question(Steps, "the model as it came", times=None, relay=True)
-        return size, hop, Question(Add, "64 ones", times=None, together=True)
+        size = RequestRule(SizeReport, "its number of samples", times=None)
+        hop = RequestRule(Steps, "the model as it came", times=None, relay=True)
+        return size, hop, RequestRule(Add, "64 ones", times=None, together=True)
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
         """The model never changes."""

@@ -27,7 +27,7 @@ import fedstrata as fs
 from fedstrata.base.records import record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Question, Questions
+from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.methods.base import Method
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.federation import Sites
@@ -60,8 +60,8 @@ class Soak(Method):
 
     def questions(self, agreed: Agreed) -> Questions:
         """Sizes, again and again."""
-        says = "how many samples it holds"
-        return (Question(SizeReport, says, times=None, where={"bound": 0}, tells=frozenset({"sizes"})),)
+        description = "how many samples it holds"
+        return (RequestRule(SizeReport, description, times=None, where={"bound": 0}, discloses=frozenset({"sizes"})),)
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
         """The model never changes."""

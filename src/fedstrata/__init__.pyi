@@ -58,7 +58,7 @@ from .federation.messages import Reply as Reply
 from .federation.messages import Request as Request
 from .federation.messages import Weights as Weights
 from .federation.questions import Bound as Bound
-from .federation.questions import Question as Question
+from .federation.questions import RequestRule as RequestRule
 from .federation.settings import Privacy as Privacy
 from .federation.settings import Training as Training
 from .methods.base import Method as Method

@@ -16,8 +16,8 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.base import records
-from fedstrata.sites.asks import hash_of
 from fedstrata.sites.data_schema import prepare_server
+from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.ledger import PLACE, Ledger, check
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.site_server import SERVER, SiteServer

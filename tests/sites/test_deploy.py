@@ -24,8 +24,8 @@ from fedstrata.base.jsonl import MetricsLog
 from fedstrata.cli import main
 from fedstrata.data.catalog import names_there
 from fedstrata.runs.run_folder import WEIGHTS
-from fedstrata.sites.asks import hash_of
 from fedstrata.sites.configuration import CLASSES, ERROR, described, raised, write_job
+from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.federation import Sites
 from fedstrata.sites.ledger import PLACE, check
 from fedstrata.sites.policy import Policy

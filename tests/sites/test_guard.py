@@ -26,7 +26,7 @@ from fedstrata.federation.communication.codecs import PowerSGD, pack
 from fedstrata.federation.communication.messages import Coefficients, Encoded, ModelDelivery
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
-from fedstrata.sites.asks import hash_of
+from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.guard import Quota, admitted
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy, RuleError

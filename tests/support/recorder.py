@@ -10,10 +10,10 @@ import fedstrata as fs
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine, Failure
-from fedstrata.federation.questions import Question
+from fedstrata.federation.questions import RequestRule
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation, make_context
-from fedstrata.sites.asks import Declaration, declaration_of
+from fedstrata.sites.disclosure import Declaration, declaration_of
 from fedstrata.sites.guard import Guard, Quota
 from fedstrata.sites.policy import Policy
 
@@ -106,5 +106,5 @@ def recorded(table: Any, folder: Path, *, data: Any = None) -> Recorder:
 
 def labels(asked: Declaration) -> list[str]:
     """What a job asks, by name."""
-    questions: tuple[Question, ...] = asked.questions or ()
+    questions: tuple[RequestRule, ...] = asked.questions or ()
     return [question.label for question in questions]

@@ -32,7 +32,7 @@ from fedstrata.base.errors import WireError
 from fedstrata.federation.messages import Request
 from fedstrata.runs.identity import environment
 from fedstrata.runs.preparation import Prepared
-from fedstrata.sites.asks import declaration_of
+from fedstrata.sites.disclosure import declaration_of
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.guard import Guard, Quota
 from fedstrata.sites.policy import RuleError

@@ -6,7 +6,7 @@ from typing import Any
 
 from fedstrata.evaluation.messages import Evaluate, Part
 from fedstrata.evaluation.settings import Evaluation
-from fedstrata.federation.questions import Question, Questions
+from fedstrata.federation.questions import Questions, RequestRule
 
 
 def evaluation_questions(evaluation: Evaluation, rounds: int, *, elsewhere: bool) -> Questions:
@@ -20,24 +20,25 @@ def evaluation_questions(evaluation: Evaluation, rounds: int, *, elsewhere: bool
     metrics = evaluation.metrics
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}
 
-    def asked(part: Part, says: str, *, personal: bool = False, epochs: int = 0) -> Question:
+    def asked(part: Part, description: str, *, personal: bool = False, epochs: int = 0) -> RequestRule:
         where: dict[str, Any] = {"part": part, "personal": personal, "epochs": epochs, **bins}
-        return Question(
+        return RequestRule(
             Evaluate,
-            f"how often the model takes samples of one class for another, and sums of its losses and scores, {says}",
+            "how often the model takes samples of one class for another, and sums of its losses and scores, "
+            f"{description}",
             phase="evaluation",
             where=where,
             due=lambda round: evaluation.due(round, rounds),
-            tells=frozenset({"labels", "sizes"}),
+            discloses=frozenset({"labels", "sizes"}),
         )
 
-    found: list[Question] = []
+    found: list[RequestRule] = []
     if elsewhere:
         unless = "" if evaluation.client_test is not None else " (unless the server has test samples)"
         found.append(asked("test", f"over its test samples{unless}"))
         if evaluation.validation is not None:
             found.append(asked("validation", "over its validation samples"))
     if evaluation.fine_tune is not None and evaluation.client_test is not None:
-        says = "over its test samples, of a model tuned on its own"
-        found.append(asked("test", says, personal=True, epochs=evaluation.fine_tune))
+        description = "over its test samples, of a model tuned on its own"
+        found.append(asked("test", description, personal=True, epochs=evaluation.fine_tune))
     return tuple(found)

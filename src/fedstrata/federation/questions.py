@@ -67,37 +67,37 @@ class Bound:
     """What the value of a field may be, where it is not one value.
 
     Args:
-        says: In words, such as ``"from 0 to 1"``.
+        description: In words, such as ``"from 0 to 1"``.
         holds: Whether a value will do in a round.
     """
 
-    says: str
+    description: str
     holds: Callable[[Any, int], bool] = field(compare=False)
 
     def __str__(self) -> str:
-        return self.says
+        return self.description
 
 
 SHARE = Bound("more than 0, at most 1", lambda value, round: 0 < value <= 1)
 
 
-def by_round(says: str, value: Callable[[int], Any]) -> Bound:
+def by_round(description: str, value: Callable[[int], Any]) -> Bound:
     """A value for each round.
 
     Args:
-        says: In words.
+        description: In words.
         value: The value of a round.
     """
-    return Bound(says, lambda found, round: bool(found == value(round)))
+    return Bound(description, lambda found, round: bool(found == value(round)))
 
 
 @dataclass(frozen=True)
-class Question:
+class RequestRule:
     """A request that a job may put to each of its clients.
 
     Args:
         kind: The request; subclasses of it are other questions.
-        says: What leaves the site with the answer: the rest of a sentence that begins with "It sends".
+        description: What leaves the site with the answer: the rest of a sentence that begins with "It sends".
         phase: When.
         times: How often at most; None where a rule, or what the client holds, sets the limit.
         per: Whether ``times`` is of each phase (each round) or of the whole run.
@@ -113,7 +113,7 @@ class Question:
         most: Of how many samples an answer is at most by design, however many a client has; None for all of them.
         because: Why, in words that follow the question's name.
         merges: Whether answers of fewer samples than ``privacy.min_samples`` become one where that holds them back.
-        tells: What the answer says in the clear.
+        discloses: What the answer says in the clear.
         epsilon: ε of local differential privacy that an answer costs; None for none.
         inside: The question that it carries, where it is an envelope for one.
         after: The name of a question before the first round without whose answer it means something else, and so may
@@ -121,7 +121,7 @@ class Question:
     """
 
     kind: type[Request]
-    says: str
+    description: str
     phase: Phase = "round"
     times: int | None = 1
     per: Literal["phase", "run"] = "phase"
@@ -136,9 +136,9 @@ class Question:
     most: int | None = None
     because: str = ""
     merges: bool = False
-    tells: frozenset[Fact] = frozenset()
+    discloses: frozenset[Fact] = frozenset()
     epsilon: float | None = None
-    inside: Question | None = None
+    inside: RequestRule | None = None
     after: str = ""
 
     @property
@@ -175,7 +175,12 @@ class Question:
 
     def table(self) -> dict[str, Any]:
         """As JSON holds it."""
-        table: dict[str, Any] = {"request": self.label, "sends": self.says, "phase": self.phase, "times": self.times}
+        table: dict[str, Any] = {
+            "request": self.label,
+            "sends": self.description,
+            "phase": self.phase,
+            "times": self.times,
+        }
         if self.per == "run":
             table["per"] = "run"
         where = dict(self.where) | (dict(self.inside.where) if self.inside else {})
@@ -188,11 +193,11 @@ class Question:
                 table[key] = True
         if self.most is not None and not self.merges:
             table["samples"] = self.most
-        return table | ({"tells": sorted(self.tells)} if self.tells else {})
+        return table | ({"discloses": sorted(self.discloses)} if self.discloses else {})
 
 
 def seen(agreed: Agreed) -> dict[str, Any]:
-    """Of how many samples an update is at most: what a ``Question`` says of it where local training takes steps."""
+    """Of how many samples an update is at most: what a ``RequestRule`` says of it where local training takes steps."""
     training = agreed.training
     if training.local_steps is None:
         return {}
@@ -206,12 +211,12 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-Questions = tuple[Question, ...]
+Questions = tuple[RequestRule, ...]
 
 
-def joined(*parts: Iterable[Question] | None) -> Questions | None:
+def joined(*parts: Iterable[RequestRule] | None) -> Questions | None:
     """All questions of some parts; None where one of them does not declare any."""
-    found: list[Question] = []
+    found: list[RequestRule] = []
     for part in parts:
         if part is None:
             return None
@@ -237,6 +242,6 @@ def asks_no_more(cls: type, declares: str, *others: str) -> bool:
     return False
 
 
-def about_models(questions: Iterable[Question]) -> list[Question]:
+def about_models(questions: Iterable[RequestRule]) -> list[RequestRule]:
     """Those whose model, or the change that is answered, may travel encoded."""
     return [question for question in questions if issubclass(question.kind, ModelRequest)]

@@ -17,7 +17,7 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights, check_message
-from fedstrata.federation.questions import SHARE, Agreed, Fact, Question, Questions, asks_no_more, joined, seen
+from fedstrata.federation.questions import SHARE, Agreed, Fact, RequestRule, Questions, asks_no_more, joined, seen
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
@@ -73,7 +73,7 @@ class Method(Setting):
         return self.questions(agreed) if asks_no_more(type(self), "questions", *ASKING["method"]) else None
 
     @property
-    def hides(self) -> frozenset[Fact]:
+    def conceals(self) -> frozenset[Fact]:
         """The facts about clients that the method keeps private, and that evaluations must not disclose."""
         return frozenset()
 
@@ -232,10 +232,10 @@ class Recipe(Method):
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
-        update = Question(Fit, self.update_of(objective), where=where, tells=self.tells, **seen(agreed))
+        update = RequestRule(Fit, self.update_of(objective), where=where, discloses=self.discloses, **seen(agreed))
         return self.with_samplers(agreed, update)
 
-    def with_samplers(self, agreed: Agreed, training: Question) -> Questions | None:
+    def with_samplers(self, agreed: Agreed, training: RequestRule) -> Questions | None:
         """Return the requests of the samplers and of training; None if a choice does not declare its requests."""
         parts: list[Questions | None] = [
             choice.questions(agreed) if asks_no_more(type(choice), "questions", *ASKING[name]) else None
@@ -251,12 +251,12 @@ class Recipe(Method):
         return f"the model as its own training changed it{counts}{more}"
 
     @property
-    def tells(self) -> frozenset[Fact]:
+    def discloses(self) -> frozenset[Fact]:
         """The facts about a client that its update discloses."""
-        return self.objective.tells | frozenset(() if self.data_sampler.private else ("sizes",))
+        return self.objective.discloses | frozenset(() if self.data_sampler.private else ("sizes",))
 
     @property
-    def hides(self) -> frozenset[Fact]:
+    def conceals(self) -> frozenset[Fact]:
         """Sizes, if the data sampler keeps them private."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 

@@ -8,7 +8,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.clients.handlers.fedtan import FitTogether
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Agreed, Question, Questions
+from fedstrata.federation.questions import Agreed, RequestRule, Questions
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, training_metrics
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
@@ -43,11 +43,11 @@ class FedTAN(Recipe):
 
     def questions(self, agreed: Agreed) -> Questions | None:
         """Return the requests of the sampler and of local training, which all clients start together."""
-        says = f"{self.update_of(self.objective)}; and sums over its first batch, layer by layer"
+        description = f"{self.update_of(self.objective)}; and sums over its first batch, layer by layer"
         size = agreed.training.batch_size
         because = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
         few: dict[str, Any] = {"most": size, "because": because}
-        training = Question(FitTogether, says, together=True, tells=self.tells, **few)
+        training = RequestRule(FitTogether, description, together=True, discloses=self.discloses, **few)
         return self.with_samplers(agreed, training)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:

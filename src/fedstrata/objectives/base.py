@@ -102,7 +102,7 @@ class Objective(Setting):
         return ""
 
     @property
-    def tells(self) -> frozenset[Fact]:
+    def discloses(self) -> frozenset[Fact]:
         """The facts about a client that its message discloses."""
         return frozenset()
 

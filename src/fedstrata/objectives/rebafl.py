@@ -66,7 +66,7 @@ class Rebalanced(PerSample):
         return "the mean feature of its samples of each class, with how many there are" if self.mu else ""
 
     @property
-    def tells(self) -> frozenset[Fact]:
+    def discloses(self) -> frozenset[Fact]:
         """Prototypes come with n_k(c)."""
         return frozenset({"labels", "sizes"} if self.mu else ())
 

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from fedstrata.base.records import record
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Fact, Question
+from fedstrata.federation.questions import Fact, RequestRule
 from fedstrata.sampling.messages import SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
@@ -59,21 +59,21 @@ def ask_sizes(
     return {client: reply.samples for client, reply in replies.items()}, bound, alpha
 
 
-def size_question(epsilon: float | None, bound: int, **how: Any) -> Question:
+def size_question(epsilon: float | None, bound: int, **how: Any) -> RequestRule:
     """What ``ask_sizes`` asks, as it is declared.
 
     Args:
         epsilon: ε; None where clients answer plainly.
         bound: M.
-        how: When and how often; see ``Question``.
+        how: When and how often; see ``RequestRule``.
     """
     if epsilon is None:
-        where, says = {"bound": 0, "alpha": 1.0}, "how many samples it holds"
+        where, description = {"bound": 0, "alpha": 1.0}, "how many samples it holds"
     else:
         where = {"bound": bound, "alpha": truth_probability(epsilon, bound)}
-        says = f"how many samples it holds, as a random answer below {bound} that hides it (ε = {epsilon:g})"
-    tells = frozenset[Fact](("sizes",) if epsilon is None else ())
-    return Question(SizeReport, says, where=where, tells=tells, epsilon=epsilon, **how)
+        description = f"how many samples it holds, as a random answer below {bound} that hides it (ε = {epsilon:g})"
+    discloses = frozenset[Fact](("sizes",) if epsilon is None else ())
+    return RequestRule(SizeReport, description, where=where, discloses=discloses, epsilon=epsilon, **how)
 
 
 def truth_probability(epsilon: float, bound: int) -> float:

@@ -16,7 +16,7 @@ from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.questions import Agreed, Question, Questions, seen
+from fedstrata.federation.questions import Agreed, Questions, RequestRule, seen
 from fedstrata.sampling.allocation import allocate
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.messages import Sketch
@@ -69,8 +69,8 @@ class FedSSARSampler(ClientSampler):
     def questions(self, agreed: Agreed) -> Questions:
         """Those who are not known yet train once."""
         length = f"{self.coordinates} random combinations of" if self.coordinates else ""
-        says = f"{length} the parameters of a model that it trained on its samples".strip()
-        return (Question(Sketch, says, where={"coordinates": self.coordinates}, **seen(agreed)),)
+        description = f"{length} the parameters of a model that it trained on its samples".strip()
+        return (RequestRule(Sketch, description, where={"coordinates": self.coordinates}, **seen(agreed)),)
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""

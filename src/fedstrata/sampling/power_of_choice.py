@@ -10,7 +10,7 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Question, Questions
+from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.sampling.base import ClientSampler, Selection
 from fedstrata.sampling.client_sizes import Sizes, size_question
 from fedstrata.sampling.messages import LossReport
@@ -43,7 +43,7 @@ class PowerOfChoice(ClientSampler):
 
     def questions(self, agreed: Agreed) -> Questions:
         """Return the request for sizes, once, and for the loss of candidates, in every round."""
-        loss = Question(LossReport, "the mean loss of the global model on its training samples")
+        loss = RequestRule(LossReport, "the mean loss of the global model on its training samples")
         return size_question(None, 0, phase="enrolment"), loss
 
     def init(self, federation: Federation) -> Tree:

@@ -17,7 +17,7 @@ from fedstrata.base.rng import rng
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.questions import Agreed, Question, Questions
+from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
@@ -164,8 +164,8 @@ class Stratified(ClientSampler):
             return ()
         where = {"centres": self.centres, "coordinates": self.coordinates}
         length = f"{self.coordinates} random combinations of" if self.coordinates else "all of"
-        says = f"{length} the gradient over its samples, rounded to {self.centres} values"
-        return (Question(Compress, says, where=where),)
+        description = f"{length} the gradient over its samples, rounded to {self.centres} values"
+        return (RequestRule(Compress, description, where=where),)
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""

@@ -264,12 +264,12 @@ def _refuse_telling(spec: Experiment, nothing: Dataset, *, tests: bool) -> None:
     Raises:
         SpecError: It does.
     """
-    evaluation, hides = spec.evaluation, spec.method.hides
-    sizes = "sizes" in hides
+    evaluation, conceals = spec.evaluation, spec.method.conceals
+    sizes = "sizes" in conceals
     what = "sizes" if sizes else "labels"
     for key in ("client_test", "validation"):
         measures = getattr(evaluation, key) is not None or (key == "client_test" and not tests)
-        if measures and hides:
+        if measures and conceals:
             problem = f"what sites answer tells their {what}, which the method keeps private: leave it out, and give "
             raise SpecError(f"evaluation.{key}", problem + "the server test samples", getattr(evaluation, key))
     if sizes and nothing.unfitted is not None and nothing.unfitted.needed:

@@ -18,8 +18,8 @@ from fedstrata.base import records
 from fedstrata.base.jsonl import replace_file
 from fedstrata.base.locking import LOCK
 from fedstrata.federation.messages import ClientId, Request
-from fedstrata.federation.questions import PHASES, Phase, Question, Rule
-from fedstrata.sites.asks import Declaration, declaration_of
+from fedstrata.federation.questions import PHASES, Phase, RequestRule, Rule
+from fedstrata.sites.disclosure import Declaration, declaration_of
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.spec.experiment import Experiment, parse_toml
 
@@ -284,7 +284,7 @@ class Match:
     client: ClientId
     request: Request
     number: int
-    question: Question
+    question: RequestRule
     position: Position
     digests: tuple[bytes, ...]
     again: bool
@@ -303,7 +303,7 @@ class Guard:
     def __init__(self, asked: Declaration, policy: Policy | None, quota: Quota, round: int = 0) -> None:
         self.asked, self.policy, self.quota = asked, policy, quota
         self.position: Position = (round, len(PHASES) - 1 if round else 0)
-        self._kinds: dict[type[Request], list[tuple[int, Question]]] = {}
+        self._kinds: dict[type[Request], list[tuple[int, RequestRule]]] = {}
         for number, question in enumerate(asked.questions or ()):
             self._kinds.setdefault(question.kind, []).append((number, question))
         self._phase: dict[tuple[ClientId, int], int] = {}
@@ -453,7 +453,7 @@ class Guard:
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
 
-    def _found(self, request: Request, relay: bool, together: bool) -> tuple[int, Question, Position]:
+    def _found(self, request: Request, relay: bool, together: bool) -> tuple[int, RequestRule, Position]:
         """The question that a request is, and where the run stands when it is answered."""
         problem: RuleError | None = None
         for number, question in self._kinds.get(type(request), ()):
@@ -469,7 +469,7 @@ class Guard:
         label = f"{type(request).__name__} of {type(inner).__name__}" if inner is not None else type(request).__name__
         raise RuleError("kind", f"job {self.asked.job} does not declare that it asks {label}")
 
-    def _placed(self, question: Question, request: Request, relay: bool, together: bool) -> Position:
+    def _placed(self, question: RequestRule, request: Request, relay: bool, together: bool) -> Position:
         """Where the run stands when a request is answered."""
         label, rounds = question.label, self.asked.rounds
         if relay != question.relay:
@@ -525,7 +525,7 @@ class Guard:
         The very same question is in order again; the envelope in which it comes is another one.
         """
         rules: list[tuple[Rule, Any]] = []
-        question: Question | None = match.question
+        question: RequestRule | None = match.question
         about: Any = match.request
         while question is not None:
             if question.rule is not None and not (match.again and question.inside is None):
@@ -537,7 +537,7 @@ class Guard:
             question, about = question.inside, getattr(about, "request", None)
         return rules
 
-    def _digests_of(self, question: Question, request: Request) -> tuple[bytes, ...]:
+    def _digests_of(self, question: RequestRule, request: Request) -> tuple[bytes, ...]:
         """Many clients are sent the very same request: computed once."""
         if self._digests[0] is not request:
             forms = [request] if question.forms is None else question.forms(request)

@@ -13,7 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 from fedstrata.base.config import Setting, build
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.federation.settings import Privacy
-from fedstrata.sites.asks import UNDECLARED, Declaration
+from fedstrata.sites.disclosure import UNDECLARED, Declaration
 from fedstrata.spec.experiment import line_of, placed, read_toml
 
 FILE = Path("local") / "policy.toml"
@@ -113,8 +113,8 @@ class Policy(Setting):
             ("masking", "labels", "labels that are masked, and no evaluation at the sites"),
             ("ldp", "sizes", "numbers of samples under local differential privacy (an epsilon), and no others"),
         ):
-            if getattr(self, rule) and fact in asked.tells:
-                who = next((q.label for q in asked.questions if fact in q.tells), "the survey of the sites' data")
+            if getattr(self, rule) and fact in asked.discloses:
+                who = next((q.label for q in asked.questions if fact in q.discloses), "the survey of the sites' data")
                 raise RuleError(f"policy.{rule}", f"{who} tells {fact} in the clear; accepted: {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:

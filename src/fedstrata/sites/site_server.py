@@ -28,8 +28,8 @@ from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
-from fedstrata.sites.asks import Declaration, declaration_of
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
+from fedstrata.sites.disclosure import Declaration, declaration_of
 from fedstrata.sites.guard import Guard, Match, Quota, Told, admitted
 from fedstrata.sites.idempotency import LateError, RequestCache
 from fedstrata.sites.ledger import Entry, Ledger

@@ -129,7 +129,7 @@ class Stratify(Method):
         return self.mode == "batch"
 
     @property
-    def hides(self) -> frozenset[Fact]:
+    def conceals(self) -> frozenset[Fact]:
         """Labels, where they are masked."""
         return frozenset({"labels"} if self.masking != "none" else ())
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedstrata.federation.questions import Bound, Fact, Question, Questions, Rule
+from fedstrata.federation.questions import Bound, Fact, Questions, RequestRule, Rule
 from fedstrata.stratify.masking.messages import (
     Assign,
     Compare,
@@ -76,33 +76,37 @@ def batch_questions(size: int, window: Bound, lr: Bound | None, local_steps: int
         window: Of each label's samples, which part is there.
         lr: With which clients step; None for one step a batch.
         local_steps: Steps of a client on its part of a batch.
-        when: In which rounds; see ``Question``.
+        when: In which rounds; see ``RequestRule``.
     """
     common: dict[str, Any] = {"times": None, "rule": Epoch, **when}
-    says = "for which of the positions that it was asked to fill it has no sample left"
-    reserve = Question(Reserve, says, where={"window": window}, tells=SIZES, **common)
-    says = "the summed gradient over its samples in a batch, perhaps a single one, with their number and summed loss"
+    description = "for which of the positions that it was asked to fill it has no sample left"
+    reserve = RequestRule(Reserve, description, where={"window": window}, discloses=SIZES, **common)
+    description = (
+        "the summed gradient over its samples in a batch, perhaps a single one, with their number and summed loss"
+    )
     because = f"is over a part of a batch of {size} sample{'s' * (size > 1)}"
     few: dict[str, Any] = {"most": size, "because": because, "merges": True}
     if lr is None:
-        return reserve, Question(Gradient, says, together=True, **few, **common)
-    says = f"{says}; along {local_steps} steps on them"
+        return reserve, RequestRule(Gradient, description, together=True, **few, **common)
+    description = f"{description}; along {local_steps} steps on them"
     where = {"steps": local_steps, "lr": lr}
-    return reserve, Question(GradientSteps, says, together=True, where=where, **few, **common)
+    return reserve, RequestRule(GradientSteps, description, together=True, where=where, **few, **common)
 
 
-def single_question(window: Bound, longest: int, **when: Any) -> Question:
+def single_question(window: Bound, longest: int, **when: Any) -> RequestRule:
     """What training sample by sample asks.
 
     Args:
         window: Of each label's samples, which part is there.
         longest: Samples of a task at most.
-        when: In which rounds; see ``Question``.
+        when: In which rounds; see ``RequestRule``.
     """
     where = {"window": window, "labels": Bound(f"at most {longest} of them", lambda value, _: len(value) <= longest)}
-    says = "the travelling model after a step on each of a few samples, one by one, with their summed loss"
+    description = "the travelling model after a step on each of a few samples, one by one, with their summed loss"
     few: dict[str, Any] = {"most": 1, "because": "trains a model on one sample at a time"}
-    return Question(Steps, says, times=None, rule=Epoch, relay=True, where=where, tells=SIZES, **few, **when)
+    return RequestRule(
+        Steps, description, times=None, rule=Epoch, relay=True, where=where, discloses=SIZES, **few, **when
+    )
 
 
 def enrolment_questions(masking: str, *, weighted: bool, classes: int | None) -> Questions:
@@ -114,20 +118,20 @@ def enrolment_questions(masking: str, *, weighted: bool, classes: int | None) ->
         classes: C; None where it is not known.
     """
 
-    def once(kind: Any, says: str, **more: Any) -> Question:
-        return Question(kind, says, phase="enrolment", **more)
+    def once(kind: Any, description: str, **more: Any) -> RequestRule:
+        return RequestRule(kind, description, phase="enrolment", **more)
 
     assign = once(Assign, "how many labels it holds")
     if masking == "none":
-        says = "which labels it holds and how many samples of each, in the clear"
-        return once(LabelReport, says, tells=frozenset({"labels", "sizes"})), assign
+        description = "which labels it holds and how many samples of each, in the clear"
+        return once(LabelReport, description, discloses=frozenset({"labels", "sizes"})), assign
     compares = masking != "prf"
     keys = once(OpenKeys, "the public keys that all clients share", where={"comparing": compares})
-    says = "sums over all clients, label by label under random names, which it decrypts"
-    totals = once(OpenTotals, says)
+    description = "sums over all clients, label by label under random names, which it decrypts"
+    totals = once(OpenTotals, description)
     counts = once(CountReport, "how many samples of each label it holds, encrypted")
-    says = "its share of all samples of each of its labels, under random names"
-    shares = (once(ShareReport, says, tells=SIZES),) if weighted else ()
+    description = "its share of all samples of each of its labels, under random names"
+    shares = (once(ShareReport, description, discloses=SIZES),) if weighted else ()
     agreed: dict[str, Any] = {} if classes is None else {"where": {"classes": classes}}
     if masking == "prf":
         own: Questions = (once(TagReport, "a keyed hash of each of its labels"), counts)

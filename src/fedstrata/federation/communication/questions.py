@@ -8,7 +8,7 @@ from typing import Any
 from fedstrata.federation.communication.codecs import Communication, PowerSGD, Uncompressed, WithMemory
 from fedstrata.federation.communication.messages import Coefficients, Encoded
 from fedstrata.federation.messages import ModelRequest, Request
-from fedstrata.federation.questions import Bound, Question, Questions, Rule, by_round
+from fedstrata.federation.questions import Bound, Questions, RequestRule, Rule, by_round
 
 
 class Sums(Rule):
@@ -62,7 +62,7 @@ def encoded(questions: Questions, communication: Communication) -> Questions:
         "basis": Bound("none, or by PowerSGD's ranks" if in_two else "none", lambda basis, _: in_two or not len(basis)),
         "delivery": Bound("none" if whole else "a model", lambda found, _: (found is None) == whole),
     }
-    found: list[Question] = []
+    found: list[RequestRule] = []
     for question in questions:
         if not issubclass(question.kind, ModelRequest):
             found.append(question)
@@ -72,6 +72,6 @@ def encoded(questions: Questions, communication: Communication) -> Questions:
     if in_two and changes:
         often = [question.times for question in changes]
         times = None if None in often else sum(each or 0 for each in often)
-        says, together = "the second part of an encoded change", any(question.together for question in changes)
-        found.append(Question(Coefficients, says, times=times, rule=Sums, together=together))
+        description, together = "the second part of an encoded change", any(question.together for question in changes)
+        found.append(RequestRule(Coefficients, description, times=times, rule=Sums, together=together))
     return tuple(found)

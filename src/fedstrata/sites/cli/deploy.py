@@ -308,7 +308,7 @@ def add_asks(commands: Commands) -> None:
 def _asks(options: argparse.Namespace) -> int:
     import json
 
-    from fedstrata.sites.asks import declaration_of
+    from fedstrata.sites.disclosure import declaration_of
 
     with _by_kit(options.policy, options):
         asked = declaration_of(experiment(options))
@@ -350,7 +350,7 @@ def add_approve(commands: Commands) -> None:
 
 
 def _approve(options: argparse.Namespace) -> int:
-    from fedstrata.sites.asks import hash_of
+    from fedstrata.sites.disclosure import hash_of
     from fedstrata.sites.policy import FILE, approve, require_hash
     from fedstrata.spec.experiment import Experiment
 

@@ -24,7 +24,7 @@ from fedstrata.methods.base import METHODS
 from fedstrata.models.batchnorm import ReduceGroup
 from fedstrata.runs.simulation import Simulation
 from fedstrata.sampling.base import CLIENT_SAMPLERS, DATA_SAMPLERS, Uniform
-from fedstrata.sites.asks import Declaration, declaration_of, hash_of
+from fedstrata.sites.disclosure import Declaration, declaration_of, hash_of
 from fedstrata.sites.policy import RuleError
 from fedstrata.stratify.messages import Gradient
 
@@ -261,13 +261,13 @@ def _asked(**sections: Any) -> Declaration:
 
 
 def test_what_is_told_in_the_clear() -> None:
-    assert _asked(method="fedavg").tells == {"sizes"}
+    assert _asked(method="fedavg").discloses == {"sizes"}
     private = {"name": "fedstas", "epsilon": 1.0}
-    assert (_asked(method=private).tells, _asked(method=private).hides) == (frozenset(), {"sizes"})
-    assert _asked(method="rebafl").tells == {"labels", "sizes"}
-    assert _asked(method="stratify").tells == {"labels", "sizes"}
+    assert (_asked(method=private).discloses, _asked(method=private).conceals) == (frozenset(), {"sizes"})
+    assert _asked(method="rebafl").discloses == {"labels", "sizes"}
+    assert _asked(method="stratify").discloses == {"labels", "sizes"}
     masked = _asked(method={"name": "stratify", "masking": "prf"})
-    assert (masked.tells, masked.hides) == ({"sizes"}, {"labels"})
+    assert (masked.discloses, masked.conceals) == ({"sizes"}, {"labels"})
 
 
 def test_the_hash_of_a_job_is_that_of_what_it_says(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_asks_as_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         "Encoded of Compress", "SizeReport", "Encoded of Fit", "Coefficients",
     ]  # fmt: skip
     assert table["questions"][1]["where"]["bound"] == 100
-    assert (table["tells"], table["hides"]) == ([], ["sizes"])
+    assert (table["discloses"], table["conceals"]) == ([], ["sizes"])
 
 
 @pytest.mark.parametrize("method", ["soak:Soak", "kills:Slow"])

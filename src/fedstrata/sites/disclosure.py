@@ -9,7 +9,7 @@ from typing import Any
 
 from fedstrata.evaluation.questions import evaluation_questions
 from fedstrata.federation.communication.questions import encoded
-from fedstrata.federation.questions import PHASES, Agreed, Fact, Phase, Question, Questions, Terms, joined
+from fedstrata.federation.questions import PHASES, Agreed, Fact, Phase, Questions, RequestRule, Terms, joined
 from fedstrata.federation.settings import Privacy
 from fedstrata.spec.experiment import Experiment
 
@@ -37,7 +37,7 @@ class Declaration:
         questions: All that a client may be asked; None where the method, or a choice of it, does not declare it.
         survey: What is asked before all rounds of a site that brings its own data; empty for nothing.
         own_data: Whether sites bring their own data, of which each sends a fingerprint.
-        hides: What the method keeps private.
+        conceals: What the method keeps private.
         extremes: Whether the survey tells the least and the greatest value of something: those of single samples.
         privacy: The spec's own minimum, below which nothing is answered.
     """
@@ -48,15 +48,15 @@ class Declaration:
     questions: Questions | None
     survey: str = ""
     own_data: bool = False
-    hides: frozenset[Fact] = frozenset()
+    conceals: frozenset[Fact] = frozenset()
     extremes: bool = False
     privacy: Privacy = field(default_factory=Privacy)
 
     @property
-    def tells(self) -> frozenset[Fact]:
+    def discloses(self) -> frozenset[Fact]:
         """What answers say in the clear."""
         facts: frozenset[Fact] = frozenset({"sizes"} if self.survey else ())
-        return facts.union(*(question.tells for question in self.questions or ()))
+        return facts.union(*(question.discloses for question in self.questions or ()))
 
     def table(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -67,8 +67,8 @@ class Declaration:
             "survey": self.survey or None,
             "fingerprint": self.own_data,
             "questions": None if self.questions is None else [question.table() for question in self.questions],
-            "tells": sorted(self.tells),
-            "hides": sorted(self.hides),
+            "discloses": sorted(self.discloses),
+            "conceals": sorted(self.conceals),
         }
 
     def lines(self) -> Iterator[str]:
@@ -88,8 +88,8 @@ class Declaration:
             if asked:
                 yield f"{_HEADINGS[phase]}:"
             for question in asked:
-                yield f"  - It sends {question.says} ({_often(question)}; {question.label})."
-        facts = " and ".join(_TOLD[fact] for fact in sorted(self.tells))
+                yield f"  - It sends {question.description} ({_often(question)}; {question.label})."
+        facts = " and ".join(_TOLD[fact] for fact in sorted(self.discloses))
         yield (
             f"The answers tell in the clear {facts}."
             if facts
@@ -103,7 +103,7 @@ def hash_of(spec: Experiment) -> str:
     return hashlib.sha256(spec.to_toml().encode()).hexdigest()[:16]
 
 
-def _often(question: Question) -> str:
+def _often(question: RequestRule) -> str:
     often = {1: "once", None: "as often as the method needs it"}.get(question.times, f"at most {question.times} times")
     if question.per == "run":
         often += " in the whole run"
@@ -142,7 +142,7 @@ def declaration_of(
         questions,
         survey,
         own,
-        method.hides,
+        method.conceals,
         extremes=bool(survey) and data.normalize == "unit",
         privacy=spec.privacy,
     )
