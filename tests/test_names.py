@@ -17,6 +17,7 @@ MODULES = {
     "seam", "tally", "screening", "answers", "tandem", "visiting", "reserving", "stepping", "grouping", "chain",
     "straightline", "holding", "dealing", "spare", "squeeze", "segments", "moving", "rows", "sizes", "keys", "serving",
     "printed", "packed", "grid", "agreed", "trial", "vectorised", "stratification",
+    "line", "turns", "host", "asks",
 }  # fmt: skip
 PLACES = {"nn/layout.py", "sampling/privacy.py", "labels/__init__.py"}
 """These words are given up there alone: a later room may be called ``privacy``."""
@@ -24,12 +25,15 @@ PLACES = {"nn/layout.py", "sampling/privacy.py", "labels/__init__.py"}
 CLASSES = {
     "World", "Job", "Ride", "Carriage", "Luggage", "Crewman", "Errand", "Similar", "Requested", "Pooled", "Margins",
     "Noting", "Remote", "Tally", "Plan", "Group",
+    "Line", "CollabLine", "Turns", "Host", "Stay", "Left", "Spent", "Books", "Question", "Settled", "Kept",
 }  # fmt: skip
-FUNCTIONS = {"answers", "carries", "ride", "ask_fused", "go", "bury", "squeeze", "fit_check", "check_like"}
+FUNCTIONS = {
+    "answers", "carries", "ride", "ask_fused", "go", "bury", "squeeze", "fit_check", "check_like", "insist", "beat",
+}  # fmt: skip
 HOOKS = {"survey", "begin", "finish", "absorb"}
 """What an objective's hooks were called; a run folder begins and finishes all the same."""
 
-NAMES = {"cargo", "worn", "strangers", "told", "luggage", "crew", "errand"}
+NAMES = {"cargo", "worn", "strangers", "told", "luggage", "crew", "errand", "homes", "standing", "journey"}
 """Neither a parameter nor a variable nor a field."""
 
 OF_OPTIMISERS = "memory"

@@ -17,7 +17,7 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights, check_message
-from fedstrata.federation.questions import SHARE, Agreed, Fact, RequestRule, Questions, asks_no_more, joined, seen
+from fedstrata.federation.questions import SHARE, Agreed, Fact, Questions, RequestRule, asks_no_more, joined, seen
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform

@@ -8,7 +8,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.clients.handlers.fedtan import FitTogether
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Agreed, RequestRule, Questions
+from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, training_metrics
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy

@@ -11,7 +11,7 @@ from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, RequestRule, Questions, asks_no_more, joined, seen
+from fedstrata.federation.questions import Agreed, Questions, RequestRule, asks_no_more, joined, seen
 from fedstrata.methods.base import ASKING, Method
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 
@@ -56,7 +56,9 @@ class SFL(Method):
         """Return the requests of the sampler, and a visit of the model in every round."""
         sampler = self.client_sampler
         known = asks_no_more(type(sampler), "questions", *ASKING["client_sampler"])
-        description = "the travelling model as its own training changed it, with how many samples it used and their mean loss"
+        description = (
+            "the travelling model as its own training changed it, with how many samples it used and their mean loss"
+        )
         visit = RequestRule(Visit, description, relay=True, discloses=frozenset({"sizes"}), **seen(agreed))
         return joined(sampler.questions(agreed) if known else None, [visit])
 

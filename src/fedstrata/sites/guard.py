@@ -110,7 +110,7 @@ class Told:
     def reading(self, description: str, question: bytes) -> Iterator[None]:
         """Let data be read in the block, for one job at a time, and count what becomes of it.
 
-        Each description counts, whether the data fit it or not; and each question at which something failed, until
+        Each description record, whether the data fit it or not; and each question at which something failed, until
         the same question is answered, as after the site mended its file.
 
         Args:
@@ -123,20 +123,20 @@ class Told:
         key = hashlib.sha256(question).hexdigest()
         self._folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self._folder / LOCK):
-            answered = self._read()
-            self._refuse(answered["described"], description, "whether this site's data fit another description")
-            self._refuse(answered["failed"], key, "why this site's data cannot be used")
-            self._add(answered, "described", description)
-            self._write(answered)
+            record = self._read()
+            self._refuse(record["described"], description, "whether this site's data fit another description")
+            self._refuse(record["failed"], key, "why this site's data cannot be used")
+            self._add(record, "described", description)
+            self._write(record)
             try:
                 yield
             except Exception:
-                self._add(answered, "failed", key)
+                self._add(record, "failed", key)
                 raise
             else:
-                answered["failed"] = [each for each in answered["failed"] if each != key]
+                record["failed"] = [each for each in record["failed"] if each != key]
             finally:
-                self._write(answered)
+                self._write(record)
 
     def _refuse(self, before: list[str], key: str, what: str) -> None:
         most = self._policy.surveys
@@ -146,16 +146,16 @@ class Told:
                 "policy.surveys", f"other jobs were told {what}; accepted: {most} such answer(s); {approve}"
             )
 
-    def _add(self, answered: dict[str, list[str]], kind: str, key: str) -> None:
-        if key not in answered[kind] and len(answered[kind]) < self._policy.surveys:  # more would change nothing
-            answered[kind].append(key)
+    def _add(self, record: dict[str, list[str]], kind: str, key: str) -> None:
+        if key not in record[kind] and len(record[kind]) < self._policy.surveys:  # more would change nothing
+            record[kind].append(key)
 
     def _read(self) -> dict[str, list[str]]:
         table = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         return {kind: list(table.get(kind, [])) for kind in ("described", "failed")}
 
-    def _write(self, answered: dict[str, list[str]]) -> None:
-        replace_file(self._path, json.dumps(answered).encode(), mode=0o600)
+    def _write(self, record: dict[str, list[str]]) -> None:
+        replace_file(self._path, json.dumps(record).encode(), mode=0o600)
 
 
 SECONDS = 1.0
