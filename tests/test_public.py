@@ -18,10 +18,10 @@ NAMES = """
     Evaluation Experiment FedAvg FedAvgFT FedBABU FedDyn FedLC FedProx FedRS FedSSAR FedSTS FedSTaS FedSampling
     FedTAN Federation Fit FitReply Given Grouped Groups History IID KeepBest MLflow MOON MeanBySize Method Metric
     Model ModelRequest Natural Objective Partition Parts PerSample Persistent Population PowerLaw PowerOfChoice
-    Predictions Predictor Privacy Proximal RequestRule ReBaFL Recipe Reply ReplyRefusedError Request RunFolder SCAFFOLD
-    SFL Schema Selection Shards Simulation SingleClient Sizes SpecError Stratify TensorBoard Trace Trained Training
-    Weighted Weights WithMemory compare decode encode from_arrays from_dataframe handles handles_hop handles_sum
-    load load_runs numbers plot prepare record reference_runs run search size_question strata_after
+    Predictions Predictor Privacy Proximal ReBaFL Recipe Reply ReplyRefusedError Request RequestRule RunFolder
+    SCAFFOLD SFL Schema Selection Shards Simulation SingleClient Sizes SpecError Stratify TensorBoard Trace Trained
+    Training Weighted Weights WithMemory compare decode encode from_arrays from_dataframe handles handles_hop
+    handles_sum load load_runs numbers plot prepare record reference_runs run search size_question strata_after
     strata_of sweep uniforms variants
 """
 PUBLIC = NAMES.split()

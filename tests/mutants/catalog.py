@@ -301,7 +301,7 @@ MUTANTS = [
     federation("refused replies are kept", "self.engine.commit(good)\n", "self.engine.commit(asked)\n"),
     federation("one bad part does not void a group", "if together and len(good) < len(outcomes):", "if False:"),
     federation("a quorum of one less", "if len(good) < quorum:", "if len(good) < quorum - 1:"),
-    federation("the sum is not checked", "defect_of(total, first.check_reply) is None", "total is not None"),
+    federation("the sum is not checked", "defect_of(total, first.check_reply, check) is None", "total is not None"),
     federation("bytes of one client", "records.size(total) * len(reached)", "records.size(total)"),
     relay(
         "a refused part goes on",

@@ -588,6 +588,7 @@ def test_a_site_loads_only_what_its_own_list_allows(
     assert not (tmp_path / "run").exists()
     monkeypatch.syspath_prepend(tmp_path / "installed")
     assert _begin(text.replace('"fedavg"', f'"own_{named}:Own"'), allow=[f"own_{named}"]) == Begun(0, [])
+    monkeypatch.syspath_prepend(tmp_path)
     assert _begin(brought, allow=None) == Begun(0, []), "a simulation is the user's own"
 
 

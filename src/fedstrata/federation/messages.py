@@ -6,7 +6,7 @@ declares a ``Request`` and a ``Reply`` of its own, and how a client answers (``f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -69,7 +69,7 @@ class Request(Message):
         self.check(reply)
 
 
-class Requests(Mapping[ClientId, Request]):
+class Requests(dict[ClientId, Request]):
     """The request of each client; those that are the same for several clients are there once.
 
     Args:
@@ -81,6 +81,7 @@ class Requests(Mapping[ClientId, Request]):
     def __init__(
         self, distinct: Sequence[Request], which: Mapping[ClientId, int], work: Mapping[ClientId, float] | None = None
     ) -> None:
+        super().__init__({client: distinct[place] for client, place in which.items()})
         self.distinct, self.which, self.work = distinct, which, work or {}
 
     @classmethod
@@ -96,15 +97,6 @@ class Requests(Mapping[ClientId, Request]):
     def among(self, clients: Iterable[ClientId], work: Mapping[ClientId, float] | None = None) -> Requests:
         """The requests of some of the clients, with the work that they take."""
         return Requests(self.distinct, {client: self.which[client] for client in clients}, work or self.work)
-
-    def __getitem__(self, client: ClientId) -> Request:
-        return self.distinct[self.which[client]]
-
-    def __iter__(self) -> Iterator[ClientId]:
-        return iter(self.which)
-
-    def __len__(self) -> int:
-        return len(self.which)
 
 
 @record("Weights")
