@@ -110,7 +110,7 @@ class Told:
     def reading(self, description: str, question: bytes) -> Iterator[None]:
         """Let data be read in the block, for one job at a time, and count what becomes of it.
 
-        Each description record, whether the data fit it or not; and each question at which something failed, until
+        Each description counts, whether the data fit it or not; and each question at which something failed, until
         the same question is answered, as after the site mended its file.
 
         Args:
