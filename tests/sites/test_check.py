@@ -62,6 +62,22 @@ def test_a_file_is_looked_at_before_anything_starts(fed: Path, text: str, proble
     assert re.search(problem, found) if problem else found == "", found
 
 
+def test_code_that_a_kits_spec_names_is_imported_from_what_the_kit_allows(
+    fed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit, spec = fed / "a", fed / "a" / "local" / "spec.toml"
+    (tmp_path / "brought.py").write_text("from pathlib import Path\nPath('ran').write_text('')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec.write_text(spec.read_text().replace('"mlp"', '"brought:net"'))
+    assert "a model of one's own may come from no package here" in problems(kit, server=False)
+    assert not Path("ran").exists()
+    (kit / "local" / "fedstrata.toml").write_text('data = "own.csv"\nallow = ["brought"]\n')
+    assert "brought" in problems(kit, server=False)
+    assert Path("ran").exists()
+
+
 def test_what_is_wrong_with_settings_is_said(fed: Path) -> None:
     (fed / "a" / "local" / "fedstrata.toml").write_text('date = "own.csv"\n')
     assert "date = 'own.csv': unknown key" in problems(fed / "a", server=False, data=False)

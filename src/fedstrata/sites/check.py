@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
+from fedstrata.base.loading import only_from
 from fedstrata.sites.certificates import ROOT, faults, own
 from fedstrata.sites.policy import FILE as POLICY
 from fedstrata.sites.policy import Policy, RuleError
@@ -102,7 +103,8 @@ def _job(kit: Path) -> str:
     settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")
     clients = json.loads((kit / PART).read_text(encoding="utf-8"))["clients"]
     try:
-        asked = admitted(text, Policy.read(kit), clients=clients, own_data=True, catalog=settings.catalog)
+        with only_from(settings.packages):
+            asked = admitted(text, Policy.read(kit), clients=clients, own_data=True, catalog=settings.catalog)
     except RuleError as error:
         raise FedstrataError(f"job of {SPEC}: {error}; this site's policy is {POLICY}") from None
     except (SpecError, ValueError) as error:
@@ -122,9 +124,11 @@ def _data(kit: Path) -> str:
 
     part = json.loads((kit / PART).read_text(encoding="utf-8"))
     survey = Survey((kit / SPEC).read_text(encoding="utf-8"), [part["client"]], part["clients"], part["tests"])
-    data = SiteSettings.read(kit).data
+    settings = SiteSettings.read(kit)
+    data = settings.data
     try:
-        survey_of(survey, data)
+        with only_from(settings.packages):
+            survey_of(survey, data)
     except UnusableDataError as error:
         raise DataError(str(error.__cause__)) from None  # at its own site all of it is told
     return f"data: {data} is what the spec says"
