@@ -56,11 +56,12 @@ test-fast: $(DEV)  ## Tests that start no processes and take no seconds: for the
 test-long: $(DEV)  ## Tests that take long: kills, faults, every method on every engine.
 	$(PYTEST) -n $(CORES) -m long
 
-check: $(DEV)  ## Format, lint, types, import rules.
+check: $(DEV)  ## Format, lint, types, import rules, counts of what is hard to read.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tools/prose.py
 
 format: $(DEV)
 	$(BIN)/ruff format .

@@ -1,0 +1,100 @@
+"""Counts what makes our texts hard to read, and fails where a count rose above its baseline.
+
+python tools/prose.py            # prints each count beside its baseline
+python tools/prose.py --write    # lowers the baselines to today's counts
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINE = Path(__file__).with_name("prose.json")
+PAGES = ("docs/*.md", "docs/*/*.md", "*.md")
+GENERATED = (
+    "CHANGELOG.md",
+    "docs/concepts/",
+    "docs/gallery/",
+    "docs/guides/containers.md",
+    "docs/project/architecture.md",
+    "docs/project/changelog.md",
+    "docs/project/contributing.md",
+    "docs/project/security.md",
+    "docs/reference/command-line.md",
+    "docs/results/",
+    "docs/spec.md",
+)
+"""What other programs write, and what is finished."""
+
+IDIOMS = ("is no", "unless given", "anew", "come to", "comes to", "but for")
+QUESTION = re.compile(r"(?:^|(?<=[.!?:] ))(?:Who|Whoever|Whose|What)\b[^.!?\n]*[.!]", re.MULTILINE)
+SHORT = 3
+"""Words of a docstring's summary that say too little."""
+
+
+def counts_of_text(text: str) -> Counter[str]:
+    """Count the house idioms, and the sentences that begin like a question and are none."""
+    count = Counter({f"'{idiom}'": len(re.findall(rf"\b{idiom}\b", text)) for idiom in IDIOMS})
+    count["statements that begin with a question word"] = len(QUESTION.findall(text))
+    return +count
+
+
+def counts_of_module(source: str) -> Counter[str]:
+    """Count in comments and texts, short summaries of public docstrings, and identifiers called ``found``."""
+    tree = ast.parse(source)
+    count = Counter[str]()
+    for text in [*comments(source), *texts(tree)]:
+        count += counts_of_text(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            summary = (ast.get_docstring(node) or "").partition("\n")[0]
+            count["docstring summaries of three words or fewer"] += 0 < len(summary.split()) <= SHORT
+        count["identifiers called 'found'"] += isinstance(node, ast.Name) and node.id == "found"
+    return +count
+
+
+def comments(source: str) -> Iterator[str]:
+    """Find each comment of a module."""
+    return (line.partition("# ")[2] for line in source.splitlines() if "# " in line)
+
+
+def texts(tree: ast.Module) -> Iterator[str]:
+    """Find each text of a module: docstrings, errors and help."""
+    return (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def today() -> Counter[str]:
+    """Count over the pages and over the package."""
+    count = Counter[str]()
+    for page in sorted({page for pattern in PAGES for page in ROOT.glob(pattern)}):
+        if not page.relative_to(ROOT).as_posix().startswith(GENERATED):
+            count += counts_of_text(page.read_text(encoding="utf-8"))
+    for module in sorted((ROOT / "src").rglob("*.py")):
+        count += counts_of_module(module.read_text(encoding="utf-8"))
+    return count
+
+
+def risen(count: Counter[str], baseline: dict[str, int]) -> list[str]:
+    """Name the counts that are above their baseline."""
+    return [name for name in count if count[name] > baseline.get(name, 0)]
+
+
+def main() -> int:
+    """Compare today's counts with the baseline; 1 where one of them rose."""
+    count, baseline = today(), json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
+    worse = risen(count, baseline) if baseline else []
+    for name in sorted(count | Counter(baseline)):
+        print(f"{count[name]:5} (baseline {baseline.get(name, '–'):>4})  {name}{'  ROSE' if name in worse else ''}")
+    if "--write" in sys.argv and not worse:
+        BASELINE.write_text(json.dumps(dict(sorted(count.items())), indent=1) + "\n", encoding="utf-8")
+    return int(bool(worse))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
