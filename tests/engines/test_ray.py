@@ -134,7 +134,7 @@ def test_failures_are_told_as_in_the_local_engine(pool: WorkerPool) -> None:
         store = StateStore()
         asked = federation(make(store), context)
         for _ in range(2):
-            replies = asked.ask(dict.fromkeys(range(5), raycases.Trouble()))
+            replies = asked.ask(range(5), raycases.Trouble())
         assert {client: reply.times for client, reply in replies.items()} == {0: 2, 4: 2}
         # What was raised or refused leaves no trace in a client's state.
         assert {client: store.get(client) for client in range(5)} == {
@@ -177,7 +177,7 @@ def test_a_client_that_kills_its_workers_fails_alone(pool: WorkerPool) -> None:
     context = context_of(fs.Experiment(partition=fs.IID(clients=5)))
     context = dataclasses.replace(context, handlers=context.handlers + [raycases.deadly])  # noqa: RUF005
     asked = federation(RayEngine(context, StateStore(), pool=pool), context)
-    answered = set(asked.ask(dict.fromkeys(range(5), raycases.Deadly())))
+    answered = set(asked.ask(range(5), raycases.Deadly()))
     failed = {client for event in asked.events for client in event["clients"]}
     assert 1 in failed
     assert len(failed) <= 2, "but for those of its own call, who are few where work is quick"
@@ -231,9 +231,9 @@ def test_random_layers_cannot_run_together(pool: WorkerPool) -> None:
     context = context_of(fs.Experiment(), nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Dropout(), nn.Linear(8, 10)))
     asked = federation(RayEngine(context, StateStore(), pool=pool), context)
     with pytest.raises(SpecError, match="draws random numbers"):
-        asked.ask(dict.fromkeys(range(2), raycases.Trouble()), together=True)
+        asked.ask(range(2), raycases.Trouble(), together=True)
     # The engine goes on.
-    assert list(asked.ask({0: raycases.Trouble()})) == [0]
+    assert list(asked.ask([0], raycases.Trouble())) == [0]
     asked.engine.close()
 
 
@@ -262,7 +262,7 @@ def test_a_session_that_was_there_before_stays(pool: WorkerPool) -> None:
     context = context_of(matrix.MATRIX["ask"])
     engine = RayEngine(context, StateStore(), workers=1)
     asked = federation(engine, context)
-    assert list(asked.ask({0: raycases.Trouble(), 4 - 2: raycases.Trouble()})) == [0]
+    assert list(asked.ask([0, 2], raycases.Trouble())) == [0]
     weights = Weights(context.config.model.params(), {})
     assert isinstance(engine.relay(raycases.Trouble, weights), HopByHop)
     assert engine.ask_sum({}) is None
@@ -277,7 +277,7 @@ def test_a_cluster_that_reports_no_processors_gets_one_worker(
     monkeypatch.setattr("ray.cluster_resources", dict)
     context = context_of(matrix.MATRIX["ask"])
     engine = RayEngine(context, StateStore())
-    assert list(federation(engine, context).ask({0: raycases.Trouble()})) == [0]
+    assert list(federation(engine, context).ask([0], raycases.Trouble())) == [0]
     engine.close()
 
 
