@@ -234,3 +234,15 @@ def labelled():
 def local() -> Callable[[str], fs.History]:
     """What the local engine makes of a spec of the matrix; computed once."""
     return cache(lambda label: fs.run(matrix.MATRIX[label]))
+
+
+@pytest.fixture
+def in_an_empty_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a test of a command an empty working directory, an empty home and no data sets."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("FEDSTRATA_DATA", str(home / "data"))
+    monkeypatch.setenv("HOME", str(home))
+    # A console knows its width when it is made; xdist gives its workers one.
+    monkeypatch.setattr("rich._console", None)
+    monkeypatch.delenv("COLUMNS", raising=False)

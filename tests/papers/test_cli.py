@@ -8,6 +8,8 @@ import pytest
 from fedstrata.cli import main
 from fedstrata.papers.tables import tables
 
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder")
+
 
 def test_what_there_is_and_what_it_lacks(capsys):
     assert main(["reproduce", "rebafl/lost", "--list"]) == 0
