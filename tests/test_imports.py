@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,3 +19,32 @@ def test_imports_point_downwards_only(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 broken" in done.stdout
+
+
+NAMES = {"pil": "pillow", "sklearn": "scikit-learn", "skimage": "scikit-image", "mlflow": "mlflow-skinny"}
+"""Distributions that are not called what one imports."""
+
+WITH_OTHERS = {"pydantic-core", "markupsafe", "cryptography", "psutil", "ipython"}
+"""They come with pydantic, Jinja, NVFlare, Ray and notebooks."""
+
+
+def imported() -> set[str]:
+    """Every distribution that the package imports, wherever in a module."""
+    roots = set()
+    for path in (ROOT / "src" / "fedstrata").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                roots |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                roots.add(node.module.partition(".")[0])
+    roots -= {*sys.stdlib_module_names, "fedstrata"}
+    return {NAMES.get(root.lower(), root.lower().replace("_", "-")) for root in roots}
+
+
+def test_what_is_imported_is_declared():
+    """lazy_loader came with a tool for developers only, and a new environment could not import fedstrata."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: lines for name, lines in project["optional-dependencies"].items() if name not in ("dev", "docs")}
+    declared = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
+    names = {re.split(r"[<>=\[ ]", line)[0].lower().replace("_", "-") for line in declared}
+    assert imported() - names - WITH_OTHERS == set()

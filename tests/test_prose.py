@@ -49,6 +49,22 @@ def test_what_is_counted_in_a_module(prose: ModuleType) -> None:
     assert prose.counts_of_module('def f():\n    """Return the number of clients."""\n') == {}
 
 
+def test_a_risen_count_fails_and_is_not_written(
+    prose: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prose, "BASELINE", tmp_path / "prose.json")
+    monkeypatch.setattr("sys.argv", ["prose.py", "--write"])
+    monkeypatch.setattr(prose, "today", lambda: Counter({"a": 2}))
+    for before, code, after in (('{"a": 1}', 1, '{"a": 1}'), ('{"a": 3}', 0, '{\n "a": 2\n}\n')):
+        prose.BASELINE.write_text(before)
+        assert prose.main() == code
+        assert prose.BASELINE.read_text() == after
+    assert "a  ROSE" in capsys.readouterr().out
+    prose.BASELINE.unlink()
+    with pytest.raises(FileNotFoundError):
+        prose.main()
+
+
 def test_a_count_above_its_baseline_is_named(prose: ModuleType) -> None:
     assert prose.risen(Counter({"a": 3, "b": 2}), {"a": 3, "b": 1}) == ["b"]
     assert prose.risen(Counter({"new": 1}), {"a": 3}) == ["new"]

@@ -87,8 +87,8 @@ def risen(count: Counter[str], baseline: dict[str, int]) -> list[str]:
 
 def main() -> int:
     """Compare today's counts with the baseline; 1 where one of them rose."""
-    count, baseline = today(), json.loads(BASELINE.read_text(encoding="utf-8")) if BASELINE.exists() else {}
-    worse = risen(count, baseline) if baseline else []
+    count, baseline = today(), json.loads(BASELINE.read_text(encoding="utf-8"))
+    worse = risen(count, baseline)
     for name in sorted(count | Counter(baseline)):
         print(f"{count[name]:5} (baseline {baseline.get(name, '–'):>4})  {name}{'  ROSE' if name in worse else ''}")
     if "--write" in sys.argv and not worse:

@@ -58,6 +58,14 @@ def test_a_part_runs_as_it_is_written_and_has_its_setting(kind, capsys):
     assert f"{module}:{name}" in Path("out/spec.toml").read_text()
 
 
+@pytest.mark.slow
+def test_a_new_partition_is_drawn_as_its_file_says(capsys):
+    assert main(["new", "partition", "mine.py"]) == 0
+    (line,) = [line for line in Path("mine.py").read_text().splitlines() if line.startswith("fedstrata partition")]
+    assert main(line.split()[1:]) == 0, capsys.readouterr().err
+    assert Path("partition.png").is_file()
+
+
 def test_a_metric_is_measured(capsys):
     assert main(["new", "metric"]) == 0
     metrics = 'evaluation.metrics=["accuracy", "metric:worst_recall"]'

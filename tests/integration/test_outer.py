@@ -20,16 +20,10 @@ PACKAGE = Path(fedstrata.__file__).parent
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds the package without papers, audits and sites."""
     place = tmp_path_factory.mktemp("copied")
-    without = shutil.ignore_patterns(*OUTER, "__pycache__")
-    shutil.copytree(
-        PACKAGE, place / "fedstrata", ignore=lambda folder, names: without(folder, names) & top(folder, names)
-    )
+    shutil.copytree(PACKAGE, place / "fedstrata", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in OUTER:
+        shutil.rmtree(place / "fedstrata" / name)
     return place
-
-
-def top(folder: str, names: list[str]) -> set[str]:
-    """The names that may be left out: the outer packages themselves, and compiled files everywhere."""
-    return set(names) if Path(folder) == PACKAGE else {"__pycache__"}
 
 
 def command(place: Path, *words: str) -> subprocess.CompletedProcess[str]:

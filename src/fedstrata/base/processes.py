@@ -158,7 +158,7 @@ class TaskPool(Generic[K]):
         return bool(self._busy)
 
     def begin(self, key: K, task: Task) -> None:
-        """Let a worker do a task; one that is no fork gets it by pickle."""
+        """Give a task to a worker. A worker that was not forked gets it by pickle."""
         if self.fork:
             worker = Worker(partial(_do, task), fork=True)
         else:

@@ -178,7 +178,7 @@ class Federation:
     def measure(self, request: Request, *, check: Check | None = None) -> tuple[dict[ClientId, Any], int]:
         """Put a question to every client that changes nothing and counts for nothing: to measure a model.
 
-        Whoever lives anywhere is reached: availability, time and the books are about training. ``check`` refuses a
+        All clients are reached: availability, time and accounting concern training only. ``check`` refuses a
         reply as in ``ask``.
 
         Returns:

@@ -1,6 +1,6 @@
 """A partition: who holds which training samples. Try it:
 
-fedstrata partition --set partition={module}:Leaning
+fedstrata partition --trust --set partition={module}:Leaning
 fedstrata run --set partition={module}:Leaning
 """
 
