@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -39,17 +40,45 @@ def end_a_watched_one() -> None:
     assert callback() is None
 
 
+def work_on(work: Callable[[], object]) -> None:
+    work()
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        pass
+
+
 @pytest.mark.parametrize("work", [end_one, end_a_watched_one, tell_to_end])
 def test_sigterm_ends_the_work_also_where_python_ignores_exceptions(work):
-    def work_on() -> None:
-        work()
-        until = time.monotonic() + 10
-        while time.monotonic() < until:
-            pass
+    with pytest.raises(Terminated), ending_in_order():
+        work_on(work)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_sigterm_that_comes_while_an_ignored_exception_is_reported_is_not_lost(monkeypatch):
+    """Python ignores what the hook raises, too: the process then went on, deaf to SIGTERM."""
+
+    class Fails:
+        def __del__(self) -> None:
+            raise ValueError("of a test")
+
+    monkeypatch.setattr(sys, "unraisablehook", tell_to_end)
+    with pytest.raises(Terminated), ending_in_order():
+        work_on(Fails)
+
+
+def test_a_second_sigterm_does_not_interrupt_what_cleans_up():
+    cleaned_up = []
+
+    def end_twice() -> None:
+        try:
+            tell_to_end()
+        finally:
+            tell_to_end()
+            cleaned_up.append(True)
 
     with pytest.raises(Terminated), ending_in_order():
-        work_on()
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        end_twice()
+    assert cleaned_up
 
 
 def test_other_exceptions_that_python_ignores_are_reported_as_usual(monkeypatch):

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 TERMINATED = 128 + signal.SIGTERM
 """The exit code of a process that was told to end, as shells have it."""
@@ -35,37 +36,61 @@ class Terminated(SystemExit):
 def ending_in_order() -> Iterator[None]:
     """Let SIGTERM raise ``Terminated`` in the block, as Ctrl-C raises ``KeyboardInterrupt``.
 
-    Only the main thread can have that, and only where nobody else decided what the signal does.
+    Only the main thread can have that, and only where nobody else decided what the signal does. A second SIGTERM does
+    not interrupt what cleans up; SIGKILL is for those who cannot wait.
     """
     if not in_main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    usual, again = sys.unraisablehook, list[threading.Timer]()
+    usual, main_thread = sys.unraisablehook, threading.get_ident()
+    raised, left = False, threading.Event()
 
-    def raise_again(unraisable: sys.UnraisableHookArgs) -> None:
-        # Python ignores what is raised in a finaliser or in a weak reference's callback.
-        if not isinstance(unraisable.exc_value, Terminated):
-            usual(unraisable)
+    def terminate(_: int, frame: FrameType | None) -> None:
+        nonlocal raised
+        if raised:
             return
-        signal.signal(signal.SIGTERM, _terminate)
-        again[:] = [threading.Timer(AGAIN, signal.pthread_kill, (threading.main_thread().ident, signal.SIGTERM))]
-        again[0].start()
+        if _runs(report_ignored, frame):
+            send_again()
+            return
+        raised = True
+        raise Terminated
 
-    sys.unraisablehook = raise_again
-    signal.signal(signal.SIGTERM, _terminate)
+    def report_ignored(unraisable: sys.UnraisableHookArgs) -> None:
+        # Python ignores what is raised in a finaliser, in a weak reference's callback and in this function.
+        nonlocal raised
+        if isinstance(unraisable.exc_value, Terminated):
+            raised = False
+            send_again()
+        else:
+            usual(unraisable)
+
+    def send_until_raised() -> None:
+        while not left.wait(AGAIN):
+            if not raised:
+                signal.pthread_kill(main_thread, signal.SIGTERM)
+
+    sender = threading.Thread(target=send_until_raised, name="fedstrata-sigterm", daemon=True)
+
+    def send_again() -> None:
+        with suppress(RuntimeError):  # it was started before
+            sender.start()
+
+    sys.unraisablehook = report_ignored
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
+        left.set()
+        if sender.ident is not None:
+            sender.join()
         sys.unraisablehook = usual
-        for timer in again:
-            timer.cancel()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _terminate(*_: object) -> None:
-    # What cleans up is not to be torn away from it by a second one; SIGKILL is for those who cannot wait.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+def _runs(function: Callable[..., object], frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def end_with_parent(asked_by_main_thread: bool) -> None:
