@@ -88,7 +88,7 @@ def measure(masking: str, clients: int, classes: int, labels: int) -> dict[str, 
     assert len(roll.held) == clients
     assert (roll.totals == np.bincount(np.concatenate(list(roll.held.values())))).all()
     seconds = {name: after - at for (name, at), (_, after) in itertools.pairwise(marks)}
-    accounting = asked.accounting
+    log = asked.log
     return {
         "masking": masking,
         "clients": clients,
@@ -96,8 +96,8 @@ def measure(masking: str, clients: int, classes: int, labels: int) -> dict[str, 
         "labels": labels,
         **{name: seconds.get(name, 0.0) for name in ("keys", *PHASES)},
         "seconds": sum(seconds[name] for name in PHASES),
-        "up": accounting.bytes_up / clients,
-        "down": accounting.bytes_down / clients,
+        "up": log.bytes_up / clients,
+        "down": log.bytes_down / clients,
     }
 
 

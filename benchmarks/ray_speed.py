@@ -99,8 +99,8 @@ def stratify(turns: int, pool: WorkerPool, **method: Any) -> dict[str, float]:
     fused = spec_of("digits", 10, "mlp", method=table, training=training)
     local, there, at_once = Run(spec, None), Run(spec, pool), Run(fused, None)
     local.step(), there.step()
-    accounting = local.federation.accounting
-    parts = accounting.hops or accounting.exchanges
+    log = local.federation.log
+    parts = log.hops or log.exchanges
     return compared(turns, per=parts, local=local.step, ray=there.step, local_fused=at_once.step) | {"parts": parts}
 
 

@@ -77,7 +77,7 @@ LATE = f"no answer within {PATIENCE:g} s"
 
 
 def _lost(federation: Federation, reason: str, *clients: int) -> None:
-    assert federation.accounting.failed == set(clients), federation.events
+    assert federation.log.failed == set(clients), federation.events
     assert all(reason in event["reason"] for event in federation.events), federation.events
 
 
@@ -123,7 +123,7 @@ def garbled_asked(federation: Federation) -> None:
     times, everybody = _suite().times, _suite().ALL
     assert times(federation, Probe(culprits=(2,), how="garble")) == everybody
     assert times(federation, Probe()) == {0: 2, 1: 2}
-    assert federation.accounting.failed == {2, 3}, federation.events
+    assert federation.log.failed == {2, 3}, federation.events
     assert times(federation, Probe()) == {0: 3, 1: 3, 2: 2, 3: 2}
 
 
@@ -132,7 +132,7 @@ def garbled_in_a_group(federation: Federation) -> None:
     times, everybody = _suite().times, _suite().ALL
     assert times(federation, Probe(culprits=(2,), how="garble")) == everybody
     assert times(federation, Meet(), together=True) == {}
-    assert federation.accounting.failed == {2, 3}, federation.events
+    assert federation.log.failed == {2, 3}, federation.events
     assert not any(LATE in event["reason"] for event in federation.events), federation.events
     assert times(federation, Meet(), together=True) == dict.fromkeys(everybody, 2)
 
@@ -140,7 +140,7 @@ def garbled_in_a_group(federation: Federation) -> None:
 def garbled_on_a_way(federation: Federation) -> None:
     assert _suite().times(federation, Probe(culprits=(2,), how="garble")) == _suite().ALL
     assert _suite().walked(federation, [(2, Walk()), (3, Walk()), (0, Walk())]) == (2.0, {1: 2, 2: 2})
-    assert federation.accounting.failed == {2}, federation.events
+    assert federation.log.failed == {2}, federation.events
     assert _suite().times(federation, Probe()) == {0: 3, 1: 2, 2: 2, 3: 3}
 
 
@@ -167,15 +167,15 @@ class Deaths(Probes):
     def asked(self, federation: Federation) -> None:
         assert _suite().times(federation, Probe()) == _suite().ALL
         assert _suite().times(federation, Probe(culprits=(3,), how="die")) == {0: 2, 1: 2, 2: 2}
-        assert federation.accounting.failed == {3}, federation.events
+        assert federation.log.failed == {3}, federation.events
 
     def in_a_group(self, federation: Federation) -> None:
         assert _suite().times(federation, Meet(culprits=(2,), how="die"), [0, 1, 2], together=True) == {}
-        assert federation.accounting.failed == {2, 3}, federation.events
+        assert federation.log.failed == {2, 3}, federation.events
         assert _suite().times(federation, Meet(), [0, 1], together=True) == {0: 3, 1: 3}
 
     def on_a_way(self, federation: Federation) -> None:
         bad = Walk(culprits=(1,), how="die")
         assert _suite().walked(federation, [(0, bad), (1, bad), (0, bad)]) == (2.0, {0: 4, 2: 5})
-        assert federation.accounting.failed == {1, 2, 3}, federation.events
+        assert federation.log.failed == {1, 2, 3}, federation.events
         assert _suite().times(federation, Probe()) == {0: 6}

@@ -139,7 +139,7 @@ def test_an_answer_that_does_not_count_leaves_no_trace(federation: Federation, h
     assert times(federation, Probe()) == ALL
     assert times(federation, Probe(culprits=(1, 3), how=how)) == {0: 2, 2: 2}
     assert [clients for _, clients in kinds(federation)] == [(1,), (3,)]
-    assert federation.accounting.failed == {1, 3}
+    assert federation.log.failed == {1, 3}
     assert times(federation, Probe()) == {0: 3, 1: 2, 2: 3, 3: 2}
 
 
@@ -163,7 +163,7 @@ def test_a_group_stands_or_falls_together(federation: Federation, how: str, late
     """Everybody's answer holds parts of a sum to which the culprit has added, or for which it is missing."""
     assert times(federation, Meet(), together=True) == ALL
     assert times(federation, Meet(culprits=(2,), how=how, late=late), together=True) == {}
-    assert federation.accounting.failed == {2}
+    assert federation.log.failed == {2}
     assert times(federation, Meet(), together=True) == dict.fromkeys(range(CLIENTS), 2)
 
 
@@ -190,7 +190,7 @@ def test_a_hop_that_does_not_count_leaves_no_trace(federation: Federation, how: 
     """Neither in the model, which goes back to the last good one, nor in its client's state."""
     bad = Walk(culprits=(1,), how=how)
     assert walked(federation, [(0, bad), (1, bad), (2, bad), (0, bad)]) == (3.0, {0: 1, 2: 1, 3: 2})
-    assert federation.accounting.failed == {1}
+    assert federation.log.failed == {1}
     assert walked(federation, [(1, Walk()), (2, Walk())]) == (2.0, {0: 1, 1: 2})
 
 
@@ -239,7 +239,7 @@ def test_a_model_is_measured_alike_and_nothing_changes(federation: Federation, e
         assert reply.values == expected[client].values
         assert records.encode(reply.sums) == records.encode(expected[client].sums)
     assert size == records.size(request) * CLIENTS + sum(records.size(reply) for reply in replies.values())
-    assert (federation.accounting.bytes_up, federation.accounting.invited) == (0, set())
+    assert (federation.log.bytes_up, federation.log.invited) == (0, set())
     assert times(federation, Probe()) == ALL
 
 

@@ -48,7 +48,7 @@ def run():
         records, heard = [], []
         for record in simulation:
             records.append(record)
-            heard.append(set(simulation.federation.accounting.returned))
+            heard.append(set(simulation.federation.log.returned))
         yield simulation, records, heard
 
 

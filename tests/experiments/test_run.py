@@ -80,7 +80,7 @@ def test_one_client_more_changes_nothing_for_the_others(tiny):
             federation.begin(round)
             request = Fit(round, federation.weights, {}, keep=0.7)
             replies = federation.ask(range(clients), request, work=lambda samples: 2 * 0.7 * samples)
-            absent = federation.accounting.dropped, federation.accounting.late
+            absent = federation.log.dropped, federation.log.late
             rounds.append(({k: encode(r) for k, r in replies.items() if k < 12}, *[a - {12} for a in absent]))
         answers.append(rounds)
     assert answers[0] == answers[1]

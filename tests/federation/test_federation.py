@@ -126,28 +126,27 @@ def test_every_byte_is_counted(tiny):
     federation = tiny()
     requests = {0: Say("1"), 1: Say("1.0000"), 3: Say("2")}
     replies = federation.ask(requests, requests)
-    assert federation.accounting.bytes_down == sum(len(encode(request)) for request in requests.values())
-    assert federation.accounting.bytes_up == sum(len(encode(reply)) for reply in replies.values())
-    before = federation.accounting.bytes_down
+    assert federation.log.bytes_down == sum(len(encode(request)) for request in requests.values())
+    assert federation.log.bytes_up == sum(len(encode(reply)) for reply in replies.values())
+    before = federation.log.bytes_down
     fits = federation.fits()
     replies = federation.ask(fits, fits[0])
-    assert federation.accounting.bytes_down - before == 4 * len(encode(fits[0]))
-    assert federation.accounting.exchanges == 2
+    assert federation.log.bytes_down - before == 4 * len(encode(fits[0]))
+    assert federation.log.exchanges == 2
     federation.begin(2)
-    assert (federation.accounting.bytes_up, federation.accounting.exchanges, federation.events) == (0, 0, [])
+    assert (federation.log.bytes_up, federation.log.exchanges, federation.events) == (0, 0, [])
 
 
 def test_who_is_gone_costs_no_bytes(tiny):
     federation = tiny(availability=fs.Bernoulli(p=1e-9))
     assert federation.fit() == {}
-    assert (federation.accounting.bytes_up, federation.accounting.bytes_down) == (0, 0)
+    assert (federation.log.bytes_up, federation.log.bytes_down) == (0, 0)
 
 
 def test_a_quorum_is_kept_to(tiny):
     federation = tiny()
-    federation.method = "chess"
     assert len(federation.ask(range(4), {k: Say("raise" if k == 0 else "1") for k in range(4)}, quorum=3)) == 3
-    with pytest.raises(QuorumError, match="round 1 of chess: 2 of 4 clients answered, 3 are needed"):
+    with pytest.raises(QuorumError, match="round 1 of toy: 2 of 4 clients answered, 3 are needed"):
         federation.ask(range(4), {k: Say("raise" if k < 2 else "1") for k in range(4)}, quorum=3)
 
 
@@ -188,7 +187,7 @@ def test_a_handlers_nonsense_is_refused(tiny, what, reason):
     assert federation.events == [
         {"round": 9, "kind": "refused", "clients": [2], "reason": f"client 2 in round 9 of toy: {reason}"}
     ]
-    assert (federation.accounting.failed, federation.accounting.returned) == ({2}, {0, 1, 3})
+    assert (federation.log.failed, federation.log.returned) == ({2}, {0, 1, 3})
     assert federation.store.get(2) == {}
     assert federation.store.get(3) == {"said": {"times": 1}}
 
@@ -243,7 +242,7 @@ def test_one_clients_bad_model_is_left_out_and_the_others_aggregate_is_right(tin
     assert event["kind"] == ("failed" if way == "raise" else "refused")
     prefix = "client 1 in round 1 of toy: "
     assert event["reason"].startswith(prefix + WAYS[way].replace("\\", "")), event["reason"]
-    assert (federation.accounting.failed, federation.accounting.returned) == ({1}, {0, 2})
+    assert (federation.log.failed, federation.log.returned) == ({1}, {0, 2})
     # Its state is that of the visit before.
     assert [federation.store.get(k)["objective"]["visits"] for k in range(3)] == [2, 1, 2]
 
@@ -267,16 +266,16 @@ def test_when_all_clients_raise_after_others_answered_the_round_goes_on(tiny):
     federation = tiny()
     federation.ask([0, 1], {0: Say("1"), 1: Say("raise")})
     assert federation.ask([0, 1], Say("raise")) == {}
-    assert federation.accounting.failed == {0, 1}
+    assert federation.log.failed == {0, 1}
 
 
 def test_one_client_that_raises_is_no_proof_that_the_program_is_at_fault(tiny):
     federation = tiny()
     assert federation.ask([2], Say("raise")) == {}
-    assert federation.accounting.failed == {2}
+    assert federation.log.failed == {2}
     with pytest.raises(ClientsFailedError):
         federation.ask([0, 1], Say("raise"))
-    federation.resumed = True  # what was answered before the checkpoint is not known
+    federation.exchanges.resumed = True  # what was answered before the checkpoint is not known
     assert federation.ask([0, 1], Say("raise")) == {}
 
 
@@ -292,7 +291,7 @@ def test_a_missed_quorum_leaves_no_trace_at_the_clients():
     request = Fit(1, weights, {"c": {n: torch.zeros_like(w) for n, w in weights.params.items()}}, 1.0)
     with pytest.raises(QuorumError):
         federation.ask(range(4), request, quorum=4)
-    assert federation.accounting.dropped
+    assert federation.log.dropped
     assert len(store) == 0
 
 
@@ -333,8 +332,8 @@ def test_a_member_that_raises_releases_the_others_and_is_the_only_one_that_faile
     federation = tiny(5)
     before = threading.active_count()
     assert federation.ask((1, 2, 4), Meet(2), together=True) == {}
-    assert federation.accounting.failed == {2}
-    assert federation.accounting.returned == set()
+    assert federation.log.failed == {2}
+    assert federation.log.returned == set()
     [event] = federation.events
     assert (event["kind"], event["clients"]) == ("failed", [2])
     assert event["reason"].startswith("client 2 in round 1 of toy: LookupError: left the meeting")
@@ -355,8 +354,8 @@ def test_a_member_whose_reply_does_not_count_voids_those_of_the_others(tiny, mon
 
     monkeypatch.setattr(federation.engine, "ask", spoilt)
     assert federation.ask((1, 2, 4), Meet(-1), together=True) == {}
-    assert federation.accounting.failed == {2}
-    assert federation.accounting.returned == set()
+    assert federation.log.failed == {2}
+    assert federation.log.returned == set()
     assert [event["clients"] for event in federation.events] == [[2]]
 
 
@@ -370,10 +369,10 @@ def test_a_relay_hands_the_model_on(tiny):
     relayed = federation.relay(tasks, start)
     assert all(torch.equal(relayed.weights.params[n], w + 3 + 1 + 3) for n, w in start.params.items())
     assert {position: reply.number for position, reply in relayed.replies.items()} == {0: 3, 1: 1, 2: 3}
-    accounting = federation.accounting
-    assert accounting.hops == 3
-    assert accounting.bytes_down == 3 * (len(encode(start)) + len(encode(tasks[0][1])))
-    assert accounting.bytes_up == sum(len(encode(reply)) for reply in relayed.replies.values())
+    log = federation.log
+    assert log.hops == 3
+    assert log.bytes_down == 3 * (len(encode(start)) + len(encode(tasks[0][1])))
+    assert log.bytes_up == sum(len(encode(reply)) for reply in relayed.replies.values())
     assert federation.store.get(1) == {"carried": {"times": 1}}
 
 
@@ -382,7 +381,7 @@ def test_when_every_hop_raises_the_program_is_at_fault(tiny):
     with pytest.raises(ClientsFailedError, match="in round 1 of toy; client 3: LookupError: stumbled"):
         federation.relay([(3, Pass(3, "raise")), (2, Pass(2, "raise"))], federation.weights)
     federation.relay([(1, Pass(3, "raise")), (3, Pass(3, "raise"))], federation.weights)
-    assert federation.accounting.returned == {1}
+    assert federation.log.returned == {1}
     relayed = federation.relay([(3, Pass(3, "raise"))], start := federation.weights)
     assert all(torch.equal(relayed.weights.params[n], w) for n, w in start.params.items())
 
@@ -400,7 +399,7 @@ def test_a_hop_that_fails_costs_one_hop(tiny, way, reason):
     [event] = federation.events
     assert event["clients"] == [2]
     assert event["reason"].startswith(f"client 2 in round 1 of toy: {reason}")
-    assert (federation.accounting.failed, federation.accounting.returned) == ({2}, {1, 4})
+    assert (federation.log.failed, federation.log.returned) == ({2}, {1, 4})
     assert federation.store.get(2) == {}
 
 
@@ -411,8 +410,8 @@ def test_a_hop_whose_client_is_gone_is_skipped(tiny):
     assert 0 < len(there) < 8
     relayed = federation.relay([(k, Pass(-1, "")) for k in range(8)], federation.weights)
     assert list(relayed.replies) == there
-    assert federation.accounting.hops == len(there)
-    assert federation.accounting.dropped == set(range(8)) - set(there)
+    assert federation.log.hops == len(there)
+    assert federation.log.dropped == set(range(8)) - set(there)
 
 
 # Sums.
@@ -438,8 +437,8 @@ def reserved(federation, clients):
 
 
 def books(federation):
-    accounting = federation.accounting
-    return accounting.metrics(), accounting.invited, accounting.returned
+    log = federation.log
+    return log.metrics(), log.invited, log.returned
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -488,8 +487,8 @@ def test_the_client_that_spoils_a_fused_sum_is_found_and_left_out(tiny):
     for name, gradient in good.reply.gradient.items():
         torch.testing.assert_close(summed.reply.gradient[name], gradient)
     assert federation.reasons("refused") == ["client 1 in round 1 of toy: NaN or infinity"]
-    assert (federation.accounting.failed, federation.accounting.returned) == ({1}, {0, 3})
-    assert federation.accounting.exchanges == 1
+    assert (federation.log.failed, federation.log.returned) == ({1}, {0, 3})
+    assert federation.log.exchanges == 1
 
 
 # The usual questions.

@@ -29,7 +29,7 @@ def test_an_exchange_takes_down_work_and_up(tiny):
     request, replies = asked(federation)
     work = 0.25 * federation.config.sizes.max()
     expected = seconds(records.size(request), 0.1) + work + seconds(records.size(replies[0]), 0.01)
-    assert federation.accounting.simulated_seconds == pytest.approx(expected)
+    assert federation.log.simulated_seconds == pytest.approx(expected)
 
 
 def test_who_gets_the_model_too_late_is_not_asked_and_who_answers_too_late_does_not_count(tiny):
@@ -46,11 +46,11 @@ def test_who_gets_the_model_too_late_is_not_asked_and_who_answers_too_late_does_
         federation = tiny(3, availability=fs.Always(**settings, deadline=deadline))
         _, replies = asked(federation)
         assert set(replies) == there
-        assert federation.accounting.late == {0, 1, 2} - there
+        assert federation.log.late == {0, 1, 2} - there
         expected = deadline if len(there) < 3 else answered.max()
-        assert federation.accounting.simulated_seconds == pytest.approx(expected)
+        assert federation.log.simulated_seconds == pytest.approx(expected)
         # What came too late is no part of the books.
-        assert federation.accounting.bytes_up == sum(records.size(reply) for reply in replies.values())
+        assert federation.log.bytes_up == sum(records.size(reply) for reply in replies.values())
 
 
 def test_codecs_buy_time():

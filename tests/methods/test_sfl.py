@@ -50,7 +50,7 @@ def test_journeys_differ_and_may_leave_clients_out(start, seven):
     journeys = set()
     for _ in range(12):
         assert started.step()["clients_returned"] == 2
-        chosen = started.federation.accounting.invited
+        chosen = started.federation.log.invited
         journeys.add(tuple(started.federation.rng("journey").permutation(sorted(chosen)).tolist()))
     assert len(journeys) > 2
 

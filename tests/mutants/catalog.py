@@ -71,6 +71,7 @@ averaged = _of("models/averagednorm.py", "clients/test_fedtan.py", "models/test_
 fit = _of(
     "clients/handlers/fit.py", "clients/test_fit.py", "clients/test_local.py", "integration/test_private_sizes.py"
 )
+exchanges = _of("federation/exchanges.py", "federation/test_federation.py")
 federation = _of("federation/federation.py", "federation/test_federation.py")
 relay = _of("federation/engine.py", "federation/test_engine.py", "federation/test_federation.py")
 checks = _of("federation/reply_checks.py", "federation/test_federation.py")
@@ -298,11 +299,15 @@ MUTANTS = [
         "methods/test_fedstas.py",
         "methods/test_fedsampling.py",
     ),
-    federation("refused replies are kept", "self.engine.commit(good)\n", "self.engine.commit(asked)\n"),
-    federation("one bad part does not void a group", "if together and len(good) < len(outcomes):", "if False:"),
-    federation("a quorum of one less", "if len(good) < quorum:", "if len(good) < quorum - 1:"),
-    federation("the sum is not checked", "defect_of(total, first.check_reply, check) is None", "total is not None"),
-    federation("bytes of one client", "records.size(total) * len(reached)", "records.size(total)"),
+    federation("refused replies are kept", "self.engine.commit(answers)\n", "self.engine.commit(reached)\n"),
+    exchanges("one bad part does not void a group", "if together and len(replies) < len(outcomes):", "if False:"),
+    federation("a quorum of one less", "if len(answers) < quorum:", "if len(answers) < quorum - 1:"),
+    federation(
+        "the sum is not checked",
+        "total is None or defect_of(total, first.check_reply, check) is not None",
+        "total is None",
+    ),
+    federation("bytes of one client", "size * len(reached)", "size"),
     relay(
         "a refused part goes on",
         "            self._weights = moved\n            self._replies.append(reply)",

@@ -36,10 +36,10 @@ def test_a_client_answers_once_unless_it_shall_answer_anew(tiny):
         federation.begin(round)
         _, state, metrics = once.keep(federation, state, [0, 2] if round == 1 else [0, 1, 2, 3])
         # Round 1: two answers; round 2: those of the two others; then none.
-        assert sorted(federation.accounting.invited) == {1: [0, 2], 2: [1, 3]}.get(round, [])
+        assert sorted(federation.log.invited) == {1: [0, 2], 2: [1, 3]}.get(round, [])
         federation.begin(round)
         _, other, _ = anew.keep(federation, other, [0, 1, 2, 3])
-        assert len(federation.accounting.invited) == 4
+        assert len(federation.log.invited) == 4
         estimates.append((metrics["estimated_samples"], tuple(other.answers)))
     assert len({estimate for estimate, _ in estimates[1:]}) == 1
     assert len({answers for _, answers in estimates}) == 4

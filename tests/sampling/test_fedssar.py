@@ -114,10 +114,10 @@ def test_everybody_introduces_itself_once(tiny):
     selection, state = sampler.select(federation, state, federation.weights)
     assert state.sketches.known.tolist() == list(range(6))
     assert len(selection.clients) == 2
-    assert federation.accounting.bytes_up < 6 * 4 * (len(state.sketches.points[0]) + 60)
+    assert federation.log.bytes_up < 6 * 4 * (len(state.sketches.points[0]) + 60)
     federation.begin(2)
     sampler.select(federation, state, federation.weights)
-    assert federation.accounting.invited == set()
+    assert federation.log.invited == set()
     assert records.decode(records.encode(state)).sketches.known.tolist() == list(range(6))
 
 

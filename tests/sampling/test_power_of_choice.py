@@ -47,8 +47,8 @@ def test_only_candidates_are_asked_and_large_clients_are_candidates_more_often(t
     for round in range(1, 60):
         federation.begin(round)
         sampler.select(federation, state, federation.weights)
-        assert len(federation.accounting.invited) == 2
-        asked[list(federation.accounting.invited)] += 1
+        assert len(federation.log.invited) == 2
+        asked[list(federation.log.invited)] += 1
     assert asked[5] > 40 > asked[:5].max()
 
 

@@ -49,7 +49,7 @@ def test_nobody_is_asked_and_everybody_becomes_known(tiny):
     for round in range(1, 12):
         federation.begin(round)
         selection, state = sampler.select(federation, state, federation.weights)
-        assert federation.accounting.invited == set()
+        assert federation.log.invited == set()
         unknown.append(selection.metrics.get("strata_unknown", 0))
         sizes = selection.metrics["strata_sizes"]
         assert sum(sizes) == 12

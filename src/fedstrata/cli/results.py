@@ -71,9 +71,9 @@ def _table(options: argparse.Namespace) -> int:
     if options.format == "json":
         from fedstrata.reporting.tables import compare_table
 
-        of_data = by_data(over)
+        has_update = by_data(over)
         print_json(
-            {data: contrasts.to_json(compare_table(histories(of_data[data])), each) for data, each in found.items()}
+            {data: contrasts.to_json(compare_table(histories(has_update[data])), each) for data, each in found.items()}
         )
         return 0
     if options.format == "csv":

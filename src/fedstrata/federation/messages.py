@@ -27,7 +27,7 @@ Extra = dict[str, dict[str, Tensor]]
 class Reply(Message):
     """A client's answer."""
 
-    def taken_apart(self, sent: Weights) -> tuple[Params, Self]:
+    def split_update(self, sent: Weights) -> tuple[Params, Self]:
         """The change that it tells of, by name, which may travel encoded, and the answer without it.
 
         Args:
@@ -35,11 +35,11 @@ class Reply(Message):
         """
         return {}, self
 
-    def put_together(self, sent: Weights, change: Params) -> Self:
-        """What ``taken_apart`` took apart, or a part of it."""
+    def merge_update(self, sent: Weights, change: Params) -> Self:
+        """What ``split_update`` took apart, or a part of it."""
         return self
 
-    def of_data(self) -> bool:
+    def has_update(self) -> bool:
         """Whether it comes of data at all, and not from a client that had none to train on."""
         return True
 
@@ -163,7 +163,7 @@ class FitReply(Reply):
     message: Extra
     trained: bool = True
 
-    def taken_apart(self, sent: Weights) -> tuple[Params, FitReply]:
+    def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
         """What training made of the parameters, and the objective's message."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
@@ -177,7 +177,7 @@ class FitReply(Reply):
         change = {f"params/{name}": tensor for name, tensor in moved.items()} | said
         return change, replace(self, weights=Weights(still, self.weights.buffers), message=left)
 
-    def put_together(self, sent: Weights, change: Params) -> FitReply:
+    def merge_update(self, sent: Weights, change: Params) -> FitReply:
         """A model that is as far from ``sent`` as the client's was from what it had."""
         params, message = dict(self.weights.params), {group: dict(part) for group, part in self.message.items()}
         for name, tensor in change.items():
@@ -189,7 +189,7 @@ class FitReply(Reply):
                 message.setdefault(group, {})[rest] = tensor
         return replace(self, weights=Weights(params, self.weights.buffers), message=message)
 
-    def of_data(self) -> bool:
+    def has_update(self) -> bool:
         """Not where no step was taken."""
         return self.trained
 

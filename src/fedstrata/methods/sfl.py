@@ -7,11 +7,11 @@ from typing import Any
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.clients.handlers.sequential import Visit, VisitReply
-from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Questions, RequestRule, asks_no_more, joined, seen
+from fedstrata.federation.round_log import communication
 from fedstrata.methods.base import ASKING, Method
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 
@@ -80,7 +80,7 @@ class SFL(Method):
         seen = sum(reply.seen for reply in replies)
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
-        metrics |= communication(relayed.weights, federation.accounting.hops, config.clients, federation.round)
+        metrics |= communication(relayed.weights, federation.log.hops, config.clients, federation.round)
         # Samplers may use which clients took part. Samplers that need their models are refused by ``check``.
         took_part = {order[position]: reply for position, reply in relayed.replies.items()}
         return SFLState(relayed.weights, sampler.observe(clients, took_part)), metrics

@@ -26,9 +26,9 @@ from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
 from fedstrata.evaluation.history import Confusion, History
 from fedstrata.evaluation.messages import Evaluate, Evaluated
-from fedstrata.federation.communication.channel import Channel, ChannelState
+from fedstrata.federation.communication.compression import Compression, CompressionState
 from fedstrata.federation.engine import Engine
-from fedstrata.federation.federation import Federation, Listener
+from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.preparation import Prepared
@@ -123,7 +123,7 @@ class LoopState:
         best: The best one; the first of those that are equal.
         memory: What callbacks remember.
         stopped: Why the run ended before its last round; empty where it did not.
-        channel: What the server remembers of what travelled encoded; None where nothing did.
+        channel: What the server remembers of compressed models and updates; None if nothing is compressed.
     """
 
     heard: NDArray[np.int64]
@@ -132,7 +132,7 @@ class LoopState:
     best: Measured | None
     memory: dict[str, Tree]
     stopped: str
-    channel: ChannelState | None = None
+    channel: CompressionState | None = None
 
 
 class Simulation:
@@ -174,13 +174,17 @@ class Simulation:
             self.engine = make_engine(engine, self.context, self.store) if isinstance(engine, str) else engine
             closing.callback(self.engine.close)
             method, availability = self.spec.method, self.spec.availability
-            self.channel: Channel | None = None
-            """What encodes what travels; None where it travels as it is."""
+            self.compression: Compression | None = None
+            """What encodes requests and decodes replies; None if they travel as they are."""
+            legs: Legs = one_leg
             if not self.spec.communication.plain:
-                objective = method.objective_in_use()
-                self.channel = Channel(self.spec.communication, objective, prepared.config.clients, self.spec.seed)
+                clients, objective = prepared.config.clients, method.objective_in_use()
+                self.compression = Compression(
+                    self.spec.communication, clients, self.spec.seed, objective.expected, objective.additive
+                )
+                legs = self.compression.legs
             self.federation = Federation(
-                self.engine, prepared.config, availability, method.name, listener=listener, channel=self.channel
+                self.engine, prepared.config, availability, method.name, listener=listener, legs=legs
             )
             self.round = found.round if found else 0
             self.folder: Path | None = None
@@ -205,7 +209,7 @@ class Simulation:
                 found.restore(self.store)
             self.engine.restore(self.round)
             if found is not None:
-                self.federation.resumed = True
+                self.federation.exchanges.resumed = True
                 self.state = found.state
             else:
                 self.federation.begin(0)
@@ -242,12 +246,12 @@ class Simulation:
             raise
         self.round += 1
         if len(self._heard):
-            self._heard[list(federation.accounting.returned)] = self.round
+            self._heard[list(federation.log.returned)] = self.round
         record: dict[str, Any] = {"round": self.round, "accuracy": None, "loss": None}
         if spec.evaluation.due(self.round, spec.training.rounds):
             record |= self._recorded(self.evaluate())
         # What a method reports comes beside the books, never in their place.
-        record |= federation.accounting.metrics()
+        record |= federation.log.metrics()
         record |= {key: value for key, value in metrics.items() if key not in record}
         record["seconds"] = time.perf_counter() - began
         self._events = self._collect_events()
@@ -330,16 +334,16 @@ class Simulation:
     @property
     def own(self) -> LoopState:
         """What the loop remembers beside the method's state."""
-        channel = self.channel.state if self.channel is not None else None
-        return LoopState(self._heard, self._evaluated, self.last, self.best, self.memory, self.stopped, channel)
+        compression = self.compression.state if self.compression is not None else None
+        return LoopState(self._heard, self._evaluated, self.last, self.best, self.memory, self.stopped, compression)
 
     def _take_up(self, own: LoopState) -> None:
         if len(own.heard) == len(self._heard):
             self._heard = own.heard.copy()
         self._evaluated, self.last, self.best = list(own.evaluated), own.last, own.best
         self.memory, self.stopped = dict(own.memory), own.stopped
-        if self.channel is not None and own.channel is not None:
-            self.channel.state = own.channel
+        if self.compression is not None and own.channel is not None:
+            self.compression.state = own.channel
 
     def _recorded(self, score: Score) -> dict[str, Any]:
         """What a record says of an evaluation, which is kept."""

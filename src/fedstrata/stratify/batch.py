@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base.records import Tree
 from fedstrata.clients.training.sgd import clipped
-from fedstrata.federation.accounting import Summed
-from fedstrata.federation.federation import Federation
+from fedstrata.federation.federation import Federation, Summed
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.settings import Training
 from fedstrata.models.batchnorm import has_batchnorm
@@ -117,7 +116,7 @@ def _batch(
         if not absent:
             return total
         # In a group that had to be given up nobody answered, and only the culprits count as failed or late.
-        culprits = absent if total else (absent & federation.accounting.absent()) or absent
+        culprits = absent if total else (absent & federation.log.absent()) or absent
         plan.lose(culprits, batch)
         if total:
             return total

@@ -145,11 +145,11 @@ class GradientReply(Reply):
     loss: float
     buffers: Params = same()
 
-    def taken_apart(self, sent: Weights) -> tuple[Params, GradientReply]:
+    def split_update(self, sent: Weights) -> tuple[Params, GradientReply]:
         """The gradient."""
         return self.gradient, replace(self, gradient={})
 
-    def put_together(self, sent: Weights, change: Params) -> GradientReply:
+    def merge_update(self, sent: Weights, change: Params) -> GradientReply:
         """The gradient again."""
         return replace(self, gradient=change)
 

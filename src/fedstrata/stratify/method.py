@@ -9,11 +9,11 @@ from pydantic import Field, PositiveInt
 from fedstrata.aggregation.optimizers import AnyServer
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
-from fedstrata.federation.accounting import communication
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.questions import Agreed, Fact, Questions, by_round
+from fedstrata.federation.round_log import communication
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.batch import BatchPlan, batch_epoch, rate

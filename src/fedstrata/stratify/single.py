@@ -35,7 +35,7 @@ def single_epoch(federation: Federation, weights: Weights, route: Route) -> tupl
     Returns:
         The new model, None for the optimiser's state (there is none), and the metrics.
     """
-    loss, samples, hops = torch.zeros(()), 0, federation.accounting.hops
+    loss, samples, hops = torch.zeros(()), 0, federation.log.hops
     while route.open():
         # More than one relay only where an engine learnt of a failure too late to go on in the same.
         relayed = federation.relay(
@@ -46,7 +46,7 @@ def single_epoch(federation: Federation, weights: Weights, route: Route) -> tupl
             loss = loss + reply.loss
             samples += int((~reply.missing).sum())
     metrics: dict[str, Any] = {"samples": samples, "train_loss": float(loss) / samples if samples else None}
-    return weights, None, metrics | {"transfers": federation.accounting.hops - hops}
+    return weights, None, metrics | {"transfers": federation.log.hops - hops}
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def test_the_unique_list_stops_when_it_is_complete(site: Sites) -> None:
     check_against(federation, roll_of(federation, "ckks"), holdings)
     assert federation.count(Enlist) == 2
     assert federation.count(SealLabels) == len(holdings)
-    assert federation.accounting.exchanges < 2 + 3 * 2 + 2 * 2 + 2 + 2  # the ten others are asked together
+    assert federation.log.exchanges < 2 + 3 * 2 + 2 * 2 + 2 + 2  # the ten others are asked together
 
 
 def test_packing_takes_one_ciphertext_for_a_hundred_comparisons(site: Sites) -> None:

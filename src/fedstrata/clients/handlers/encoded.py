@@ -87,13 +87,13 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
         before[MODEL] = client.state[MODEL]
     codec = Uncompressed() if request.plain else client.context.communication.up
     whole: Reply = client.context.handlers.alone(type(question))(client, question)
-    change, reply = whole.taken_apart(question.weights)
+    change, reply = whole.split_update(question.weights)
     change, as_it_is = parted(change, codec, client.context.objective.additive)
     if not all(map(finite, change.values())):
         raise FedstrataError("its change holds NaN or infinity, which a codec would hide")
-    reply = reply.put_together(question.weights, as_it_is)
+    reply = reply.merge_update(question.weights, as_it_is)
     # Who changes nothing, having nothing to train on or being asked something else, keeps what earlier changes lost.
-    remembers = isinstance(codec, WithMemory) and bool(change) and whole.of_data()
+    remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()
     if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)
     if isinstance(codec, PowerSGD) and len(request.basis):
@@ -118,7 +118,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     frame = unpack(request.frame, codec.forms_of_frame(change))
     payload = codec.coefficients(change, frame)
     client.state = dict(pending.state)
-    if pending.reply.of_data():
+    if pending.reply.has_update():
         _remember(client, pending.round, change, codec.decode(with_frame(payload, frame), change))
     return EncodedReply(pending.reply, pack(payload, codec.forms_of_coefficients(change)))
 

@@ -20,7 +20,7 @@ def ask_one(federation: Federation, client: ClientId, request: Request, *, check
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
         # It was the only one asked and the first of its kind: the others may still answer.
-        federation.accounting.failed.add(client)
+        federation.log.failed.add(client)
         federation.note("failed", [client], str(error))
         return None
 

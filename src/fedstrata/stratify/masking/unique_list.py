@@ -99,7 +99,7 @@ class UniqueList(ABC):
 
     def refuse(self, client: ClientId, defect: str) -> None:
         """Leave out a client, with an event."""
-        self.federation.accounting.failed.add(client)
+        self.federation.log.failed.add(client)
         self.federation.note("refused", [client], f"client {client} in round {self.federation.round}: {defect}")
 
     def ask(

@@ -18,8 +18,8 @@ from fedstrata.clients.handlers.encoded import MEMORY, MODEL, PENDING
 from fedstrata.clients.handling import handles
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.federation.communication.channel import Channel
 from fedstrata.federation.communication.codecs import Communication
+from fedstrata.federation.communication.compression import Compression
 from fedstrata.federation.communication.messages import Coefficients, Encoded, EncodedReply
 from fedstrata.federation.engine import Failure
 from fedstrata.federation.federation import Federation
@@ -37,10 +37,10 @@ class Told(Reply):
 
     change: Params
 
-    def taken_apart(self, sent: Weights) -> tuple[Params, Told]:
+    def split_update(self, sent: Weights) -> tuple[Params, Told]:
         return self.change, replace(self, change={})
 
-    def put_together(self, sent: Weights, change: Params) -> Told:
+    def merge_update(self, sent: Weights, change: Params) -> Told:
         return replace(self, change=change)
 
 
@@ -98,8 +98,10 @@ class World:
         context = replace(context, handlers=context.handlers + [tell])  # noqa: RUF005
         self.store = StateStore()
         self.engine = Flaky(context, self.store)
-        self.channel = Channel(spec.communication, CrossEntropy(), N, 0)
-        self.federation = Federation(self.engine, prepared.config, spec.availability, channel=self.channel)
+        objective = CrossEntropy()
+        self.compression = Compression(spec.communication, N, 0, objective.expected, objective.additive)
+        legs = self.compression.legs
+        self.federation = Federation(self.engine, prepared.config, spec.availability, legs=legs)
         self.params = prepared.config.model.params()
         self.round = 0
 
@@ -190,7 +192,7 @@ def test_memories_grow_old() -> None:
     world.ask()
     lost = world.store.get(0)[MEMORY].lost
     world.ask({1})
-    codec = world.channel.up
+    codec = world.compression.up
     change = truth(0, 3, world.params)
     half = {name: tensor + 0.25 * lost[name] for name, tensor in change.items()}  # two rounds: 0.5 · 0.5
     reply = world.ask({0})[0]
@@ -222,12 +224,12 @@ def test_everybody_has_the_model_that_the_server_thinks_they_have(label: str) ->
         clients = {*clients, 3} if number == 7 else clients
         world.params = {n: t + 0.01 * truth(9, world.round, world.params)[n] for n, t in world.params.items()}
         assert set(world.ask(clients)) == clients
-        sizes.append(world.federation.accounting.bytes_down / len(clients))
+        sizes.append(world.federation.log.bytes_down / len(clients))
         for client in clients:
             seen = world.store.get(client)["seen"]
-            assert all(torch.equal(seen[n], t) for n, t in world.channel.state.params.items())
+            assert all(torch.equal(seen[n], t) for n, t in world.compression.state.params.items())
     # And that is near the server's own, however long this goes on: what was lost once is in the next difference.
-    far = max(float((world.channel.state.params[n] - t).abs().max()) for n, t in world.params.items())
+    far = max(float((world.compression.state.params[n] - t).abs().max()) for n, t in world.params.items())
     assert far < 0.08
     assert sizes[1] < sizes[0]
 

@@ -1,0 +1,165 @@
+"""The exchanges of a run: which clients are reached, which replies count, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+
+from fedstrata.base import records
+from fedstrata.base.errors import ClientsFailedError
+from fedstrata.federation.availability import Availability
+from fedstrata.federation.clock import Clock
+from fedstrata.federation.engine import Failure, FederationConfig
+from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Work
+from fedstrata.federation.reply_checks import Check, defect_of
+from fedstrata.federation.round_log import RoundLog
+
+
+class Replies(dict[ClientId, Any]):
+    """Replies by client, ascending."""
+
+    def total(self) -> Any:
+        """Return the sum of all replies."""
+        return reduce(records.add, self.values())
+
+
+class Exchanges:
+    """The exchanges of a run: which clients are reached, which replies count, and what it costs.
+
+    Args:
+        config: What was agreed.
+        availability: Who is there, and how fast.
+        method: The method's name, for messages.
+    """
+
+    def __init__(self, config: FederationConfig, availability: Availability, method: str) -> None:
+        self._config, self._availability, self._method = config, availability, method
+        self.log = RoundLog(0, method)
+        self.answered: set[type[Request]] = set()
+        """Kinds of requests that some client answered."""
+        self.resumed = False
+        """Whether earlier rounds ran in another process: what clients answered then is not known any more."""
+        self.clock: Clock | None = None
+        """Simulated time; None where nothing depends on it."""
+        if config.sizes is not None and availability.simulates_time:
+            self.clock = Clock(availability, config.seed)
+        self._online: dict[ClientId, bool] = {}
+
+    def begin(self, round: int) -> None:
+        """Begin a round."""
+        self.log, self._online = RoundLog(round, self._method), {}
+
+    def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
+        """Whether a hop with a model of so many bytes reaches its client; cheap for one that was reached before."""
+        if self.clock is None and client in self.log.invited and self._online.get(client, False):
+            self.log.bytes_down += records.size(task) + model
+            return True
+        return bool(self.reach(Requests([task], {client: 0}), partial(work, task), model))
+
+    def reach(self, requests: Requests, work: Work | None, model: int | None = None) -> Requests:
+        """Return the requests that reach their clients and will be answered in time.
+
+        What is sent to clients that turn out to be late counts too. With each request of a relay goes a ``model`` of so
+        many bytes; None for an exchange.
+        """
+        clients, log = sorted(requests), self.log
+        if not clients:
+            return requests
+        if clients[0] < 0 or clients[-1] >= self._config.clients:
+            raise ValueError(f"clients {clients[0]} … {clients[-1]} asked; there are 0 … {self._config.clients - 1}")
+        log.invited.update(clients)
+        if self.log.round > 0:
+            clients = self._online_of(clients)
+        distinct = [records.size(request) + (model or 0) for request in requests.distinct]
+        sizes = {client: distinct[requests.which[client]] for client in clients}
+        log.bytes_down += sum(sizes.values())
+        log.exchanges += model is None
+        if callable(work):
+            samples = self._config.sizes
+            work = {} if samples is None else {client: work(int(samples[client])) for client in clients}
+        work = work or {}
+        if self.clock is not None and self.log.round > 0:
+            clients = self.clock.start({client: work.get(client, 0.0) for client in clients}, sizes, log)
+            if model is not None:
+                self.clock.pass_time(log)  # the model goes on to the next client, and comes back only once
+        return requests.among(clients, work)
+
+    def _online_of(self, clients: list[ClientId]) -> list[ClientId]:
+        """Return the clients that are there; each is drawn once a round."""
+        online = self._online
+        if new := [client for client in clients if client not in online]:
+            drawn = self._availability.online(np.array(new, dtype=np.int64), self.log.round, self._config.seed)
+            online.update(zip(new, drawn.tolist(), strict=True))
+        there = [client for client in clients if online[client]]
+        if len(there) < len(clients):
+            self.log.drop([client for client in clients if not online[client]])
+        return there
+
+    def collect(
+        self,
+        asked: Requests,
+        outcomes: Mapping[ClientId, Reply | Failure],
+        together: bool,
+        check: Check | None,
+    ) -> Replies:
+        """Return the replies that count, and log why the others do not."""
+        log, replies = self.log, Replies()
+        failures: dict[ClientId, Failure] = {}
+        refused = False
+        for client in sorted(outcomes):
+            outcome = outcomes[client]
+            if isinstance(outcome, Failure):
+                failures[client] = outcome
+            elif defect := defect_of(outcome, asked[client].check_reply, check):
+                refused = True
+                log.fail(client, Failure(defect, refused=True))
+            else:
+                replies[client] = outcome
+        sizes = {client: records.size(reply) for client, reply in replies.items()}
+        for client in self.clock.arrive(sizes, log) if self.clock is not None else ():
+            refused = True
+            del replies[client], sizes[client]
+        kinds = set(map(type, asked.values()))
+        if failures:
+            raised = sum(failure.error is not None for failure in failures.values())
+            self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
+        if together and len(replies) < len(outcomes):
+            # Everybody's answer holds parts of sums to which a reply that does not count has added.
+            void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
+            failures |= dict.fromkeys(replies, void)
+            replies.clear()
+        if failures:
+            # A client that only waited for one that failed has not failed itself. If nobody did, the group broke.
+            broken = not refused and all(failure.bystander for failure in failures.values())
+            for client, failure in failures.items():
+                if broken or not failure.bystander:
+                    log.fail(client, failure)
+        if replies:
+            self.answered |= kinds
+        self.count(replies, sum(sizes[client] for client in replies))
+        return replies
+
+    def raise_if_hopeless(
+        self,
+        asked: set[ClientId],
+        raised: int,
+        kinds: set[type[Request]],
+        failures: list[tuple[ClientId, Failure]],
+    ) -> None:
+        """Raise if the program is at fault: several clients were asked, all raised, and none ever answered."""
+        several = len(asked) >= min(2, self._config.clients)
+        if self.resumed or not several or raised < len(asked) or kinds & self.answered:
+            return
+        client, failure = failures[0]
+        where = f"in round {self.log.round} of {self._method}"
+        raise ClientsFailedError(
+            f"all {len(asked)} clients failed {where}; client {client}: {failure.reason}"
+        ) from failure.error
+
+    def count(self, clients: Iterable[ClientId], size: int) -> None:
+        """Count replies of so many bytes together."""
+        self.log.returned.update(clients)
+        self.log.bytes_up += size
