@@ -201,7 +201,7 @@ def serve(model: str) -> None:
 
 
 PATHS: dict[str, tuple[Callable[[str], Works], str, str]] = {
-    "manual, MLP": (manual, "mlp", "training/manual_sgd.py: FedAvg, 10 clients of 300 samples, batch 20"),
+    "manual, MLP": (manual, "mlp", "training/sgd.py: FedAvg, 10 clients of 300 samples, batch 20"),
     "traced, MLP": (traced, "mlp", "training/traced_sgd.py: Stratify single"),
     "traced, CNN": (traced, "cnn", "training/traced_sgd.py: the same with convolutions"),
     "team, MLP": (team, "mlp", "engines/worker_pool.py: 10 clients of 6,000 samples, two processes"),

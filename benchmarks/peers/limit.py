@@ -29,7 +29,7 @@ from fedstrata.runs.simulation import Simulation
 
 PARTS = {
     "local training": ("local.py", "train"),
-    "· forward, backward, update": (("local.py", "by_autograd"), ("manual_sgd.py", "step")),
+    "· forward, backward, update": (("local.py", "by_autograd"), ("sgd.py", "step")),
     "· samples in a new order": ("local.py", "_in_new_order"),
     "· model in and out": (("model.py", "loaded"), ("model.py", "_copy_into"), ("model.py", "_copies")),
     "samples made floats": ("client.py", "samples"),

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedstrata.clients.training.manual_sgd import ManualSGD
+from fedstrata.clients.training.sgd import ManualSGD
 from fedstrata.models.zoo import MLP, Tabular
+from fedstrata.objectives.base import Batch
 
 
 def mlp(hidden=(7, 5)):
@@ -33,7 +34,7 @@ def test_steps_are_those_of_pytorchs_sgd(hidden, decay):
         expected = F.cross_entropy(module(X[:size]), Y[:size])
         expected.backward()
         optimizer.step()
-        loss = chain.step(params, X[:size], Y[:size], 0.5, decay)
+        loss = chain.step(params, Batch(X[:size], Y[:size]), 0.5, decay)
         torch.testing.assert_close(loss.clone(), expected.detach())
     for name, p in module.named_parameters():
         torch.testing.assert_close(params[name], p.detach(), rtol=1e-5, atol=1e-6)
@@ -64,7 +65,7 @@ def test_chains_of_ones_own(module):
     chain, params = ManualSGD.of(module), own(module)
     x = X.flatten(1) if isinstance(module, nn.Sequential) is False else X
     loss = F.cross_entropy(module(x), Y)
-    torch.testing.assert_close(chain.step(params, x, Y, 0.1).clone(), loss.detach())
+    torch.testing.assert_close(chain.step(params, Batch(x, Y), 0.1).clone(), loss.detach())
 
 
 def frozen():

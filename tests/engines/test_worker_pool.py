@@ -154,11 +154,11 @@ def test_a_worker_that_dies_loses_nobody(federation):
 def test_an_interrupted_question_leaves_nothing_behind(federation, monkeypatch):
     asked(federation)
 
-    def interrupted(number, request):
+    def interrupted(number):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(federation.engine, "_outcome", interrupted)
+        patch.setattr(federation.engine, "_client", interrupted)
         with pytest.raises(KeyboardInterrupt):
             asked(federation)
     assert multiprocessing.active_children() == []

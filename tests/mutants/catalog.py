@@ -294,8 +294,8 @@ MUTANTS = [
     fit("samples are told", "if request.counts else (0, 0, 0)", "if True else (0, 0, 0)"),
     fit(
         "all samples",
-        "len(client)) < request.keep]",
-        "len(client)) < 2]",
+        "len(chosen)) < request.keep]",
+        "len(chosen)) < 2]",
         "methods/test_fedstas.py",
         "methods/test_fedsampling.py",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import is_not
 from typing import TypeVar
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.errors import WithheldError
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import rng
 from fedstrata.clients.context import ClientContext
@@ -44,8 +46,8 @@ class Client:
         self._before: Mapping[str, Tree] = state or {}
         self.state: dict[str, Tree] = dict(self._before)
         self.model = model or context.config.model
-        self.indices: NDArray[np.int64] = context.assignment[number]
-
+        begin, end = context.assignment.offsets[number : number + 2]
+        self.indices: NDArray[np.int64] = context.assignment.indices[begin:end]
         self.behind = 0
         """Samples behind the answer, as its handler said; for the ledgers of the client's site."""
 
@@ -53,9 +55,12 @@ class Client:
         """Let an answer go out that so many samples are behind; every handler calls it before it looks at them.
 
         Raises:
-            WithheldError: There are fewer than ``privacy.min_samples``.
+            WithheldError: There are fewer than ``privacy.min_samples``. The message does not say how many. With a
+                minimum of 1, an answer without samples may go out too.
         """
-        self.context.privacy.require(samples)
+        if samples < (least := self.context.privacy.min_samples) and least > 1:
+            problem = f"fewer than privacy.min_samples = {least} samples are behind it"
+            raise WithheldError(f"the answer stays here: {problem}")
         self.behind = samples
 
     def release_trained(self, samples: int) -> None:
@@ -74,7 +79,7 @@ class Client:
     def changed(self) -> bool:
         """Whether an entry of the state was replaced, added or removed."""
         state, before = self.state, self._before
-        return len(state) != len(before) or any(key not in state or state[key] is not before[key] for key in before)
+        return state.keys() != before.keys() or any(map(is_not, state.values(), map(before.get, state)))
 
     @property
     def labels(self) -> NDArray[np.int64]:

@@ -102,7 +102,9 @@ class Handlers:
         Raises:
             FedstrataError: Nobody said how.
         """
-        handler: Handler = self._needed(kind, "alone", "answer")
+        handler: Handler | None = self._table.get((kind, "alone"))
+        if handler is None:
+            raise _unknown(kind, "answer")
         return handler
 
     def hop(self, kind: type[Request]) -> HopHandler:
@@ -111,7 +113,9 @@ class Handlers:
         Raises:
             FedstrataError: Nobody said what.
         """
-        handler: HopHandler = self._needed(kind, "hop", "pass on")
+        handler: HopHandler | None = self._table.get((kind, "hop"))
+        if handler is None:
+            raise _unknown(kind, "pass on")
         return handler
 
     def sum(self, kind: type[Request]) -> SumHandler | None:
@@ -122,9 +126,6 @@ class Handlers:
         """A whole relay in one pass, if there is such a handler."""
         return self._table.get((kind, "relay"))
 
-    def _needed(self, kind: type[Request], way: str, verb: str) -> Any:
-        found = self._table.get((kind, way))
-        if found is None:
-            problem = f"clients do not know how to {verb} {kind.__name__}: name its handler in Method.handlers"
-            raise FedstrataError(problem)
-        return found
+
+def _unknown(kind: type[Request], verb: str) -> FedstrataError:
+    return FedstrataError(f"clients do not know how to {verb} {kind.__name__}: name its handler in Method.handlers")

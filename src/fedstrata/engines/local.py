@@ -83,9 +83,13 @@ class LocalEngine(Engine):
 
         def run_locally(number: ClientId) -> None:
             nonlocal left
-            began = time.perf_counter()
-            outcomes[number] = self._outcome(number, requests[number])
-            self._seconds_per_unit[type(requests[number])] = (time.perf_counter() - began) / work[number]
+            request, began = requests[number], time.perf_counter()
+            client, handler = self._client(number), self.context.handlers.alone(type(request))
+            try:
+                outcomes[number] = handler(client, request)
+            except Exception as error:
+                outcomes[number] = failure(error)
+            self._seconds_per_unit[type(request)] = (time.perf_counter() - began) / work[number]
             left -= work[number]
 
         # What takes no gradients goes through clients' states at most: sharing these would cost more.
@@ -100,13 +104,6 @@ class LocalEngine(Engine):
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
-
-    def _outcome(self, number: ClientId, request: Request) -> Reply | Failure:
-        client, handler = self._client(number), self.context.handlers.alone(type(request))
-        try:
-            return handler(client, request)
-        except Exception as error:
-            return failure(error)
 
     def behind(self, number: ClientId) -> int:
         """Samples behind the last answer of a client, as its handler said; 0 where it did not."""

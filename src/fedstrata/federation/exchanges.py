@@ -73,7 +73,7 @@ class Exchanges:
         log.invited.update(clients)
         if self.log.round > 0:
             clients = self._online_of(clients)
-        distinct = [records.size(request) + (model or 0) for request in requests.distinct]
+        distinct = [size + (model or 0) for size in map(records.size, requests.distinct)]
         sizes = {client: distinct[requests.which[client]] for client in clients}
         log.bytes_down += sum(sizes.values())
         log.exchanges += model is None
@@ -139,7 +139,7 @@ class Exchanges:
                     log.fail(client, failure)
         if replies:
             self.answered |= kinds
-        self.count(replies, sum(sizes[client] for client in replies))
+        self.count(replies, sum(map(sizes.__getitem__, replies)))
         return replies
 
     def raise_if_hopeless(

@@ -118,7 +118,8 @@ class Weights(Message):
             ReplyRefusedError: With the first difference.
         """
         require_like(self.params, like.params, "params")
-        require_like(self.buffers, like.buffers, "buffers")
+        if self.buffers or like.buffers:
+            require_like(self.buffers, like.buffers, "buffers")
 
 
 class ModelRequest(Request):

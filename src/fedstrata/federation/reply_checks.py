@@ -38,8 +38,15 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
         # Over a wire it would not have arrived; here clients may live in the same process.
         records.require_types(reply)
         for leaf in records.leaves_of(reply):
-            _require_plain(leaf)
-            if not finite(leaf):
+            if isinstance(leaf, Tensor):
+                # Every operation of the server can be done with such tensors.
+                if leaf.layout != torch.strided or leaf.device.type == "meta":
+                    return f"a tensor that is {leaf.layout} on {leaf.device.type}"
+                if leaf.dtype not in DTYPES:
+                    return f"a tensor of {leaf.dtype}"
+            elif isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
+                return "a whole number of more than 64 bits"
+            if isinstance(leaf, (Tensor, np.ndarray, float)) and not finite(leaf):
                 return "NaN or infinity"
         check(reply)
         if further is not None:
@@ -47,17 +54,6 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
     except (ReplyRefusedError, WireError) as error:
         return str(error)
     return None
-
-
-def _require_plain(leaf: Any) -> None:
-    """Refuse what no arithmetic can be done with."""
-    if isinstance(leaf, int) and not -(2**63) <= leaf < 2**63:
-        raise ReplyRefusedError("a whole number of more than 64 bits")
-    if isinstance(leaf, Tensor):
-        if leaf.layout != torch.strided or leaf.device.type == "meta":
-            raise ReplyRefusedError(f"a tensor that is {leaf.layout} on {leaf.device.type}")
-        if leaf.dtype not in DTYPES:
-            raise ReplyRefusedError(f"a tensor of {leaf.dtype}")
 
 
 def finite(leaf: Any) -> bool:

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fedstrata.base.config import MayChange, Setting
-from fedstrata.base.errors import WithheldError
 
 DEFAULT_EPOCHS = 5
 
@@ -43,16 +42,6 @@ class Privacy(Setting):
     def at_least(self, min_samples: int) -> Privacy:
         """The same with a minimum that is at least this one, such as a site's own."""
         return self.model_copy(update={"min_samples": max(self.min_samples, min_samples)})
-
-    def require(self, samples: int) -> None:
-        """Let nothing go out with fewer samples behind it; with a minimum of 1 everything may.
-
-        Raises:
-            WithheldError: There are fewer. The message does not say how many.
-        """
-        if samples < self.min_samples and self.min_samples > 1:
-            problem = f"fewer than privacy.min_samples = {self.min_samples} samples are behind it"
-            raise WithheldError(f"the answer stays here: {problem}")
 
 
 class Training(Setting):
@@ -127,7 +116,7 @@ class Training(Setting):
         (60, 90)
         """
         if self.local_steps is None:
-            return samples * self.epochs
+            return samples * (self.local_epochs or DEFAULT_EPOCHS)
         return self.local_steps * min(self.batch_size, samples)
 
     def lr_at(self, round: int) -> float:

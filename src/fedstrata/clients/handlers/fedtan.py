@@ -72,7 +72,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
         model.loaded(request.weights.params, request.weights.buffers, train=True) as params,
     ):
         leaves = list(params.values())
-        for batch in data.shuffled(training, client.rng("batches", request.round)):
+        for batch in data.shuffled(training, client.rng("batches", request.round), pairs=True):
             first = not losses
             together = averaged(model.module, group, len(client)) if first and group is not None else nullcontext()
             with together:

@@ -39,9 +39,9 @@ def fit(client: Client, request: Fit) -> FitReply:
 
 def samples_kept(client: Client, request: Fit) -> NDArray[np.int64]:
     """The samples kept this round, by their place among the client's own."""
-    chosen = np.arange(len(client))
+    chosen = np.arange(len(client.indices))
     if request.keep < 1:
-        chosen = chosen[client.rng("keep", request.round).random(len(client)) < request.keep]
+        chosen = chosen[client.rng("keep", request.round).random(len(chosen)) < request.keep]
     return chosen
 
 

@@ -76,7 +76,9 @@ def placed(context: ClientContext) -> Placed:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """A tree of tables and tensors on a device."""
+    """Return a tree of tables, tuples and tensors on a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
+    if isinstance(tree, tuple):
+        return tuple(moved(item, device) for item in tree)
     return {key: moved(item, device) for key, item in tree.items()} if isinstance(tree, Mapping) else tree

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,10 +17,9 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.training.devices import CPU, moved, placed
-from fedstrata.clients.training.manual_sgd import ManualSGD
-from fedstrata.clients.training.sgd import SGD
+from fedstrata.clients.training.sgd import SGD, ManualSGD, Tensors
 from fedstrata.federation.messages import Extra, Params, Weights
-from fedstrata.federation.settings import Training
+from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
@@ -39,9 +39,7 @@ class LocalData:
 
     def __init__(self, client: Client, chosen: NDArray[np.int64], device: torch.device = CPU) -> None:
         self.client, self.chosen, self.device = client, chosen, device
-        features = int(np.prod(client.context.data.shape))
-        # BatchNorm has no statistics of a single sample: a last one alone joins the batch before it.
-        self.pairs = client.context.once(normalises)
+        features = client.context.data.x_train.shape[1:].numel()
         self._all = self._gathered(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
 
     def __len__(self) -> int:
@@ -64,16 +62,23 @@ class LocalData:
         for begin in range(0, len(self), size):
             yield self.batch(slice(begin, begin + size))
 
-    def shuffled(self, training: Training, generator: np.random.Generator) -> Iterator[Batch]:
-        """The mini-batches of a round: epochs of a fresh permutation each, or as many steps as asked."""
-        n, size = len(self), min(training.batch_size, len(self))
-        # BatchNorm has no statistics of a single sample: who has no other one takes no step.
-        if n < (2 if self.pairs else 1):
+    def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
+        """Yield the mini-batches of a round: epochs of a fresh permutation each, or as many steps as asked.
+
+        If a step needs ``pairs``, as BatchNorm does, a last sample alone joins the batch before it, and a client with
+        a single sample takes no step.
+        """
+        n = len(self.chosen)
+        size = min(training.batch_size, n)
+        if n < (2 if pairs else 1):
             return
         whole = training.local_steps is not None
-        batches = -(-n // size) - (1 if self.pairs and n > 1 and size > 1 and n % size == 1 else 0)
-        steps = training.local_steps if whole else training.epochs * batches
-        assert steps is not None
+        batches = -(-n // size) - (1 if pairs and n > 1 and size > 1 and n % size == 1 else 0)
+        steps = (
+            (training.local_epochs or DEFAULT_EPOCHS) * batches
+            if training.local_steps is None
+            else training.local_steps
+        )
         done = 0
         while done < steps:
             order = generator.permutation(n)
@@ -82,7 +87,7 @@ class LocalData:
                 if done == steps:
                     return
                 end = begin + size
-                if self.pairs and size > 1 and n - end == 1 and not whole:
+                if pairs and size > 1 and n - end == 1 and not whole:
                     end = n
                 if shuffled is None:
                     yield self.batch(order[begin:end])
@@ -126,6 +131,45 @@ class Outcome:
     kept: Tree
 
 
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How the clients of a process train on one objective; found once for all of them.
+
+    Args:
+        chain: The model as a chain of layers that is trained by hand; None if it is trained with autograd.
+        trained: Names of the parameters that the objective trains.
+        pairs: Whether a step needs two samples, as BatchNorm does.
+        corrects: Whether the objective corrects the gradient.
+        finishes: Whether the objective has work to do after the last step.
+    """
+
+    chain: ManualSGD | None
+    trained: frozenset[str]
+    pairs: bool
+    corrects: bool
+    finishes: bool
+
+    @classmethod
+    def of(cls, context: ClientContext, objective: Objective) -> TrainingSetup:
+        """Return the setup for an objective."""
+        config = context.config
+        named = config.model.module.named_parameters()
+        on_cpu = context.once(placed).device == CPU
+        by_hand = on_cpu and config.training.precision == "float32" and is_plain(objective, "loss", "trains")
+        return cls(
+            chain=context.once(manual_sgd_of) if by_hand else None,
+            trained=frozenset(name for name, _ in named if objective.trains(name, config.model)),
+            pairs=has_batchnorm(config.model.module),
+            corrects=not is_plain(objective, "correction"),
+            finishes=not is_plain(objective, "client_final"),
+        )
+
+
+def shared_setup(context: ClientContext) -> TrainingSetup:
+    """Return the setup for the objective that all clients of the process share."""
+    return TrainingSetup.of(context, context.objective)
+
+
 def train(
     client: Client,
     weights: Weights,
@@ -141,129 +185,90 @@ def train(
     SGD with momentum μ and weight decay λ on the objective's gradient g plus its correction r (each step):
     d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
     """
-    training, device = client.context.config.training, data.device
-    model = client.model if device == CPU else client.context.once(placed).model
-    objective = objective or client.context.objective
-    counts = np.bincount(client.labels[data.chosen], minlength=client.context.config.classes)
-    lr = training.lr_at(round)
+    shared, device = client.context, data.device
+    training, precision = shared.config.training, computing(shared.config.training, device.type)
+    setup = shared.once(shared_setup) if objective is None else TrainingSetup.of(shared, objective)
+    objective = objective or shared.objective
+    model = client.model
+    counts = torch.from_numpy(np.bincount(client.labels[data.chosen], minlength=shared.config.classes)).float()
     if device != CPU:
+        model = shared.once(placed).model
         weights = Weights(moved(weights.params, device), moved(weights.buffers, device))
-        message, kept = moved(message, device), moved(kept, device)
-    context = Context(
-        start=weights.params,
-        counts=torch.from_numpy(counts).float().to(device),
-        received=message,
-        kept=kept,
-        lr=lr,
-    )
-    with computing(training, device.type):
+        counts, message, kept = moved((counts, message, kept), device)
+    context = Context(weights.params, counts, message, kept, training.lr_at(round))
+    with precision:
         context = objective.client_init(model, context)
-    by_hand = device == CPU and training.precision == "float32" and is_plain(objective, "loss", "trains")
-    chain = client.context.once(manual_sgd_of) if by_hand else None
-    losses: list[Tensor] = []
-    seen = 0
-    seeded = torch_seeded(client.context.config.seed, "layers", round, client.number, device)
-    with _workbench(model, weights, chain, objective, seeded) as params:
-        step = _stepper(model, params, objective, context, training, chain)
-        for batch in data.shuffled(training, client.rng("batches", round)):
+    seeded: AbstractContextManager[None] = nullcontext()
+    # A chain of layers draws no random numbers, and needs no module while it is trained.
+    if setup.chain is None or setup.corrects or setup.finishes:
+        seeded = torch_seeded(shared.config.seed, "layers", round, client.number, device)
+    loaded = model.loaded(weights.params, weights.buffers, train=True) if setup.chain is None else None
+    with seeded, loaded or nullcontext(model.laid_out(weights.params)) as params:
+        step = _step_of(setup, model, params, objective, context, training)
+        losses, seen = list[Tensor](), 0
+        for batch in data.shuffled(training, client.rng("batches", round), setup.pairs):
             losses.append(step(batch))
             seen += len(batch.y)
-        if chain is None:
+        after = Weights(params, weights.buffers)
+        finishing: AbstractContextManager[object] = nullcontext()
+        if setup.chain is None:
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
-        else:
-            after = Weights(params, weights.buffers)
-        with torch.no_grad(), computing(training, device.type), _finishing(model, after, objective, chain):
-            least = client.context.privacy.min_samples
-            done = Trained(after.params, len(losses), model, data.in_order, least)
+        elif setup.finishes:
+            finishing = model.loaded(after.params, after.buffers, train=True)
+        with torch.no_grad(), precision, finishing:
+            done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
             extra, kept = objective.client_final(done, context)
     if device != CPU:
         after = Weights(moved(after.params, CPU), moved(after.buffers, CPU))
-        extra, kept = moved(extra, CPU), moved(kept, CPU)
+        extra, kept = moved((extra, kept), CPU)
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 
 
 def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
-    """Passes in the precision of the settings; parameters may not change in the block, which keeps them converted.
+    """Return a context for passes in the precision of the settings.
+
+    Parameters may not change inside: autocast keeps them converted.
 
     Args:
         training: The settings.
         device: The type of device that computes.
     """
-    return torch.autocast(device, torch.bfloat16, enabled=training.precision == "bf16")
+    return torch.autocast(device, torch.bfloat16) if training.precision == "bf16" else nullcontext()
 
 
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
-    """The model as a chain of layers that is trained by hand, where it is one."""
+    """Return the model as a chain of layers that is trained by hand; None if it is not such a chain."""
     return ManualSGD.of(context.config.model.module)
 
 
-def normalises(context: ClientContext) -> bool:
-    """Whether the model has BatchNorm layers."""
-    return has_batchnorm(context.config.model.module)
-
-
-@contextmanager
-def _workbench(
-    model: Model,
-    weights: Weights,
-    chain: ManualSGD | None,
-    objective: Objective,
-    seeded: AbstractContextManager[None],
-) -> Iterator[Params]:
-    """Parameters to train: those of the module, or for a chain, which needs no module, plain tensors."""
-    if chain is None:
-        with seeded, model.loaded(weights.params, weights.buffers, train=True) as params:
-            yield params
-    else:
-        # Such layers draw no random numbers.
-        with nullcontext() if is_plain(objective, "correction", "client_final") else seeded:
-            yield model.laid_out(weights.params)
-
-
-def _finishing(
-    model: Model, after: Weights, objective: Objective, chain: ManualSGD | None
-) -> AbstractContextManager[object]:
-    """The model loaded for the end of training, which a chain does not need before."""
-    by_hand = chain is not None and not is_plain(objective, "client_final")
-    return model.loaded(after.params, after.buffers, train=True) if by_hand else nullcontext()
-
-
-def _stepper(
-    model: Model, params: Params, objective: Objective, context: Context, training: Training, chain: ManualSGD | None
+def _step_of(
+    setup: TrainingSetup, model: Model, params: Params, objective: Objective, context: Context, training: Training
 ) -> Callable[[Batch], Tensor]:
-    """What trains ``params`` on a batch and returns the loss before that."""
-    names = [name for name in params if objective.trains(name, model)]
+    """Return a function that trains ``params`` on a batch and returns the loss before that."""
+    chain = setup.chain
+    if chain is not None and not (training.momentum or training.clip or setup.corrects):
+        return partial(chain.step, params, lr=context.lr, weight_decay=training.weight_decay)
+    names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
     sgd = SGD(training, context.lr)
 
-    def correction(params: Params) -> list[Tensor] | None:
-        found = objective.correction(params, context)
-        return None if found is None else [found[name] for name in names]
-
-    if chain is None:
-
-        def by_autograd(batch: Batch) -> Tensor:
+    def step(batch: Batch) -> Tensor:
+        gradient: Tensors
+        if chain is not None:
+            loss, gradient = chain.gradient(params, batch.x, batch.y)
+        else:
             with computing(training, batch.x.device.type):
                 loss = objective.loss(model, params, batch, context)
             # A parameter that the loss does not reach has no gradient; correction and decay still move it.
             gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
-            sgd.step(trained, gradient, correction(params))
-            return loss.detach()
+        correction = objective.correction(params, context) if setup.corrects else None
+        sgd.step(trained, gradient, None if correction is None else [correction[name] for name in names])
+        return loss.detach()
 
-        return by_autograd
-
-    if not (training.momentum or training.clip) and is_plain(objective, "correction"):
-        return lambda batch: chain.step(params, batch.x, batch.y, context.lr, training.weight_decay)
-
-    def by_hand(batch: Batch) -> Tensor:
-        loss, gradient = chain.gradient(params, batch.x, batch.y)
-        sgd.step(trained, gradient, correction(params))
-        return loss
-
-    return by_hand
+    return step
 
 
 def is_plain(objective: Objective, *hooks: str) -> bool:
-    """Whether an objective leaves these hooks as they are."""
+    """Return True if an objective leaves these hooks as they are."""
     return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)

@@ -1,13 +1,27 @@
-"""Steps of SGD on autograd's gradients."""
+"""Steps of SGD: on autograd's gradients, and on simple networks by hand.
+
+A mini-batch of an MLP is so little work that autograd's bookkeeping takes as long as the arithmetic. For a chain of
+``nn.Linear`` with ``nn.ReLU`` between them and cross-entropy at its end, the backward pass is a few lines, and a
+weight's gradient ``δᵀ a`` can be added to the weight (``addmm_``) without being stored. The sums are those of autograd,
+at most in another order. FedAvg on an MLP is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from fedstrata.federation.settings import Training
+from fedstrata.models.model import Params
+from fedstrata.models.zoo import Classifier
+from fedstrata.objectives.base import Batch
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+_THRESHOLD = torch.ops.aten.threshold_backward.default
 
 
 class SGD:
@@ -56,3 +70,109 @@ def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
     shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
     return list(torch._foreach_mul(gradient, shrinkage))
+
+
+@dataclass(frozen=True)
+class ManualSGD:
+    """A chain of layers with ReLU between them, as a function of its parameters.
+
+    Args:
+        names: The names of each linear layer's weight (out, in) and bias (out,), "" for no bias.
+
+    >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
+    >>> params = {"1.weight": torch.zeros(2, 1)}
+    >>> loss = chain.step(params, Batch(torch.ones(1, 1), torch.tensor([1])), lr=1.0)
+    >>> round(loss.item(), 4), params["1.weight"].flatten().tolist()
+    (0.6931, [-0.5, 0.5])
+    """
+
+    names: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ManualSGD | None:
+        """The chain that ``module`` is, or None where it is anything else or somebody listens to its layers."""
+        if any(_is_watched(part) for part in module.modules()) or any(True for _ in module.buffers()):
+            return None
+        parts = list(_parts(module, ""))
+        layers = [part for _, part in parts]
+        while parts and type(flatten := parts[0][1]) is nn.Flatten and (flatten.start_dim, flatten.end_dim) == (1, -1):
+            parts.pop(0)
+        linear, between = parts[::2], parts[1::2]
+        fits = len(parts) % 2 == 1 and all(type(part) is nn.ReLU for _, part in between)
+        if not fits or any(type(part) is not nn.Linear for _, part in linear):
+            return None
+        params = [p for part in layers for p in part.parameters(recurse=False)]
+        if len(set(params)) < len(params) or not all(p.requires_grad and p.dtype == torch.float32 for p in params):
+            return None
+        names = ((f"{name}weight", f"{name}bias" if part.bias is not None else "") for name, part in linear)
+        return cls(tuple(names))
+
+    def step(self, params: Params, batch: Batch, lr: float, weight_decay: float = 0.0) -> Tensor:
+        """Take one step of SGD in place: w ← w − η (∇ loss + λ w).
+
+        Args:
+            params: The parameters, without gradients.
+            batch: Inputs and labels.
+            lr: η.
+            weight_decay: λ.
+
+        Returns:
+            The mean loss before the step, a scalar.
+        """
+        with torch.inference_mode():
+            loss, parts = self._backward(params, batch.x, batch.y)
+            keep = 1.0 - lr * weight_decay
+            for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
+                params[weight].addmm_(delta.t(), inputs, beta=keep, alpha=-lr)
+                if bias:
+                    params[bias].addmv_(delta.t(), delta.new_ones(len(delta)), beta=keep, alpha=-lr)
+            return loss
+
+    @torch.no_grad()
+    def gradient(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The mean loss, and its gradient by parameter in the order of ``params``."""
+        loss, parts = self._backward(params, x, y)
+        found: Params = {}
+        for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
+            found[weight] = delta.t().mm(inputs)
+            if bias:
+                found[bias] = delta.sum(0)
+        return loss, [found[name] for name in params]
+
+    def _backward(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """The loss, and what the gradients are made of.
+
+        Returns:
+            The loss; for each layer, the gradient δ of the loss by its output, (B, out), and its input.
+        """
+        inputs, output = [x.flatten(1)], x
+        for weight, bias in self.names:
+            output = F.linear(inputs[-1], params[weight], params[bias] if bias else None)
+            if len(inputs) < len(self.names):
+                inputs.append(output.relu_())
+        log_p = torch.log_softmax(output, 1)
+        loss = F.nll_loss(log_p, y)
+        # The gradient of the mean: (softmax − one-hot) / B.
+        delta = log_p.exp_()
+        delta.scatter_add_(1, y[:, None], delta.new_full((len(y), 1), -1.0)).div_(len(y))
+        deltas = [delta]
+        for layer in range(len(self.names) - 1, 0, -1):
+            deltas.append(_THRESHOLD(deltas[-1].mm(params[self.names[layer][0]]), inputs[layer], 0))
+        return loss, list(zip(reversed(deltas), inputs, strict=True))
+
+
+def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The layers that a module calls one after another; itself where it is no plain sequence."""
+    if type(module) in (nn.Sequential, Classifier):  # a Classifier's body and head stand in the order of their calls
+        # Not named_children(), which leaves out a layer that comes again.
+        for child, part in module._modules.items():
+            if part is not None:
+                yield from _parts(part, f"{name}{child}.")
+    else:
+        yield name, module
+
+
+def _is_watched(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )

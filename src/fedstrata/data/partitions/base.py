@@ -61,7 +61,7 @@ class Assignment:
         return len(self.offsets) - 1
 
     def __getitem__(self, client: int) -> Ints:
-        if not 0 <= client < len(self):
+        if not 0 <= client < len(self.offsets) - 1:
             raise IndexError(f"client {client} of {len(self)}")
         return self.indices[self.offsets[client] : self.offsets[client + 1]]
 
