@@ -23,9 +23,10 @@ import fedstrata as fs
 from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.federation.questions import Agreed, Questions, RequestRule
+from fedstrata.federation.request_rule import RequestRule
 from fedstrata.methods.base import Method
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.federation import Sites
@@ -50,6 +51,7 @@ class Add(Request):
     """Bring 64 numbers to a sum over all clients."""
 
     reply_type: ClassVar[type[Reply]] = Added
+    rule = RequestRule("64 ones", together=True)
 
 
 @handles(Add)
@@ -72,11 +74,10 @@ class Echo(Method):
     paper: ClassVar[str] = "none"
     handlers = (add,)
 
-    def questions(self, agreed: Agreed) -> Questions:
-        """All of it, any number of times."""
-        size = RequestRule(SizeReport, "its number of samples", times=None)
-        hop = RequestRule(Steps, "the model as it came", times=None, relay=True)
-        return size, hop, RequestRule(Add, "64 ones", times=None, together=True)
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return the requests, each any number of times."""
+        hop = Allowed(Steps, times=None, rule=RequestRule("the model as it came", relay=True))
+        return [Allowed(SizeReport, times=None), hop, Allowed(Add, times=None)]
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
         """The model never changes."""

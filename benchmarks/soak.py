@@ -25,9 +25,9 @@ from scipy import stats
 
 import fedstrata as fs
 from fedstrata.base.records import record
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.methods.base import Method
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.federation import Sites
@@ -58,10 +58,9 @@ class Soak(Method):
     rate: float = 0.0
     """Exchanges a second, at most; 0 for as many as there can be."""
 
-    def questions(self, agreed: Agreed) -> Questions:
-        """Sizes, again and again."""
-        description = "how many samples it holds"
-        return (RequestRule(SizeReport, description, times=None, where={"bound": 0}, discloses=frozenset({"sizes"})),)
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return the request for sizes, any number of times."""
+        return [Allowed(SizeReport, where={"bound": 0}, times=None)]
 
     def init(self, federation: Federation, weights: Weights) -> Nothing:
         """The model never changes."""

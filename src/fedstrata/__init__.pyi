@@ -40,6 +40,8 @@ from .experiments.references import reference_runs as reference_runs
 from .experiments.run import run as run
 from .experiments.search import search as search
 from .experiments.sweep import sweep as sweep
+from .federation.allowed import Allowed as Allowed
+from .federation.allowed import Bound as Bound
 from .federation.availability import Always as Always
 from .federation.availability import Availability as Availability
 from .federation.availability import Bernoulli as Bernoulli
@@ -57,8 +59,7 @@ from .federation.messages import ModelRequest as ModelRequest
 from .federation.messages import Reply as Reply
 from .federation.messages import Request as Request
 from .federation.messages import Weights as Weights
-from .federation.questions import Bound as Bound
-from .federation.questions import RequestRule as RequestRule
+from .federation.request_rule import RequestRule as RequestRule
 from .federation.settings import Privacy as Privacy
 from .federation.settings import Training as Training
 from .methods.base import Method as Method
@@ -103,7 +104,7 @@ from .sampling.base import ClientSampler as ClientSampler
 from .sampling.base import DataSampler as DataSampler
 from .sampling.base import Selection as Selection
 from .sampling.client_sizes import Sizes as Sizes
-from .sampling.client_sizes import size_question as size_question
+from .sampling.client_sizes import allowed_sizes as allowed_sizes
 from .sampling.weighted import Weighted as Weighted
 from .spec.callbacks import Callback as Callback
 from .spec.callbacks import EarlyStopping as EarlyStopping

@@ -146,7 +146,12 @@ def question(job: str, site: Site, weights: Weights, chance: random.Random) -> A
     none, fresh = torch.zeros(0, dtype=torch.int64), chance.random() < 0.5
     window = (0.0, 1.0) if own else (0.0, 0.1)
     agreed = next(
-        (q.where["alpha"] for q in site.site_server._running().guard.asked.questions or () if q.kind is SizeReport), 1.0
+        (
+            each.where["alpha"]
+            for each in site.site_server._running().guard.declaration.allowed or ()
+            if each.request is SizeReport
+        ),
+        1.0,
     )
     private = job == "fedstas"
     fit = Fit(round, weights, {}, chance.choice([1.0, 0.5, 0.0, -1.0, float("nan")]), counts=not private)

@@ -194,15 +194,15 @@ def test_a_narrower_declaration_is_broken_by_the_run(narrower: str, tmp_path: Pa
     """The recorder sees what it is there to see."""
     prepared = fs.prepare(fs.Experiment.from_table(_table({"method": "power-of-choice"})), data=combinations.data())
     asked = declaration_of(prepared.spec, agreed=prepared.config, own_data=False)
-    assert asked.questions is not None
-    *others, fit = asked.questions
+    assert asked.allowed is not None
+    *others, fit = asked.allowed
     changed = {
-        "kind": (),
-        "times": (dataclasses.replace(fit, times=0),),
-        "rounds": (dataclasses.replace(fit, last=1),),
-        "where": (dataclasses.replace(fit, where={**fit.where, "keep": 0.5}),),
+        "kind": [],
+        "times": [dataclasses.replace(fit, times=0)],
+        "rounds": [dataclasses.replace(fit, rounds=range(1, 2))],
+        "where": [dataclasses.replace(fit, where={**fit.where, "keep": 0.5})],
     }[narrower]
-    engine = Recorder(prepared, tmp_path, dataclasses.replace(asked, questions=(*others, *changed)))
+    engine = Recorder(prepared, tmp_path, dataclasses.replace(asked, allowed=[*others, *changed]))
     with Simulation(prepared, engine) as simulation, pytest.raises(RuleError) as raised:
         list(simulation)
     assert raised.value.rule == {"kind": "kind", "times": "repeat", "rounds": "phase", "where": "bounds"}[narrower]
@@ -243,17 +243,17 @@ class Talkative(fs.Objective):
 )
 def test_what_is_changed_below_its_declaration_is_not_declared(method: fs.Method) -> None:
     asked = declaration_of(fs.Experiment(method=method))
-    assert asked.questions is None
+    assert asked.allowed is None
     assert "does not declare what it asks" in "\n".join(asked.lines())
 
 
 def test_everything_that_comes_with_fedstrata_is_declared() -> None:
     for name in METHODS:
-        assert declaration_of(fs.Experiment(method=name)).questions is not None, name
+        assert declaration_of(fs.Experiment(method=name)).allowed is not None, name
     for key, registry in (("client_sampler", CLIENT_SAMPLERS), ("data_sampler", DATA_SAMPLERS)):
         for name in registry:
             spec = fs.Experiment(method={"name": "fedavg", key: name})
-            assert declaration_of(spec).questions is not None, name
+            assert declaration_of(spec).allowed is not None, name
 
 
 def _asked(**sections: Any) -> Declaration:
@@ -304,4 +304,4 @@ def test_what_is_measured_over_real_sites_declares_what_it_asks(method: str, mon
     """Sites refused the soak, so that nothing could be measured."""
     pytest.importorskip("psutil")
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    assert declaration_of(fs.Experiment.from_table({"method": method})).questions
+    assert declaration_of(fs.Experiment.from_table({"method": method})).allowed

@@ -94,8 +94,8 @@ def test_the_plain_size_stays_where_it_is_private(site: Make) -> None:
     made = site({"method": {"name": "fedstas", "epsilon": 3.0, "bound": 50, "strata": 2}})
     assert ruled(*made.ask(SizeReport(1, 0, 1.0))) == "bounds"
     assert ruled(*made.ask(SizeReport(1, 50, 1.0))) == "bounds", "the truth, with the agreed bound"
-    question = next(q for q in made.site_server._running().guard.asked.questions or () if q.kind is SizeReport)
-    agreed = SizeReport(1, 50, question.where["alpha"])
+    allowed = next(a for a in made.site_server._running().guard.declaration.allowed or () if a.request is SizeReport)
+    agreed = SizeReport(1, 50, allowed.where["alpha"])
     assert isinstance(*made.ask(agreed), SizeReply)
     assert ruled(*made.ask(agreed)) == "repeat", "the mean of many answers would be the truth"
     assert [entry.epsilon for entry in made.ledger.entries if entry.kind == "SizeReport" and not entry.refused] == [3.0]
@@ -402,10 +402,10 @@ def test_a_run_goes_on_where_the_server_says_and_not_before(site: Make) -> None:
 
 def test_what_is_asked_once_in_a_run_is_remembered_by_a_checkpoint(site: Make) -> None:
     made = site({"method": {"name": "fedsampling", "epsilon": 1.0}})
-    question = next(q for q in made.site_server._running().guard.asked.questions or () if q.kind is SizeReport)
+    allowed = next(a for a in made.site_server._running().guard.declaration.allowed or () if a.request is SizeReport)
 
     def size(round: int) -> SizeReport:
-        return SizeReport(round, question.where["bound"], question.where["alpha"])
+        return SizeReport(round, allowed.where["bound"], allowed.where["alpha"])
 
     assert isinstance(*made.ask(size(1)), SizeReply)
     assert ruled(*made.ask(size(2))) == "repeat"
@@ -429,7 +429,7 @@ def test_the_books_of_a_job_outlive_its_processes(site: Make) -> None:
     made.save(2)
     made.start()
     made.begin()
-    quota = Quota(made.folder, made.site_server._running().guard.asked.job)
+    quota = Quota(made.folder, made.site_server._running().guard.declaration.job)
     assert quota.starts == 2
     assert quota.exchanges == 2
     assert quota.bytes > 1000
@@ -678,8 +678,8 @@ def test_the_only_sample_of_a_class_is_measured_feature_by_feature(tmp_path: Pat
     }
     made = Site(tmp_path / "site", table, policy=Policy(jobs="within-policy"), data=tmp_path / "own.npz")
     assert isinstance(begin_own(made, survey(made).statistics), Begun)
-    asked = next(q for q in made.site_server._running().guard.asked.questions or () if q.kind is Evaluate)
-    bins = {key: asked.where[key] for key in ("score_bins", "confidence_bins")}
+    allowed = next(a for a in made.site_server._running().guard.declaration.allowed or () if a.request is Evaluate)
+    bins = {key: allowed.where[key] for key in ("score_bins", "confidence_bins")}
     weight, bias = made.site_server._running().context.config.model.params()
     low, high = -2.0, 2.0
     for round in range(1, rounds + 1):

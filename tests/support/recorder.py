@@ -10,7 +10,6 @@ import fedstrata as fs
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine, Failure
-from fedstrata.federation.questions import RequestRule
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation, make_context
 from fedstrata.sites.disclosure import Declaration, declaration_of
@@ -34,7 +33,7 @@ class Watching(Engine):
             policy.check(self.asked)
         self.guard = Guard(self.asked, policy, Quota(folder, self.asked.job))
         self.counts: Counter[tuple[int, int, tuple[int, int]]] = Counter()
-        """How often each question was put to each client, by where the run stood."""
+        """How often each request was put to each client, by where the run stood."""
 
     def note(self, client: int, request: Any, **how: Any) -> Any:
         match = self.guard.check(client, request, **how)
@@ -72,11 +71,11 @@ class Watching(Engine):
     def unused(self) -> list[str]:
         """What was declared wider than this run needed it: never put, or never as often as it may be."""
         found = []
-        for number, question in enumerate(self.asked.questions or ()):
+        for number, allowed in enumerate(self.asked.allowed or ()):
             counts = [count for (which, _, _), count in self.counts.items() if which == number]
             most = max(counts, default=0)
-            if most < (question.times or 2):
-                found.append(f"{question.label}: {most} of {question.times or 'several'}")
+            if most < (allowed.times or 2):
+                found.append(f"{allowed.label}: {most} of {allowed.times or 'several'}")
         return found
 
 
@@ -106,5 +105,4 @@ def recorded(table: Any, folder: Path, *, data: Any = None) -> Recorder:
 
 def labels(asked: Declaration) -> list[str]:
     """What a job asks, by name."""
-    questions: tuple[RequestRule, ...] = asked.questions or ()
-    return [question.label for question in questions]
+    return [allowed.label for allowed in asked.allowed or ()]

@@ -389,7 +389,7 @@ def replayed(guard: Guard, tape: list[Asked]) -> list[str]:
         guard.take(match)
         if asked.reply is not None and asked.reply["$r"] != "Failed":
             guard.answered(match, records.decode(unparse(asked.reply)))
-        phases.append(str(match.question.phase))
+        phases.append(str(match.allowed.rule.phase))
     return phases
 
 

@@ -11,6 +11,7 @@ from fedstrata.base.records import record
 from fedstrata.evaluation.sums import EvaluationSums
 from fedstrata.federation.messages import Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_shape
+from fedstrata.federation.request_rule import RequestRule
 
 Part = Literal["test", "validation"]
 
@@ -55,6 +56,11 @@ class Evaluate(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = Evaluated
+    rule = RequestRule(
+        "how often the model takes samples of one class for another, and sums of its losses and scores",
+        phase="evaluation",
+        discloses=frozenset({"labels", "sizes"}),
+    )
 
     round: int
     weights: Weights

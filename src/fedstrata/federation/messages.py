@@ -15,6 +15,7 @@ from torch import Tensor
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import Message, record
 from fedstrata.federation.reply_checks import require_like
+from fedstrata.federation.request_rule import RequestRule
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
@@ -49,6 +50,9 @@ class Request(Message):
 
     reply_type: ClassVar[type[Reply]] = Reply
     """What the answer is."""
+
+    rule: ClassVar[RequestRule]
+    """What a site is told of the class before it takes part. Needed only if a job is to run at real sites."""
 
     def check(self, reply: Any) -> None:
         """Refuse an answer that is well-formed and still wrong; that all numbers are finite is checked anyway.
@@ -221,6 +225,7 @@ class Fit(ModelRequest):
     """
 
     reply_type: ClassVar[type[Reply]] = FitReply
+    rule = RequestRule("the model as its own training changed it")
 
     round: int
     weights: Weights

@@ -14,10 +14,11 @@ from fedstrata.aggregation.base import Aggregator, AnyAggregator, MeanBySize
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
+from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joined, step_limit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fit, FitReply, Params, Weights, check_message
-from fedstrata.federation.questions import SHARE, Agreed, Fact, Questions, RequestRule, asks_no_more, joined, seen
+from fedstrata.federation.request_rule import Fact
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
@@ -32,7 +33,7 @@ ASKING = {
 
 
 class Method(Setting):
-    """A federated method: ordinary Python on the server that asks clients typed questions.
+    """A federated method: ordinary Python on the server that sends typed requests to clients.
 
     Its settings are its fields. Its state is one record with at least ``weights``, the global model, and goes through
     ``run_round`` explicitly.
@@ -60,17 +61,17 @@ class Method(Setting):
         """Return True if clients answer with updates of the model they were sent, which codecs may compress."""
         return False
 
-    def questions(self, agreed: Agreed) -> Questions | None:
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests of the method with their bounds; real sites answer no other request.
 
         None means that the requests are not declared: the method then runs in simulations only. A subclass that
-        overrides ``run_round``, ``init`` or ``handlers`` must override ``questions`` as well.
+        overrides ``run_round``, ``init`` or ``handlers`` must override ``allowed`` as well.
         """
         return None
 
-    def declared(self, agreed: Agreed) -> Questions | None:
-        """Return ``questions``, or None if a subclass may ask more than they declare."""
-        return self.questions(agreed) if asks_no_more(type(self), "questions", *ASKING["method"]) else None
+    def declared(self, agreed: Agreed) -> list[Allowed] | None:
+        """Return ``allowed``, or None if a subclass may ask more than that."""
+        return self.allowed(agreed) if declares(type(self), "allowed", *ASKING["method"]) else None
 
     @property
     def conceals(self) -> frozenset[Fact]:
@@ -227,33 +228,25 @@ class Recipe(Method):
         """Return True: clients answer with updates of the model they were sent."""
         return True
 
-    def questions(self, agreed: Agreed) -> Questions | None:
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests of the samplers and of local training."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
-        update = RequestRule(Fit, self.update_of(objective), where=where, discloses=self.discloses, **seen(agreed))
-        return self.with_samplers(agreed, update)
+        counts = "" if data.private else ", with how many samples it used and their mean loss"
+        message = f"; and {objective.sends}" if objective.sends else ""
+        discloses = objective.discloses | frozenset(() if data.private else ("sizes",))
+        rule = replace(Fit.rule, description=f"{Fit.rule.description}{counts}{message}", discloses=discloses)
+        return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
-    def with_samplers(self, agreed: Agreed, training: RequestRule) -> Questions | None:
+    def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
         """Return the requests of the samplers and of training; None if a choice does not declare its requests."""
-        parts: list[Questions | None] = [
-            choice.questions(agreed) if asks_no_more(type(choice), "questions", *ASKING[name]) else None
+        parts = [
+            choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
         ]
-        said = asks_no_more(type(self.objective), "sends", *ASKING["objective"])
-        return joined(*parts, [training] if said else None)
-
-    def update_of(self, objective: Objective) -> str:
-        """Return in words what a client sends after training."""
-        counts = "" if self.data_sampler.private else ", with how many samples it used and their mean loss"
-        more = f"; and {objective.sends}" if objective.sends else ""
-        return f"the model as its own training changed it{counts}{more}"
-
-    @property
-    def discloses(self) -> frozenset[Fact]:
-        """The facts about a client that its update discloses."""
-        return self.objective.discloses | frozenset(() if self.data_sampler.private else ("sizes",))
+        known = declares(type(self.objective), "sends", *ASKING["objective"])
+        return joined(*parts, [training] if known else None)
 
     @property
     def conceals(self) -> frozenset[Fact]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.methods.head_tuning import HeadTuning
 
@@ -25,9 +25,9 @@ class FedAvgFT(Recipe, HeadTuning):
         super().check(config)
         self.require_samples(config, "method")
 
-    def questions(self, agreed: Agreed) -> Questions | None:
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the recipe's requests; the head is trained at the server and needs none."""
-        return super().questions(agreed)
+        return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Run a recipe's round, then train the head."""

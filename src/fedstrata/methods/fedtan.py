@@ -6,9 +6,9 @@ from typing import Any
 
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.handlers.fedtan import FitTogether
+from fedstrata.federation.allowed import Agreed, Allowed, SampleLimit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.methods.base import Recipe, RecipeState, diversity_of, training_metrics
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
@@ -41,14 +41,11 @@ class FedTAN(Recipe):
             if getattr(self, key) != plain:
                 raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
 
-    def questions(self, agreed: Agreed) -> Questions | None:
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests of the sampler and of local training, which all clients start together."""
-        description = f"{self.update_of(self.objective)}; and sums over its first batch, layer by layer"
         size = agreed.training.batch_size
-        because = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
-        few: dict[str, Any] = {"most": size, "because": because}
-        training = RequestRule(FitTogether, description, together=True, discloses=self.discloses, **few)
-        return self.with_samplers(agreed, training)
+        reason = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
+        return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Select clients, train them together, and combine their models."""

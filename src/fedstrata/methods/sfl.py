@@ -7,10 +7,10 @@ from typing import Any
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.clients.handlers.sequential import Visit, VisitReply
+from fedstrata.federation.allowed import Agreed, Allowed, declares, joined, step_limit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Questions, RequestRule, asks_no_more, joined, seen
 from fedstrata.federation.round_log import communication
 from fedstrata.methods.base import ASKING, Method
 from fedstrata.sampling.base import AnyClientSampler, Uniform
@@ -52,15 +52,11 @@ class SFL(Method):
             raise SpecError("method.client_sampler", problem, sampler.name)
         sampler.check(config)
 
-    def questions(self, agreed: Agreed) -> Questions | None:
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the requests of the sampler, and a visit of the model in every round."""
         sampler = self.client_sampler
-        known = asks_no_more(type(sampler), "questions", *ASKING["client_sampler"])
-        description = (
-            "the travelling model as its own training changed it, with how many samples it used and their mean loss"
-        )
-        visit = RequestRule(Visit, description, relay=True, discloses=frozenset({"sizes"}), **seen(agreed))
-        return joined(sampler.questions(agreed) if known else None, [visit])
+        known = declares(type(sampler), "allowed", *ASKING["client_sampler"])
+        return joined(sampler.allowed(agreed) if known else None, [Allowed(Visit, limit=step_limit(agreed))])
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
         """Return the initial state of the sampler."""

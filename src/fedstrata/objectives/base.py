@@ -19,7 +19,7 @@ from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.federation.questions import Fact
+from fedstrata.federation.request_rule import Fact
 from fedstrata.models.model import Model
 
 

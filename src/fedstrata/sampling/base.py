@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.questions import Agreed, Questions
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class ClientSampler(Setting):
         if self.tells_sizes:
             raise SpecError("method.client_sampler", "asks for sizes that clients keep private; use another")
 
-    def questions(self, agreed: Agreed) -> Questions | None:
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the sampler's requests; None if they are not declared, and real sites then refuse the method."""
         return None
 
@@ -174,9 +174,9 @@ class Uniform(ClientSampler):
 
     replacement: bool = False
 
-    def questions(self, agreed: Agreed) -> Questions:
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return no requests."""
-        return ()
+        return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Draw uniformly among the clients that may be invited."""
@@ -197,7 +197,7 @@ class DataSampler(Setting):
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
 
-    def questions(self, agreed: Agreed) -> Questions | None:
+    def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the sampler's requests; None if they are not declared, and real sites then refuse the method."""
         return None
 
@@ -234,9 +234,9 @@ class AllData(DataSampler):
         """1, because all samples are kept."""
         return 1.0
 
-    def questions(self, agreed: Agreed) -> Questions:
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return no requests."""
-        return ()
+        return []
 
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from fedstrata.base.records import record
+from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Fact, RequestRule
+from fedstrata.federation.request_rule import Phase
 from fedstrata.sampling.messages import SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
@@ -59,21 +61,23 @@ def ask_sizes(
     return {client: reply.samples for client, reply in replies.items()}, bound, alpha
 
 
-def size_question(epsilon: float | None, bound: int, **how: Any) -> RequestRule:
-    """What ``ask_sizes`` asks, as it is declared.
+def allowed_sizes(
+    epsilon: float | None = None, bound: int = 0, *, phase: Phase = "round", per: Literal["phase", "run"] = "phase"
+) -> Allowed:
+    """Return the declaration of ``ask_sizes`` and ``Sizes.ask``, for ``allowed`` of a sampler.
 
     Args:
-        epsilon: ε; None where clients answer plainly.
+        epsilon: ε; None if clients answer plainly.
         bound: M.
-        how: When and how often; see ``RequestRule``.
+        phase: When clients are asked.
+        per: Whether a client is asked once per phase or once per run.
     """
+    rule = replace(SizeReport.rule, phase=phase)
     if epsilon is None:
-        where, description = {"bound": 0, "alpha": 1.0}, "how many samples it holds"
-    else:
-        where = {"bound": bound, "alpha": truth_probability(epsilon, bound)}
-        description = f"how many samples it holds, as a random answer below {bound} that hides it (ε = {epsilon:g})"
-    discloses = frozenset[Fact](("sizes",) if epsilon is None else ())
-    return RequestRule(SizeReport, description, where=where, discloses=discloses, epsilon=epsilon, **how)
+        return Allowed(SizeReport, where={"bound": 0, "alpha": 1.0}, per=per, rule=rule)
+    description = f"{rule.description}, as a random answer below {bound} that hides it (ε = {epsilon:g})"
+    rule = replace(rule, description=description, discloses=frozenset(), epsilon=epsilon)
+    return Allowed(SizeReport, where={"bound": bound, "alpha": truth_probability(epsilon, bound)}, per=per, rule=rule)
 
 
 def truth_probability(epsilon: float, bound: int) -> float:

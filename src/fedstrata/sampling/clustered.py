@@ -18,12 +18,12 @@ from pydantic import Field
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
-from fedstrata.sampling.client_sizes import Sizes, size_question
+from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 
 Algorithm = Literal[1, 2]
@@ -108,9 +108,9 @@ class Clustered(ClientSampler):
         """Algorithm 2 compares updates."""
         return self.algorithm == 2
 
-    def questions(self, agreed: Agreed) -> Questions:
-        """The sizes, once."""
-        return (size_question(None, 0, phase="enrolment"),)
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return the request for sizes, once."""
+        return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
         """The sizes; no updates yet."""

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
 from fedstrata.base.records import Tree, record
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.sampling.base import ClientSampler, DataSampler, Selection
-from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total, size_question
+from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, estimated_total
 from fedstrata.sampling.ldp import FedSTaSData
 
 
@@ -25,9 +25,9 @@ class Everyone(ClientSampler):
     def check(self, config: FederationConfig) -> None:
         """Accept every federation."""
 
-    def questions(self, agreed: Agreed) -> Questions:
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return no requests."""
-        return ()
+        return []
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Select all clients that may be invited."""
@@ -69,9 +69,9 @@ class FedSamplingData(DataSampler):
         """Warn if M clips sizes."""
         FedSTaSData(epsilon=self.epsilon, bound=self.bound).check(config)
 
-    def questions(self, agreed: Agreed) -> Questions:
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for the participants' sizes, once or in every round."""
-        return (size_question(self.epsilon, self.bound, per="run" if self.reuse else "phase"),)
+        return [allowed_sizes(self.epsilon, self.bound, per="run" if self.reuse else "phase")]
 
     def init(self, federation: Federation) -> Tree:
         """Return a state without answers."""

@@ -13,10 +13,10 @@ from pydantic import Field, PositiveInt
 
 from fedstrata.base.records import Tree, record
 from fedstrata.base.rng import rng
+from fedstrata.federation.allowed import Agreed, Allowed, step_limit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.questions import Agreed, Questions, RequestRule, seen
 from fedstrata.sampling.allocation import allocate
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.messages import Sketch
@@ -66,11 +66,11 @@ class FedSSARSampler(ClientSampler):
         """Sketches are of participants' models."""
         return True
 
-    def questions(self, agreed: Agreed) -> Questions:
-        """Those who are not known yet train once."""
-        length = f"{self.coordinates} random combinations of" if self.coordinates else ""
-        description = f"{length} the parameters of a model that it trained on its samples".strip()
-        return (RequestRule(Sketch, description, where={"coordinates": self.coordinates}, **seen(agreed)),)
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return the request for a sketch, to clients without one."""
+        length = f"{self.coordinates} random combinations of " if self.coordinates else ""
+        rule = replace(Sketch.rule, description=f"{length}{Sketch.rule.description}")
+        return [Allowed(Sketch, where={"coordinates": self.coordinates}, limit=step_limit(agreed), rule=rule)]
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""

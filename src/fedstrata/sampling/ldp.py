@@ -9,11 +9,11 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from fedstrata.base.records import Tree, record
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.sampling.base import DataSampler
-from fedstrata.sampling.client_sizes import Epsilon, ask_sizes, estimated_total, size_question
+from fedstrata.sampling.client_sizes import Epsilon, allowed_sizes, ask_sizes, estimated_total
 
 
 @record("FedSTaSDataState")
@@ -63,9 +63,9 @@ class FedSTaSData(DataSampler):
                 stacklevel=2,
             )
 
-    def questions(self, agreed: Agreed) -> Questions:
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for the participants' sizes, in every round."""
-        return (size_question(self.epsilon, self.bound),)
+        return [allowed_sizes(self.epsilon, self.bound)]
 
     def init(self, federation: Federation) -> Tree:
         """Return a state without estimates."""

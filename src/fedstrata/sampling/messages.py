@@ -13,6 +13,7 @@ from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.federation.messages import ModelRequest, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_shape
+from fedstrata.federation.request_rule import RequestRule
 from fedstrata.sampling.quantization import restore
 
 MOST_SAMPLES = 2**31
@@ -41,6 +42,7 @@ class SizeReport(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = SizeReply
+    rule = RequestRule("how many samples it holds", discloses=frozenset({"sizes"}))
 
     round: int
     bound: int
@@ -87,6 +89,7 @@ class Compress(ModelRequest):
     """
 
     reply_type: ClassVar[type[Reply]] = CompressReply
+    rule = RequestRule("the gradient over its samples")
 
     round: int
     weights: Weights
@@ -133,6 +136,7 @@ class Sketch(ModelRequest):
     """
 
     reply_type: ClassVar[type[Reply]] = SketchReply
+    rule = RequestRule("the parameters of a model that it trained on its samples")
 
     round: int
     weights: Weights
@@ -165,6 +169,7 @@ class LossReport(ModelRequest):
     """
 
     reply_type: ClassVar[type[Reply]] = LossReply
+    rule = RequestRule("the mean loss of the global model on its training samples")
 
     round: int
     weights: Weights

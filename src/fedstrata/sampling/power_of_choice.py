@@ -7,12 +7,12 @@ from pydantic import PositiveInt
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.sampling.base import ClientSampler, Selection
-from fedstrata.sampling.client_sizes import Sizes, size_question
+from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 from fedstrata.sampling.messages import LossReport
 
 
@@ -41,10 +41,9 @@ class PowerOfChoice(ClientSampler):
         """True: clients are drawn by size."""
         return True
 
-    def questions(self, agreed: Agreed) -> Questions:
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for sizes, once, and for the loss of candidates, in every round."""
-        loss = RequestRule(LossReport, "the mean loss of the global model on its training samples")
-        return size_question(None, 0, phase="enrolment"), loss
+        return [allowed_sizes(phase="enrolment"), Allowed(LossReport)]
 
     def init(self, federation: Federation) -> Tree:
         """Ask all clients for their sizes."""

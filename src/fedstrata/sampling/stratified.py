@@ -14,10 +14,10 @@ from pydantic import Field, PositiveInt
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.base.rng import rng
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
-from fedstrata.federation.questions import Agreed, Questions, RequestRule
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
@@ -158,14 +158,14 @@ class Stratified(ClientSampler):
         """Updates may stand for gradients."""
         return self._uses_updates(config)
 
-    def questions(self, agreed: Agreed) -> Questions:
-        """Compressed gradients, in every round; nothing where updates stand for them."""
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return the request for compressed gradients, in every round; nothing if updates stand for them."""
         if self._uses_updates(agreed):
-            return ()
+            return []
         where = {"centres": self.centres, "coordinates": self.coordinates}
         length = f"{self.coordinates} random combinations of" if self.coordinates else "all of"
-        description = f"{length} the gradient over its samples, rounded to {self.centres} values"
-        return (RequestRule(Compress, description, where=where),)
+        description = f"{length} {Compress.rule.description}, rounded to {self.centres} values"
+        return [Allowed(Compress, where=where, rule=replace(Compress.rule, description=description))]
 
     def init(self, federation: Federation) -> Tree:
         """Nobody is known."""

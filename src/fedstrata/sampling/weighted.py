@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.base.records import Tree
+from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Questions
 from fedstrata.sampling.base import ClientSampler, Selection, with_replacement
-from fedstrata.sampling.client_sizes import Sizes, size_question
+from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
 
 class Weighted(ClientSampler):
@@ -32,9 +32,9 @@ class Weighted(ClientSampler):
         """True: clients are drawn by size."""
         return True
 
-    def questions(self, agreed: Agreed) -> Questions:
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for sizes, once."""
-        return (size_question(None, 0, phase="enrolment"),)
+        return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
         """Ask all clients for their sizes."""

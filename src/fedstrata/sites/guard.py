@@ -1,4 +1,4 @@
-"""What a site refuses before a handler runs: whatever its job does not declare, and what its policy forbids."""
+"""Refuses requests at a site before a handler runs: those that the job does not declare, or the policy forbids."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from filelock import BaseFileLock, FileLock
 from fedstrata.base import records
 from fedstrata.base.jsonl import replace_file
 from fedstrata.base.locking import LOCK
+from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.messages import ClientId, Request
-from fedstrata.federation.questions import PHASES, Phase, RequestRule, Rule
+from fedstrata.federation.request_rule import PHASES, Order, Phase
 from fedstrata.sites.disclosure import Declaration, declaration_of
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.spec.experiment import Experiment, parse_toml
 
 BUNDLED = ("digits",)
-"""Data sets that come with scikit-learn, so that naming one reads nothing of a site's."""
+"""Data sets that come with scikit-learn: a spec that names one reads no file of the site."""
 
 
 def admitted(
@@ -38,39 +39,39 @@ def admitted(
     has_data: bool = False,
     named: Callable[[str], None] = lambda job: None,
 ) -> Declaration:
-    """What a job asks, if a site takes part in it; nothing that the spec names has been read when this is decided.
+    """Return what a job asks, if the site takes part in it. Nothing that the spec names is read to decide this.
 
     Args:
         text: The spec as TOML.
-        policy: The site's; None for none.
+        policy: The site's policy; None for none.
         clients: N.
-        own_data: Whether the job is about the sites' own data; otherwise about those that the spec names.
+        own_data: Whether the job is about the sites' own data; otherwise about the data that the spec names.
         catalog: The data sets that a spec may name here; None for any.
         undeclared: Whether a method that does not declare what it asks may run, as in a simulation.
-        has_data: Whether the site has a data file of its own, which no spec's data stand in for.
-        named: Told the job's hash before the policy looks at it.
+        has_data: Whether the site has a data file of its own, which is used instead of the spec's data.
+        named: Called with the job's hash before the policy is applied.
 
     Raises:
-        RuleError: It does not take part, by this rule.
+        RuleError: The site does not take part, by this rule.
         SpecError: The spec is wrong.
     """
     table = parse_toml(text)
     if catalog is not None:
         _refuse_files(table, catalog, data=not own_data and not has_data)
-    asked = declaration_of(Experiment.from_table(table), clients=clients, own_data=own_data)
-    named(asked.job)
+    declaration = declaration_of(Experiment.from_table(table), clients=clients, own_data=own_data)
+    named(declaration.job)
     if policy is not None:
-        policy.check(asked)
-    elif asked.questions is None and not undeclared:
-        Policy(jobs="within-policy", min_samples=1).check(asked)
-    return asked
+        policy.check(declaration)
+    elif declaration.allowed is None and not undeclared:
+        Policy(jobs="within-policy", min_samples=1).check(declaration)
+    return declaration
 
 
 def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bool) -> None:
-    """A spec names nothing that lies at a site, unless the site's own settings name it too.
+    """Refuse a spec that names data or files at the site that are not in the site's catalog.
 
     Raises:
-        RuleError: It does.
+        RuleError: The spec names such data or such a file.
     """
     accepted = ", ".join((*BUNDLED, *catalog))
     where = f"accepted here: {accepted}, by 'catalog' in the site's own settings"
@@ -78,7 +79,7 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
     name = section.get("name", BUNDLED[0]) if isinstance(section, dict) else section
     if data and name not in (*BUNDLED, *catalog):
         raise RuleError("data", f"data.name = {name!r} names what lies at this site or is fetched for it; {where}")
-    # What a table's columns are called is no file.
+    # [data] is left out: a column of a table may be called 'file'.
     level: list[tuple[str, Any]] = [("", {key: value for key, value in table.items() if key != "data"})]
     while level:
         place, entry = level.pop()
@@ -91,14 +92,14 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
             level += [(place, each) for each in entry if isinstance(each, (dict, list))]
 
 
-class Told:
-    """What was tried on a site's own data, over all jobs: whether data are what a spec says is an answer, too.
+class DataTrials:
+    """Limits how many descriptions of a site's data other jobs may try: each outcome tells something of the data.
 
-    A job that was approved is never refused here, but what it was told counts like the rest.
+    A job that the site approved is never refused here, but its trials count.
 
     Args:
-        folder: The site's.
-        policy: The site's.
+        folder: The site's folder.
+        policy: The site's policy.
         job: The hash of the job's spec.
     """
 
@@ -107,36 +108,36 @@ class Told:
         self._path = self._folder / "told.json"
 
     @contextmanager
-    def reading(self, description: str, question: bytes) -> Iterator[None]:
-        """Let data be read in the block, for one job at a time, and count what becomes of it.
+    def reading(self, description: str, request: bytes) -> Iterator[None]:
+        """Let the block read data, one job at a time, and count the trial.
 
-        Each description counts, whether the data fit it or not; and each question at which something failed, until
-        the same question is answered, as after the site mended its file.
+        Each description counts, whether the data fit it or not. A request at which something failed counts until the
+        same request succeeds, for example after the site mended its file.
 
         Args:
             description: What the data must be.
-            question: What is asked, as bytes.
+            request: The request, as bytes.
 
         Raises:
-            RuleError: Other jobs were told as much as the policy lets be told.
+            RuleError: Other jobs tried as much as the policy allows.
         """
-        key = hashlib.sha256(question).hexdigest()
+        key = hashlib.sha256(request).hexdigest()
         self._folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self._folder / LOCK):
-            record = self._read()
-            self._refuse(record["described"], description, "whether this site's data fit another description")
-            self._refuse(record["failed"], key, "why this site's data cannot be used")
-            self._add(record, "described", description)
-            self._write(record)
+            trials = self._read()
+            self._refuse(trials["described"], description, "whether this site's data fit another description")
+            self._refuse(trials["failed"], key, "why this site's data cannot be used")
+            self._add(trials, "described", description)
+            self._write(trials)
             try:
                 yield
             except Exception:
-                self._add(record, "failed", key)
+                self._add(trials, "failed", key)
                 raise
             else:
-                record["failed"] = [each for each in record["failed"] if each != key]
+                trials["failed"] = [each for each in trials["failed"] if each != key]
             finally:
-                self._write(record)
+                self._write(trials)
 
     def _refuse(self, before: list[str], key: str, what: str) -> None:
         most = self._policy.surveys
@@ -146,32 +147,31 @@ class Told:
                 "policy.surveys", f"other jobs were told {what}; accepted: {most} such answer(s); {approve}"
             )
 
-    def _add(self, record: dict[str, list[str]], kind: str, key: str) -> None:
-        if key not in record[kind] and len(record[kind]) < self._policy.surveys:  # more would change nothing
-            record[kind].append(key)
+    def _add(self, trials: dict[str, list[str]], kind: str, key: str) -> None:
+        if key not in trials[kind] and len(trials[kind]) < self._policy.surveys:  # more would change nothing
+            trials[kind].append(key)
 
     def _read(self) -> dict[str, list[str]]:
         table = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         return {kind: list(table.get(kind, [])) for kind in ("described", "failed")}
 
-    def _write(self, record: dict[str, list[str]]) -> None:
-        replace_file(self._path, json.dumps(record).encode(), mode=0o600)
+    def _write(self, trials: dict[str, list[str]]) -> None:
+        replace_file(self._path, json.dumps(trials).encode(), mode=0o600)
 
 
-SECONDS = 1.0
-"""Between two times that what a job had of a site is written down."""
-
+SAVE_SECONDS = 1.0
+"""The time between two times that a quota is saved during a job."""
 
 COUNTS = ("starts", "exchanges", "bytes")
 
 
 class Quota:
-    """What a job has had of a site so far, over all times that it began: in a file that outlives processes.
+    """Counts what a job has used of a site over all its starts, in a file.
 
-    The same job may be at work in two processes: each adds what it counted to what the file says.
+    The same job may run in two processes: each adds its own counts to the file.
 
     Args:
-        folder: The site's.
+        folder: The site's folder.
         job: The hash of the job's spec.
     """
 
@@ -180,17 +180,17 @@ class Quota:
         self._survey = self._path.with_suffix(".survey")
         self.starts = self.exchanges = self.bytes = 0
         self.home: list[int] = []
-        """Where each site brings its own data: N, and the numbers of the clients here; empty before it is known."""
-        self._known, self._saved = dict.fromkeys(COUNTS, 0), 0.0
+        """N, then the numbers of the clients at this site; empty until a job tells them."""
+        self._in_file, self._saved = dict.fromkeys(COUNTS, 0), 0.0
         self.lock = threading.Lock()
-        """Answers leave by several threads."""
+        """Held while counts change: several threads send answers."""
         self._read()
 
     def start(self, policy: Policy | None) -> None:
-        """The job begins, or goes on, once more.
+        """Count a start of the job.
 
         Raises:
-            RuleError: It did so too often.
+            RuleError: The job started too often.
         """
         with self._changing():
             if policy is not None and self.starts >= policy.starts:
@@ -199,36 +199,41 @@ class Quota:
             self.starts += 1
 
     def save(self) -> None:
-        """Write it down."""
+        """Add the counts to the file."""
         with self._changing():
             pass
 
+    def save_now_and_then(self) -> None:
+        """Save at most once per second, so that a site that is killed loses the counts of a second at most."""
+        if time.monotonic() - self._saved > SAVE_SECONDS:
+            self.save()
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Read what there is, and write it down after the block; in one step, so that a crash leaves old or new."""
+        """Read the file before the block and replace it after the block in one step."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self.lock, self.alone():
             self._read()
             yield
-            self._known = {key: getattr(self, key) for key in COUNTS}
+            self._in_file = {key: getattr(self, key) for key in COUNTS}
             part = self._path.with_suffix(".part")
-            part.write_text(json.dumps({**self._known, "home": self.home}), encoding="utf-8")
+            part.write_text(json.dumps({**self._in_file, "home": self.home}), encoding="utf-8")
             part.replace(self._path)
             self._saved = time.monotonic()
 
     def _read(self) -> None:
         table = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
         for key in COUNTS:
-            there = int(table.get(key, 0))
-            setattr(self, key, there + getattr(self, key) - self._known[key])
-            self._known[key] = there
+            count = int(table.get(key, 0))
+            setattr(self, key, count + getattr(self, key) - self._in_file[key])
+            self._in_file[key] = count
         self.home = table.get("home") or self.home
 
     def settle(self, clients: list[ClientId], total: int, rule: str) -> None:
-        """A job says once which client lives here: another number would hold out other samples.
+        """Keep the clients that a job says live here; other numbers would hold out other samples.
 
         Raises:
-            RuleError: It says something else than before.
+            RuleError: The job named other clients before.
         """
         home = [total, *clients]
         with self._changing():
@@ -239,7 +244,7 @@ class Quota:
 
     @property
     def survey(self) -> bytes | None:
-        """The answer to the survey, once it was given."""
+        """The answer to the survey; None before it was given."""
         return self._survey.read_bytes() if self._survey.exists() else None
 
     @survey.setter
@@ -247,119 +252,113 @@ class Quota:
         replace_file(self._survey, answer, mode=0o600)
 
     def surveys(self) -> list[bytes]:
-        """The answers to the surveys of all jobs that there were at the site."""
+        """Return the site's answers to the surveys of all jobs."""
         return [path.read_bytes() for path in sorted(self._survey.parent.glob(f"*{self._survey.suffix}"))]
 
     def alone(self) -> BaseFileLock:
-        """Keep other processes of the site from what is written here for a block."""
+        """Return a lock that keeps the site's other processes from these files."""
         return FileLock(self._survey.with_name(LOCK))
 
-    def keep(self) -> None:
-        """Write it down now and then: a site that is killed forgets a second at most."""
-        if time.monotonic() - self._saved > SECONDS:
-            self.save()
 
-
-AGAIN = 3
-"""How often a group that broke may be asked the very same again: its parts may have left each time."""
+REPEATS = 3
+"""How often a broken group may be asked the same again; its parts of sums may have left the site each time."""
 
 Position = tuple[int, int]
-"""A round, 0 before the first, and the place of a phase in it."""
+"""A round, 0 before the first, and the place of a phase in ``PHASES``."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A question that may be answered.
+    """A request that may be answered.
 
     Args:
-        client: Who is asked.
-        request: As it came.
-        number: Of the declared question that it is.
-        question: That.
-        position: Where the run stands then.
-        digests: Of the request, where a group answers, as it came and as it may come again.
-        again: Whether it is the very same that this client was asked in a group before.
+        client: The client that is asked.
+        request: The request as it came.
+        number: The place of ``allowed`` in the job's declaration.
+        allowed: The entry of the declaration that allows the request.
+        position: The position of the run once the request is answered.
+        digests: The digests of the forms in which the request may come again; empty unless a group answers.
+        again: Whether this client was asked the same in a group before.
     """
 
     client: ClientId
     request: Request
     number: int
-    question: RequestRule
+    allowed: Allowed
     position: Position
     digests: tuple[bytes, ...]
     again: bool
 
 
 class Guard:
-    """What the clients of one site may be asked in a run, and what they were asked.
+    """Decides which requests the clients of one site may answer in a run, and counts them.
 
     Args:
-        asked: What the job declares.
-        policy: The site's; None for none.
-        quota: What the job has had so far.
-        round: The round after which the run goes on; 0 where it begins.
+        declaration: What the job declares.
+        policy: The site's policy; None for none.
+        quota: What the job has used of the site so far.
+        round: The last finished round; 0 if the run begins.
     """
 
-    def __init__(self, asked: Declaration, policy: Policy | None, quota: Quota, round: int = 0) -> None:
-        self.asked, self.policy, self.quota = asked, policy, quota
+    def __init__(self, declaration: Declaration, policy: Policy | None, quota: Quota, round: int = 0) -> None:
+        self.declaration, self.policy, self.quota = declaration, policy, quota
         self.position: Position = (round, len(PHASES) - 1 if round else 0)
-        self._kinds: dict[type[Request], list[tuple[int, RequestRule]]] = {}
-        for number, question in enumerate(asked.questions or ()):
-            self._kinds.setdefault(question.kind, []).append((number, question))
-        self._phase: dict[tuple[ClientId, int], int] = {}
-        self._run: dict[str, int] = {}
-        self._rules: dict[tuple[ClientId, type[Rule]], Rule] = {}
-        self._same: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
-        self._repeats: dict[tuple[ClientId, int], int] = {}
-        self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
+        self._times_in_run: dict[str, int] = {}
         self._relay_over = -1
+        # Of the phase that has begun:
+        self._times: dict[tuple[ClientId, int], int] = {}
+        self._orders: dict[tuple[ClientId, type[Order]], Order] = {}
+        self._last_digests: dict[tuple[ClientId, int], tuple[bytes, ...]] = {}
+        self._repeats: dict[tuple[ClientId, int], int] = {}
+        # Many clients get the same request: its digests are computed once.
+        self._digests: tuple[Request | None, tuple[bytes, ...]] = (None, ())
 
     @property
     def round(self) -> int:
-        """The last round that was begun."""
+        """The last round that has begun."""
         return self.position[0]
 
     @property
     def memory(self) -> dict[str, int]:
-        """How often each client was asked what is put a number of times in a run; for a checkpoint."""
-        return dict(self._run)
+        """How often each client answered the requests that are counted over the run; for a checkpoint."""
+        return dict(self._times_in_run)
 
-    def remember(self, before: Mapping[str, int]) -> None:
-        """Go on from a checkpoint's ``memory``."""
-        self._run = dict(before)
+    def remember(self, memory: Mapping[str, int]) -> None:
+        """Continue with the ``memory`` of a checkpoint."""
+        self._times_in_run = dict(memory)
 
     def check(self, client: ClientId, request: Request, *, relay: bool = False, together: bool = False) -> Match | None:
-        """Whether a question may be answered; nothing is counted yet.
+        """Check whether a client may answer a request; nothing is counted yet.
 
         Args:
-            client: Who is asked.
-            request: The question.
-            relay: Whether it comes with a travelling model.
+            client: The client that is asked.
+            request: The request.
+            relay: Whether the request comes with a travelling model.
             together: Whether a group is to answer.
 
         Returns:
-            What it is; None where the run declares nothing.
+            The entry of the declaration that allows the request; None if the job declares nothing.
 
         Raises:
-            RuleError: It may not.
+            RuleError: The client may not answer.
         """
-        if self.asked.questions is None:
+        if self.declaration.allowed is None:
             return None
         try:
-            number, question, position = self._found(request, relay, together)
-            digests = self._digests_of(question, request) if together else ()
-            before = self._same.get((client, number), ()) if position == self.position else ()
+            number, allowed, position = self._entry(request, relay, together)
+            digests = self._digests_of(allowed, request) if together else ()
+            before = self._last_digests.get((client, number), ()) if position == self.position else ()
             again = together and digests[0] in before
-            if again and self._repeats.get((client, number), 0) >= AGAIN:
-                problem = f"{question.label} of a group that broke, once more; accepted: {AGAIN} times again"
+            if again and self._repeats.get((client, number), 0) >= REPEATS:
+                problem = f"{allowed.label} of a group that broke, once more; accepted: {REPEATS} times again"
                 raise RuleError("repeat", problem)
-            match = Match(client, request, number, question, position, digests, again)
-            self._refuse_before(match)
+            match = Match(client, request, number, allowed, position, digests, again)
+            self._refuse_early(match)
             if not again:
                 self._refuse_often(match)
-            for rule, inner in self._rules_of(match):
-                if problem := rule.refusal(inner):
-                    raise RuleError("order", f"{question.label}: {problem}")
+            for order, ordered in self._orders_of(match):
+                if problem := order.refusal(ordered):
+                    raise RuleError("order", f"{allowed.label}: {problem}")
         except RuleError:
             raise
         except Exception as error:
@@ -368,34 +367,35 @@ class Guard:
         return match
 
     def take(self, match: Match | None) -> None:
-        """Count a question as asked, just before it is answered."""
+        """Count a request, just before it is answered."""
         if match is None:
             return
         if match.position > self.position:
             self.position = match.position
-            self._phase, self._rules, self._same = {}, {}, {}
-            self.quota.keep()
+            self._times, self._orders, self._last_digests = {}, {}, {}
+            self.quota.save_now_and_then()
         key = match.client, match.number
         if match.again:
             self._repeats[key] = self._repeats.get(key, 0) + 1
         else:
-            self._repeats[key], self._same[key] = 0, match.digests
-            self._phase[key] = self._phase.get(key, 0) + 1
-        for rule, inner in self._rules_of(match, keep=True):
-            rule.asked(inner)
+            self._repeats[key], self._last_digests[key] = 0, match.digests
+            self._times[key] = self._times.get(key, 0) + 1
+        for order, ordered in self._orders_of(match, keep=True):
+            order.asked(ordered)
 
     def answered(self, match: Match | None, reply: Any) -> None:
-        """A question was answered so; what counts over the whole run are answers, for a client may keep one back."""
+        """Count a reply. Only replies count over a run, because a client may hold a reply back."""
         if match is None:
             return
-        if match.question.per == "run" or match.question.phase == "enrolment":
+        rule = match.allowed.rule
+        if match.allowed.per == "run" or rule.phase == "enrolment":
             name = _name(match.client, match.number)
-            self._run[name] = self._run.get(name, 0) + 1
-        if match.question.rule is not None:
-            self._rules[match.client, match.question.rule].answered(match.request, reply)
+            self._times_in_run[name] = self._times_in_run.get(name, 0) + 1
+        if rule.order is not None:
+            self._orders[match.client, rule.order].answered(match.request, reply)
 
     def begin_exchange(self) -> None:
-        """One more exchange or hop.
+        """Count an exchange or a hop.
 
         Raises:
             RuleError: There were too many.
@@ -407,40 +407,38 @@ class Guard:
             self.quota.exchanges += 1
 
     def leave(self, size: int) -> None:
-        """So many bytes are about to leave.
+        """Count bytes that are about to leave the site.
 
         Raises:
-            RuleError: There were too many.
+            RuleError: There would be too many.
         """
         with self.quota.lock:
             total = self.quota.bytes + size
             if self.policy is not None and total > self.policy.megabytes * 1e6:
-                problem = (
-                    f"all answers would come to {total / 1e6:g} MB; accepted: {self.policy.megabytes:g} MB at most"
-                )
-                raise RuleError("policy.megabytes", problem)
+                accepted = f"accepted: {self.policy.megabytes:g} MB at most"
+                raise RuleError("policy.megabytes", f"all answers would be {total / 1e6:g} MB; {accepted}")
             self.quota.bytes = total
 
     def save(self, round: int) -> None:
-        """Refuse to store the states of a round that there is not.
+        """Refuse to store the states of a round that the job does not have.
 
         Raises:
-            RuleError: There is none.
+            RuleError: The job does not have the round.
         """
-        if not 0 <= round <= self.asked.rounds:
-            raise RuleError("rounds", f"round {round}; accepted: 0 to {self.asked.rounds}")
+        if not 0 <= round <= self.declaration.rounds:
+            raise RuleError("rounds", f"round {round}; accepted: 0 to {self.declaration.rounds}")
         self.quota.save()
 
     def hop(self, relay_id: int, *, back: bool, brought: bool) -> None:
-        """Refuse a hop after which, or before which, the server sees a model that was to go from site to site.
+        """Refuse a hop that would show the server a model that must go from site to site.
 
         Args:
-            relay_id: Which.
+            relay_id: The relay.
             back: Whether the model returns to the server.
             brought: Whether the server brings a model that another site made.
 
         Raises:
-            RuleError: It does.
+            RuleError: The hop would.
         """
         if relay_id == self._relay_over:
             raise RuleError("relay", f"relay {relay_id} is over: the server has its model")
@@ -449,98 +447,99 @@ class Guard:
             raise RuleError("policy.relay", problem)
 
     def fetched_by_server(self, relay_id: int) -> None:
-        """The server has the model of a relay, which is over therefore where it may not see it on the way."""
+        """End a relay whose model the server has fetched, if the server may not see the model on its way."""
         if self.policy is not None and self.policy.relay == "direct":
             self._relay_over = relay_id
 
-    def _found(self, request: Request, relay: bool, together: bool) -> tuple[int, RequestRule, Position]:
-        """The question that a request is, and where the run stands when it is answered."""
+    def _entry(self, request: Request, relay: bool, together: bool) -> tuple[int, Allowed, Position]:
+        """Return the entry that allows a request, its place in the declaration and the position of the run after it."""
         problem: RuleError | None = None
-        for number, question in self._kinds.get(type(request), ()):
-            if not question.is_of(request):
+        for number, allowed in enumerate(self.declaration.allowed or ()):
+            if not allowed.includes(request):
                 continue
             try:
-                return number, question, self._placed(question, request, relay, together)
+                return number, allowed, self._position_of(allowed, request, relay, together)
             except RuleError as error:
                 problem = problem or error
         if problem is not None:
             raise problem
-        inner = getattr(request, "request", None)
-        label = f"{type(request).__name__} of {type(inner).__name__}" if inner is not None else type(request).__name__
-        raise RuleError("kind", f"job {self.asked.job} does not declare that it asks {label}")
+        inside = getattr(request, "request", None)
+        name = type(request).__name__ + (f" of {type(inside).__name__}" if inside is not None else "")
+        raise RuleError("kind", f"job {self.declaration.job} does not declare that it asks {name}")
 
-    def _placed(self, question: RequestRule, request: Request, relay: bool, together: bool) -> Position:
-        """Where the run stands when a request is answered."""
-        label, rounds = question.label, self.asked.rounds
-        if relay != question.relay:
-            way = "as a task of a relay" if question.relay else "as a question"
+    def _position_of(self, allowed: Allowed, request: Request, relay: bool, together: bool) -> Position:
+        """Return the position of the run when a request is answered; refuse what the entry does not allow."""
+        label, rule, rounds = allowed.label, allowed.rule, self.declaration.rounds
+        if relay != rule.relay:
+            way = "as a task of a relay" if rule.relay else "without a travelling model"
             raise RuleError("kind", f"{label} is declared {way} only")
-        if together and not question.together:
+        if together and not rule.together:
             raise RuleError("kind", f"{label} is not declared for groups")
-        round = _round_of(request, question.phase, self.round)
-        inner = getattr(request, "request", None)
-        if question.inside is not None and _round_of(inner, question.phase, round) != round:
-            raise RuleError("rounds", f"{label}: two rounds in one question")
-        position = round, PHASES.index(question.phase)
-        if question.phase == "enrolment":
+        round = _round_of(request, rule.phase, self.round)
+        if allowed.inside is not None:
+            inside = getattr(request, "request", None)
+            if _round_of(inside, rule.phase, round) != round:
+                raise RuleError("rounds", f"{label}: the request inside is of another round")
+        position = round, PHASES.index(rule.phase)
+        if rule.phase == "enrolment":
             if position != (0, 0) or self.position != (0, 0):
-                raise RuleError(
-                    "phase", f"{label} is asked before the first round; this is round {max(round, self.round)}"
-                )
+                now = max(round, self.round)
+                raise RuleError("phase", f"{label} is asked before the first round; this is round {now}")
         elif not 1 <= round <= rounds:
             raise RuleError("rounds", f"{label} of round {round}; accepted: 1 to {rounds}")
         elif position < self.position:
             phase = PHASES[self.position[1]]
             raise RuleError("rounds", f"{label} of round {round} comes after the {phase} phase of round {self.round}")
-        elif not question.comes_in(round):
+        elif not allowed.comes_in(round):
             raise RuleError("phase", f"{label} is not declared for round {round}")
-        if problem := question.wrong(request, round):
+        if problem := allowed.wrong(request, round):
             raise RuleError("bounds", problem)
         return position
 
-    def _refuse_before(self, match: Match) -> None:
-        """What enrolment gives a meaning waits for it, also after a site lost what it knew."""
-        question = match.question.inside or match.question
-        if not question.after:
-            return
-        firsts = [number for number, each in enumerate(self.asked.questions or ()) if each.label == question.after]
-        if not any(self._run.get(_name(match.client, number)) for number in firsts):
-            problem = f"{match.question.label} before {question.after} was answered: labels would go by their numbers"
+    def _refuse_early(self, match: Match) -> None:
+        """Refuse a request until its client answered the request of enrolment that gives labels a meaning.
+
+        This includes a site that lost what it knew.
+        """
+        first = match.allowed.rule.after
+        numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
+        if first is not None and numbers and not any(_name(match.client, n) in self._times_in_run for n in numbers):
+            problem = f"{match.allowed.label} before {first.__name__} was answered: labels would go by their numbers"
             raise RuleError("order", problem)
 
     def _refuse_often(self, match: Match) -> None:
-        question, key = match.question, (match.client, match.number)
-        if question.times is None:
+        allowed, key = match.allowed, (match.client, match.number)
+        if allowed.times is None:
             return
-        if question.per == "run":
-            count, when = self._run.get(_name(*key), 0), "in the whole run"
+        if allowed.per == "run":
+            count, when = self._times_in_run.get(_name(*key), 0), "in the whole run"
         else:
-            count, when = self._phase.get(key, 0) if match.position == self.position else 0, _WHEN[question.phase]
-        if count >= question.times:
-            raise RuleError("repeat", f"{question.label} once more; accepted: {question.times} time(s) {when}")
+            count, when = self._times.get(key, 0) if match.position == self.position else 0, _WHEN[allowed.rule.phase]
+        if count >= allowed.times:
+            raise RuleError("repeat", f"{allowed.label} once more; accepted: {allowed.times} time(s) {when}")
 
-    def _rules_of(self, match: Match, *, keep: bool = False) -> list[tuple[Rule, Any]]:
-        """The rules about a question and about the one inside it, each with what it is about.
+    def _orders_of(self, match: Match, *, keep: bool = False) -> list[tuple[Order, Any]]:
+        """Return the orders of a request and of the request inside it, each with its request.
 
-        The very same question is in order again; the envelope in which it comes is another one.
+        A request that comes again is in order, but the envelope in which it comes is new.
         """
-        rules: list[tuple[Rule, Any]] = []
-        question: RequestRule | None = match.question
-        about: Any = match.request
-        while question is not None:
-            if question.rule is not None and not (match.again and question.inside is None):
-                rule = self._rules.get((match.client, question.rule)) if match.position == self.position else None
-                rule = question.rule() if rule is None else rule
+        orders: list[tuple[Order, Any]] = []
+        allowed: Allowed | None = match.allowed
+        request: Any = match.request
+        while allowed is not None:
+            kind = allowed.rule.order
+            if kind is not None and not (match.again and allowed.inside is None):
+                order = self._orders.get((match.client, kind)) if match.position == self.position else None
+                order = kind() if order is None else order
                 if keep:
-                    self._rules[match.client, question.rule] = rule
-                rules.append((rule, about))
-            question, about = question.inside, getattr(about, "request", None)
-        return rules
+                    self._orders[match.client, kind] = order
+                orders.append((order, request))
+            allowed, request = allowed.inside, getattr(request, "request", None)
+        return orders
 
-    def _digests_of(self, question: RequestRule, request: Request) -> tuple[bytes, ...]:
-        """Many clients are sent the very same request: computed once."""
+    def _digests_of(self, allowed: Allowed, request: Request) -> tuple[bytes, ...]:
         if self._digests[0] is not request:
-            forms = [request] if question.forms is None else question.forms(request)
+            forms = [request] if allowed.rule.forms is None else allowed.rule.forms(request)
             self._digests = request, tuple(hashlib.sha256(records.encode(form)).digest() for form in forms)
         return self._digests[1]
 
@@ -553,5 +552,5 @@ def _name(client: ClientId, number: int) -> str:
 
 
 def _round_of(request: Any, phase: Phase, now: int) -> int:
-    """The round of a request; the one that has begun where it does not say."""
+    """Return the round of a request; for a request without a round, the round that has begun."""
     return int(getattr(request, "round", 0 if phase == "enrolment" else now))

@@ -96,13 +96,13 @@ class Policy(Setting):
         if self.methods is not None and asked.method not in self.methods:
             accepted = ", ".join(self.methods) or "none"
             raise RuleError("policy.methods", f"method {asked.method!r}; accepted: {accepted}")
-        if asked.questions is None:
+        if asked.allowed is None:
             raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}")
         if asked.rounds > self.rounds:
             raise RuleError("policy.rounds", f"{asked.rounds} rounds; accepted: {self.rounds} at most")
         least = self.least(asked.privacy)
-        for question in asked.questions:
-            if problem := question.withheld(least):
+        for allowed in asked.allowed:
+            if problem := allowed.withheld(least):
                 raise RuleError("policy.min_samples", f"{problem}; accepted: {least.min_samples} or more")
         if asked.extremes and self.min_samples > 1:
             problem = (
@@ -114,7 +114,10 @@ class Policy(Setting):
             ("ldp", "sizes", "numbers of samples under local differential privacy (an epsilon), and no others"),
         ):
             if getattr(self, rule) and fact in asked.discloses:
-                who = next((q.label for q in asked.questions if fact in q.discloses), "the survey of the sites' data")
+                who = next(
+                    (each.label for each in asked.allowed if fact in each.rule.discloses),
+                    "the survey of the sites' data",
+                )
                 raise RuleError(f"policy.{rule}", f"{who} tells {fact} in the clear; accepted: {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:

@@ -30,7 +30,7 @@ from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
 from fedstrata.sites.disclosure import Declaration, declaration_of
-from fedstrata.sites.guard import Guard, Match, Quota, Told, admitted
+from fedstrata.sites.guard import DataTrials, Guard, Match, Quota, admitted
 from fedstrata.sites.idempotency import LateError, RequestCache
 from fedstrata.sites.ledger import Entry, Ledger
 from fedstrata.sites.manifest import fingerprint
@@ -188,7 +188,7 @@ class SiteServer:
     def note(self, kind: str, **about: Any) -> None:
         """Something for the ledger; see ``Entry``."""
         if self.ledger is not None:
-            run = "" if self._run is None else self._run.guard.asked.job
+            run = "" if self._run is None else self._run.guard.declaration.job
             run = self._asking if kind in BEGINNINGS else run
             with self._noting:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
@@ -298,7 +298,7 @@ class SiteServer:
         if self.policy is None:
             guard, least = None, FEWEST
         else:
-            same = self._run is not None and self._run.guard.asked.job == asked.job
+            same = self._run is not None and self._run.guard.declaration.job == asked.job
             quota = self._run.guard.quota if self._run is not None and same else Quota(self.folder, asked.job)
             guard, least = Guard(asked, self.policy, quota), self.policy.min_samples
             quota.settle(survey.clients, survey.total, "repeat")
@@ -334,9 +334,9 @@ class SiteServer:
         before = [read(answer, Surveyed).statistics for answer in guard.quota.surveys()]
         differ = {records.encode(statistics) for statistics in before if statistics.samples}
         new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
-        if new and len(differ) >= self.policy.surveys and guard.asked.job not in self.policy.approved:
+        if new and len(differ) >= self.policy.surveys and guard.declaration.job not in self.policy.approved:
             problem = "other jobs were told what this site's data come to, and this one would be told something else"
-            approve = f"'fedstrata approve {guard.asked.job} --kit DIR' at the site accepts it"
+            approve = f"'fedstrata approve {guard.declaration.job} --kit DIR' at the site accepts it"
             accepted = f"accepted: {self.policy.surveys} answer(s) that differ; {approve}"
             raise RuleError("policy.surveys", f"{problem}; {accepted}")
 
@@ -370,7 +370,7 @@ class SiteServer:
         if isinstance(question, Begin):  # one that goes on asks the same of the data
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
-        return Told(self.folder, self.policy, job).reading(description, records.encode(question))
+        return DataTrials(self.folder, self.policy, job).reading(description, records.encode(question))
 
     def context(self, begin: Begin, job: str) -> ClientContext:
         """What the clients of this site share."""
@@ -516,18 +516,18 @@ class SiteRun:
         match = self._matches.get(client)
         about: dict[str, Any] = {"client": client, "round": self.guard.round}
         if match is not None:
-            about |= {"phase": match.question.phase}
+            about |= {"phase": match.allowed.rule.phase}
         travels = self._outcome(outcome)
         if not isinstance(travels, Failed):
             self.guard.answered(match, travels)
-            epsilon = None if match is None else match.question.epsilon
+            epsilon = None if match is None else match.allowed.rule.epsilon
             about |= {"samples": samples, "bytes": records.size(travels), "epsilon": epsilon}
         elif "privacy.min_samples" in travels.reason:
             about |= {"refused": "privacy.min_samples"}
         else:
             error = outcome.error if isinstance(outcome, Failure) else None
             about |= {"failed": "no answer" if error is None else type(error).__name__}
-        self.site_server.note(type(request).__name__ if match is None else match.question.label, **about)
+        self.site_server.note(type(request).__name__ if match is None else match.allowed.label, **about)
         return travels
 
     def more(self, more: More) -> Answers:

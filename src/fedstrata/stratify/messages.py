@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,58 @@ from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record, same
 from fedstrata.federation.messages import Extra, ModelRequest, Params, Reply, Request, Weights
 from fedstrata.federation.reply_checks import require_like, require_shape
+from fedstrata.federation.request_rule import Order, RequestRule
+from fedstrata.stratify.masking.messages import CountReport
 
 MOST_SAMPLES = 2**40
 """Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""
 
 NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
 """Why a reply to ``Reserve`` is refused."""
+
+
+class Epoch(Order):
+    """Samples are set aside first, for batches that are still to come; each batch trains once, in order."""
+
+    def __init__(self) -> None:
+        self._begun = False
+        self._set_aside: set[int] = set()
+        self._last = -1
+
+    def refusal(self, request: Any) -> str:
+        """Refuse positions of batches that are over, a batch out of order, and a batch without samples set aside."""
+        if isinstance(request, Gradient):
+            if request.batch <= self._last:
+                return f"batch {request.batch} comes after batch {self._last}; accepted: each batch once, in order"
+            return "" if request.batch in self._set_aside else f"nothing was set aside for batch {request.batch}"
+        if not (_numbers(request.labels) and _numbers(request.refill) and len(request.labels)):
+            return "labels and refill must be lists of whole numbers, with a label at least"
+        if request.fresh == self._begun:
+            again = "began already" if self._begun else "has not begun"
+            return f"fresh = {request.fresh}, and the epoch {again}"
+        if isinstance(request, Reserve):
+            if not _numbers(request.batches) or len(request.batches) != len(request.labels):
+                return "one batch is needed for each label"
+            if (first := int(request.batches.min())) <= self._last:
+                return f"positions in batch {first}, after batch {self._last} was trained"
+        return ""
+
+    def asked(self, request: Any) -> None:
+        """Note that the epoch has begun, and that a batch is over once it is trained."""
+        if isinstance(request, Gradient):
+            self._last = request.batch
+        else:
+            self._begun = True
+
+    def answered(self, request: Any, reply: Any) -> None:
+        """Note the batches for which samples were set aside."""
+        if isinstance(request, Reserve):
+            batches = getattr(reply, "batches", request.batches)
+            self._set_aside.update(torch.unique(batches[~reply.missing]).tolist())
+
+
+def _numbers(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and tensor.dtype == torch.int64
 
 
 @record("LabelReply")
@@ -38,6 +84,11 @@ class LabelReport(Request):
     """Which labels do you hold, and how many samples of each?"""
 
     reply_type: ClassVar[type[Reply]] = LabelReply
+    rule = RequestRule(
+        "which labels it holds and how many samples of each, in the clear",
+        phase="enrolment",
+        discloses=frozenset({"labels", "sizes"}),
+    )
 
     def check(self, reply: LabelReply) -> None:
         """Every label once, with how many samples of it."""
@@ -106,6 +157,12 @@ class Reserve(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
+    rule = RequestRule(
+        "for which of the positions that it was asked to fill it has no sample left",
+        order=Epoch,
+        after=CountReport,
+        discloses=frozenset({"sizes"}),
+    )
 
     round: int
     batches: Tensor
@@ -165,6 +222,13 @@ class Gradient(ModelRequest):
     """
 
     reply_type: ClassVar[type[Reply]] = GradientReply
+    rule = RequestRule(
+        "the summed gradient over its samples in a batch, perhaps a single one, with their number and summed loss",
+        order=Epoch,
+        after=CountReport,
+        together=True,
+        merges=True,
+    )
 
     round: int
     batch: int
@@ -223,6 +287,13 @@ class Steps(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = StepsReply
+    rule = RequestRule(
+        "the travelling model after a step on each of a few samples, one by one, with their summed loss",
+        order=Epoch,
+        after=CountReport,
+        relay=True,
+        discloses=frozenset({"sizes"}),
+    )
 
     round: int
     labels: Tensor

@@ -9,17 +9,18 @@ from pydantic import Field, PositiveInt
 from fedstrata.aggregation.optimizers import AnyServer
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
+from fedstrata.federation.allowed import Agreed, Allowed, by_round
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.questions import Agreed, Fact, Questions, by_round
+from fedstrata.federation.request_rule import Fact
 from fedstrata.federation.round_log import communication
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample
 from fedstrata.stratify.batch import BatchPlan, batch_epoch, rate
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 from fedstrata.stratify.masking.enrolment import check as check_masking
-from fedstrata.stratify.questions import batch_questions, enrolment_questions, single_question
 from fedstrata.stratify.schedule import Holders, Rule, frequencies, schedule
 from fedstrata.stratify.single import Route, single_epoch
 
@@ -133,23 +134,22 @@ class Stratify(Method):
         """Labels, where they are masked."""
         return frozenset({"labels"} if self.masking != "none" else ())
 
-    def questions(self, agreed: Agreed) -> Questions:
-        """Who holds what, before the first round; then samples set aside and gradients, or steps one by one."""
-        weighted, hybrid = self.selection == "weighted", self.mode == "hybrid"
-        found = enrolment_questions(self.masking, weighted=weighted, classes=agreed.classes)
-        # Where nobody told it what a placeholder is, a client takes it for the label.
-        after = "" if self.masking == "none" else "CountReport"
-        there = by_round("what has arrived" if hybrid else "all", lambda round: self._phase(agreed, round)[1])
-        before = self._pretraining(agreed) if hybrid else None
+    def allowed(self, agreed: Agreed) -> list[Allowed]:
+        """Return the requests of enrolment, then those of batches or of training sample by sample, or both."""
+        training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
+        requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.classes)
+        window = by_round("what has arrived" if hybrid else "all", lambda round: self._phase(agreed, round)[1])
+        before = self._pretraining(agreed)
         if self.mode != "single":
-            training, scale = agreed.training, self._scale(agreed)
+            scale, size = self._scale(agreed), self.batch_size or training.batch_size
             lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
             lr_of = lr if self.local_steps > 1 else None
-            size = self.batch_size or training.batch_size
-            found += batch_questions(size, there, lr_of, self.local_steps, last=before, after=after)
+            rounds = range(1, before + 1) if hybrid else None
+            requests += allowed_in_batches(size, window, lr_of, self.local_steps, rounds)
         if self.mode != "batch":
-            found += (single_question(there, self.chunk_size, first=(before or 0) + 1, after=after),)
-        return found
+            rounds = range(before + 1, training.rounds + 1) if hybrid else None
+            requests += allowed_sample_by_sample(window, self.chunk_size, rounds)
+        return requests
 
     def _scale(self, agreed: Agreed) -> float:
         """What the batch size does to the learning rate."""

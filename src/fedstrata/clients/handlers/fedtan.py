@@ -27,6 +27,7 @@ from fedstrata.federation.messages import (
     check_message,
     fit_changes,
 )
+from fedstrata.federation.request_rule import RequestRule
 from fedstrata.models.averagednorm import averaged
 from fedstrata.objectives.base import Context
 
@@ -41,6 +42,12 @@ class FitTogether(ModelRequest):
     """
 
     reply_type: ClassVar[type[Reply]] = FitReply
+    rule = RequestRule(
+        "the model as its own training changed it, with how many samples it used and their mean loss; and sums over "
+        "its first batch, layer by layer",
+        together=True,
+        discloses=frozenset({"sizes"}),
+    )
 
     round: int
     weights: Weights

@@ -12,6 +12,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles_hop
 from fedstrata.clients.training.local import LocalData, train
 from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.federation.request_rule import RequestRule
 
 
 @record("VisitReply")
@@ -38,6 +39,11 @@ class Visit(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = VisitReply
+    rule = RequestRule(
+        "the travelling model as its own training changed it, with how many samples it used and their mean loss",
+        relay=True,
+        discloses=frozenset({"sizes"}),
+    )
 
     round: int
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import Message, record
 from fedstrata.federation.messages import ModelRequest, Params, Reply, Request
+from fedstrata.federation.request_rule import Order, RequestRule
 
 
 @record("ModelDelivery")
@@ -43,6 +45,41 @@ class EncodedReply(Reply):
     payload: Tensor
 
 
+class Sums(Order):
+    """The numbers of exchanges ascend, and the second sum of an exchange follows its first sum."""
+
+    def __init__(self) -> None:
+        self._last = self._pending = 0
+
+    def refusal(self, request: Any) -> str:
+        """Refuse an exchange that is over, and a second sum without a first one."""
+        if isinstance(request, Encoded) and request.exchange <= self._last:
+            return f"exchange {request.exchange} comes after {self._last}; accepted: larger numbers"
+        if isinstance(request, Coefficients) and request.exchange != self._pending:
+            return f"no first sum of exchange {request.exchange} waits for a second one"
+        return ""
+
+    def asked(self, request: Any) -> None:
+        """Note the exchange, and whether a second sum follows."""
+        if isinstance(request, Encoded):
+            self._last, self._pending = request.exchange, request.exchange if len(request.basis) else 0
+        else:
+            self._pending = 0
+
+
+def repeated_forms(request: Encoded) -> list[Request]:
+    """Return the forms in which an encoded request may come again after a broken exchange.
+
+    The number of the exchange may differ. A client that answered the first sum has the model already: the model may
+    then come as the name of its version.
+    """
+    same = replace(request, exchange=0)
+    if (delivery := request.delivery) is None:
+        return [same]
+    held = replace(delivery, base=delivery.version, changes=[], params={})
+    return [same, replace(same, delivery=held)]
+
+
 @record("Encoded")
 class Encoded(Request):
     """A question whose model, or the change that its answer tells of, travels encoded.
@@ -57,6 +94,7 @@ class Encoded(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
+    rule = RequestRule("the reply to the request inside, encoded", order=Sums, forms=repeated_forms)
 
     request: ModelRequest
     round: int
@@ -76,6 +114,7 @@ class Coefficients(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
+    rule = RequestRule("the second part of an encoded change", order=Sums)
 
     exchange: int
     frame: Tensor

@@ -15,6 +15,7 @@ from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.federation.messages import Reply, Request
 from fedstrata.federation.reply_checks import require_shape
+from fedstrata.federation.request_rule import RequestRule
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, sealer
 from fedstrata.stratify.masking.prf import TAG_SIZE
 from fedstrata.stratify.masking.slot_layout import SlotLayout
@@ -44,6 +45,7 @@ class OpenKeys(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = PublicKeys
+    rule = RequestRule("the public keys that all clients share", phase="enrolment")
 
     comparing: bool
 
@@ -74,6 +76,7 @@ class Assign(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = Assigned
+    rule = RequestRule("how many labels it holds", phase="enrolment")
 
     placeholders: Tensor
 
@@ -102,6 +105,7 @@ class TagReport(Request):
     """Send a keyed hash of each of your labels (mode ``prf``)."""
 
     reply_type: ClassVar[type[Reply]] = TagReply
+    rule = RequestRule("a keyed hash of each of its labels", phase="enrolment")
 
     def check(self, reply: TagReply) -> None:
         """Every tag once."""
@@ -138,6 +142,7 @@ class SealLabels(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = SealedLabels
+    rule = RequestRule("its labels, encrypted", phase="enrolment")
 
     classes: int
 
@@ -170,6 +175,7 @@ class Compare(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = CompareReply
+    rule = RequestRule("which of its labels are on the encrypted list of all labels", phase="enrolment")
 
     classes: int
     sheets: Tensor
@@ -212,6 +218,7 @@ class Enlist(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = Enlisted
+    rule = RequestRule("those that are not, encrypted for the list", phase="enrolment")
 
     classes: int
     labels: Tensor
@@ -254,6 +261,7 @@ class CountReport(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = CountReply
+    rule = RequestRule("how many samples of each label it holds, encrypted", phase="enrolment")
 
     placeholders: Tensor
     size: int
@@ -295,6 +303,7 @@ class OpenTotals(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = Totals
+    rule = RequestRule("sums over all clients, label by label under random names, which it decrypts", phase="enrolment")
 
     pages: tuple[bytes, ...]
     size: int
@@ -326,6 +335,11 @@ class ShareReport(Request):
     """
 
     reply_type: ClassVar[type[Reply]] = ShareReply
+    rule = RequestRule(
+        "its share of all samples of each of its labels, under random names",
+        phase="enrolment",
+        discloses=frozenset({"sizes"}),
+    )
 
     totals: Tensor
 

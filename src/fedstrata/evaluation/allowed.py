@@ -1,0 +1,38 @@
+"""What an evaluation may ask: to measure a model on the clients' own samples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fedstrata.evaluation.messages import Evaluate, Part
+from fedstrata.evaluation.settings import Evaluation
+from fedstrata.federation.allowed import Allowed
+
+
+def allowed_in_evaluation(evaluation: Evaluation, rounds: int, *, elsewhere: bool) -> list[Allowed]:
+    """Return the requests after a round.
+
+    Args:
+        evaluation: The settings.
+        rounds: The last round.
+        elsewhere: Whether the samples are at sites that bring their own, so that all is measured there.
+    """
+    metrics = evaluation.metrics
+    bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}
+
+    def measures(part: Part, samples: str, *, personal: bool = False, epochs: int = 0) -> Allowed:
+        where: dict[str, Any] = {"part": part, "personal": personal, "epochs": epochs, **bins}
+        rule = replace(Evaluate.rule, description=f"{Evaluate.rule.description}, {samples}")
+        return Allowed(Evaluate, where=where, rounds=lambda round: evaluation.due(round, rounds), rule=rule)
+
+    requests = []
+    if elsewhere:
+        unless = "" if evaluation.client_test is not None else " (unless the server has test samples)"
+        requests.append(measures("test", f"over its test samples{unless}"))
+        if evaluation.validation is not None:
+            requests.append(measures("validation", "over its validation samples"))
+    if evaluation.fine_tune is not None and evaluation.client_test is not None:
+        samples = "over its test samples, of a model tuned on its own"
+        requests.append(measures("test", samples, personal=True, epochs=evaluation.fine_tune))
+    return requests
