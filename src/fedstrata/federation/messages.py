@@ -46,7 +46,7 @@ class Reply(Message):
 
 
 class Request(Message):
-    """A question to a client."""
+    """What the server asks a client."""
 
     reply_type: ClassVar[type[Reply]] = Reply
     """What the answer is."""
