@@ -25,8 +25,7 @@ from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.federation.request_rule import RequestRule
+from fedstrata.federation.messages import Reply, Request, RequestRule, Weights
 from fedstrata.methods.base import Method
 from fedstrata.sampling.messages import SizeReport
 from fedstrata.sites.federation import Sites

@@ -58,8 +58,8 @@ from .federation.messages import FitReply as FitReply
 from .federation.messages import ModelRequest as ModelRequest
 from .federation.messages import Reply as Reply
 from .federation.messages import Request as Request
+from .federation.messages import RequestRule as RequestRule
 from .federation.messages import Weights as Weights
-from .federation.request_rule import RequestRule as RequestRule
 from .federation.settings import Privacy as Privacy
 from .federation.settings import Training as Training
 from .methods.base import Method as Method

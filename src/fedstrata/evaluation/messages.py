@@ -9,9 +9,8 @@ import torch
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.evaluation.sums import EvaluationSums
-from fedstrata.federation.messages import Reply, Request, Weights
+from fedstrata.federation.messages import Reply, Request, RequestRule, Weights
 from fedstrata.federation.reply_checks import require_shape
-from fedstrata.federation.request_rule import RequestRule
 
 Part = Literal["test", "validation"]
 

@@ -8,36 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from fedstrata.federation.messages import Request
-from fedstrata.federation.request_rule import RequestRule
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.messages import Request, RequestRule
 from fedstrata.federation.settings import Privacy, Training
-
-
-class Agreed(Protocol):
-    """What the lists depend on: a ``FederationConfig``, or a ``Terms`` before anything is loaded."""
-
-    @property
-    def training(self) -> Training:
-        """How clients train."""
-
-    @property
-    def clients(self) -> int:
-        """N."""
-
-    @property
-    def classes(self) -> int | None:
-        """C; None if it is not known."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The part of ``Agreed`` that a spec contains."""
+    """The part of a ``FederationConfig`` that a spec contains.
+
+    Args:
+        training: How clients train.
+        clients: N.
+        classes: C; None if it is not known.
+    """
 
     training: Training
     clients: int
     classes: int | None = None
+
+
+Agreed = FederationConfig | Terms
+"""What the lists depend on: known exactly once the data are loaded, and by its terms before."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +127,10 @@ class Allowed:
             return self.inside.wrong(request.request, round)  # type: ignore[attr-defined]
         return ""
 
-    def withheld(self, privacy: Privacy) -> str:
-        """Return why no client would ever answer with such a minimum of samples; empty if some may."""
-        if self.limit is None or self.limit.samples >= privacy.min_samples or (self.rule.merges and privacy.gathers):
-            return ""
-        return f"{self.label} {self.limit.reason}"
+    def limit_below(self, privacy: Privacy) -> SampleLimit | None:
+        """Return the limit that keeps all clients from answering with such a minimum of samples; None if some may."""
+        few = self.limit is not None and self.limit.samples < privacy.min_samples
+        return self.limit if few and not (self.rule.merges and privacy.gathers) else None
 
     def comes_in(self, round: int) -> bool:
         """Return True if the request may come in a round."""
@@ -154,12 +147,7 @@ class Allowed:
     def table(self) -> dict[str, Any]:
         """Return the entry as JSON holds it."""
         rule = self.rule
-        table: dict[str, Any] = {
-            "request": self.label,
-            "sends": rule.description,
-            "phase": rule.phase,
-            "times": self.times,
-        }
+        table = dict[str, Any](request=self.label, sends=rule.description, phase=rule.phase, times=self.times)
         if self.per == "run":
             table["per"] = "run"
         where = dict(self.where) | (dict(self.inside.where) if self.inside else {})

@@ -17,8 +17,7 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import SHARE, Agreed, Allowed, declares, joined, step_limit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Fit, FitReply, Params, Weights, check_message
-from fedstrata.federation.request_rule import Fact
+from fedstrata.federation.messages import Fact, Fit, FitReply, Params, Weights, check_message
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
@@ -235,8 +234,9 @@ class Recipe(Method):
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
         counts = "" if data.private else ", with how many samples it used and their mean loss"
         message = f"; and {objective.sends}" if objective.sends else ""
-        discloses = objective.discloses | frozenset(() if data.private else ("sizes",))
-        rule = replace(Fit.rule, description=f"{Fit.rule.description}{counts}{message}", discloses=discloses)
+        sizes: frozenset[Fact] = frozenset(() if data.private else ("sizes",))
+        description = f"{Fit.rule.description}{counts}{message}"
+        rule = replace(Fit.rule, description=description, discloses=objective.discloses | sizes)
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:

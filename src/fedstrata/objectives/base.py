@@ -18,8 +18,7 @@ from torch import Tensor
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.federation.request_rule import Fact
+from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
 from fedstrata.models.model import Model
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.engine import FederationConfig
-from fedstrata.federation.messages import Extra, FitReply, Params, Weights
-from fedstrata.federation.request_rule import Fact
+from fedstrata.federation.messages import Extra, Fact, FitReply, Params, Weights
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Batches, Context, PerSample, Trained
 from fedstrata.objectives.calibrated import idle_clients, log_prior

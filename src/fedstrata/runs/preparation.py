@@ -170,10 +170,11 @@ def assemble(
     population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
     under("availability", lambda: spec.availability.check(population))
     spec.method.check(config)
-    for question in spec.method.declared(config) or ():
-        if problem := question.withheld(spec.privacy):
-            accepted = f"so that nobody would ever answer; accepted with these: {question.most} or fewer"
-            raise SpecError("privacy.min_samples", f"{problem}, {accepted}", spec.privacy.min_samples)
+    for allowed in spec.method.declared(config) or ():
+        if limit := allowed.limit_below(spec.privacy):
+            accepted = f"so that nobody would ever answer; accepted with these: {limit.samples} or fewer"
+            problem = f"{allowed.label} {limit.reason}, {accepted}"
+            raise SpecError("privacy.min_samples", problem, spec.privacy.min_samples)
     if not spec.communication.plain and not spec.method.asks_for_changes():
         problem = "encodes changes of a model that clients send back, and this method asks for none: leave it out"
         raise SpecError("communication", problem, spec.method.name)

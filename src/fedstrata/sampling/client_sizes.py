@@ -14,7 +14,7 @@ from pydantic import Field
 from fedstrata.base.records import record
 from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.request_rule import Phase
+from fedstrata.federation.messages import Phase
 from fedstrata.sampling.messages import SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]

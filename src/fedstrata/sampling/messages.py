@@ -11,9 +11,8 @@ from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
-from fedstrata.federation.messages import ModelRequest, Reply, Request, Weights
+from fedstrata.federation.messages import ModelRequest, Reply, Request, RequestRule, Weights
 from fedstrata.federation.reply_checks import require_shape
-from fedstrata.federation.request_rule import RequestRule
 from fedstrata.sampling.quantization import restore
 
 MOST_SAMPLES = 2**31

@@ -10,7 +10,7 @@ from typing import Any
 from fedstrata.evaluation.allowed import allowed_in_evaluation
 from fedstrata.federation.allowed import Agreed, Allowed, Terms, joined
 from fedstrata.federation.communication.allowed import encoded
-from fedstrata.federation.request_rule import PHASES, Fact, Phase
+from fedstrata.federation.messages import PHASES, Fact, Phase
 from fedstrata.federation.settings import Privacy
 from fedstrata.spec.experiment import Experiment
 
@@ -135,17 +135,8 @@ def declaration_of(
     travelling = None if training is None else encoded(training, spec.communication)
     allowed = joined(travelling, allowed_in_evaluation(spec.evaluation, rounds, elsewhere=own))
     survey = _survey(spec) if own else ""
-    return Declaration(
-        hash_of(spec),
-        method.name,
-        rounds,
-        allowed,
-        survey,
-        own,
-        method.conceals,
-        extremes=bool(survey) and data.normalize == "unit",
-        privacy=spec.privacy,
-    )
+    job, extremes = hash_of(spec), bool(survey) and data.normalize == "unit"
+    return Declaration(job, method.name, rounds, allowed, survey, own, method.conceals, extremes, spec.privacy)
 
 
 def _survey(spec: Experiment) -> str:

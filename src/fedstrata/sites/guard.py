@@ -18,8 +18,7 @@ from fedstrata.base import records
 from fedstrata.base.jsonl import replace_file
 from fedstrata.base.locking import LOCK
 from fedstrata.federation.allowed import Allowed
-from fedstrata.federation.messages import ClientId, Request
-from fedstrata.federation.request_rule import PHASES, Order, Phase
+from fedstrata.federation.messages import PHASES, ClientId, Order, Phase, Request
 from fedstrata.sites.disclosure import Declaration, declaration_of
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.spec.experiment import Experiment, parse_toml
@@ -216,9 +215,7 @@ class Quota:
             self._read()
             yield
             self._in_file = {key: getattr(self, key) for key in COUNTS}
-            part = self._path.with_suffix(".part")
-            part.write_text(json.dumps({**self._in_file, "home": self.home}), encoding="utf-8")
-            part.replace(self._path)
+            replace_file(self._path, json.dumps({**self._in_file, "home": self.home}).encode())
             self._saved = time.monotonic()
 
     def _read(self) -> None:
@@ -348,14 +345,9 @@ class Guard:
             number, allowed, position = self._entry(request, relay, together)
             digests = self._digests_of(allowed, request) if together else ()
             before = self._last_digests.get((client, number), ()) if position == self.position else ()
-            again = together and digests[0] in before
-            if again and self._repeats.get((client, number), 0) >= REPEATS:
-                problem = f"{allowed.label} of a group that broke, once more; accepted: {REPEATS} times again"
-                raise RuleError("repeat", problem)
-            match = Match(client, request, number, allowed, position, digests, again)
+            match = Match(client, request, number, allowed, position, digests, together and digests[0] in before)
             self._refuse_early(match)
-            if not again:
-                self._refuse_often(match)
+            self._refuse_often(match)
             for order, ordered in self._orders_of(match):
                 if problem := order.refusal(ordered):
                     raise RuleError("order", f"{allowed.label}: {problem}")
@@ -476,10 +468,9 @@ class Guard:
         if together and not rule.together:
             raise RuleError("kind", f"{label} is not declared for groups")
         round = _round_of(request, rule.phase, self.round)
-        if allowed.inside is not None:
-            inside = getattr(request, "request", None)
-            if _round_of(inside, rule.phase, round) != round:
-                raise RuleError("rounds", f"{label}: the request inside is of another round")
+        inside = getattr(request, "request", None)
+        if allowed.inside is not None and _round_of(inside, rule.phase, round) != round:
+            raise RuleError("rounds", f"{label}: the request inside is of another round")
         position = round, PHASES.index(rule.phase)
         if rule.phase == "enrolment":
             if position != (0, 0) or self.position != (0, 0):
@@ -509,6 +500,11 @@ class Guard:
 
     def _refuse_often(self, match: Match) -> None:
         allowed, key = match.allowed, (match.client, match.number)
+        if match.again:
+            if self._repeats.get(key, 0) >= REPEATS:
+                problem = f"{allowed.label} of a group that broke, once more; accepted: {REPEATS} times again"
+                raise RuleError("repeat", problem)
+            return
         if allowed.times is None:
             return
         if allowed.per == "run":

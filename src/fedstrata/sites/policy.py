@@ -102,8 +102,9 @@ class Policy(Setting):
             raise RuleError("policy.rounds", f"{asked.rounds} rounds; accepted: {self.rounds} at most")
         least = self.least(asked.privacy)
         for allowed in asked.allowed:
-            if problem := allowed.withheld(least):
-                raise RuleError("policy.min_samples", f"{problem}; accepted: {least.min_samples} or more")
+            if limit := allowed.limit_below(least):
+                problem = f"{allowed.label} {limit.reason}; accepted: {least.min_samples} or more"
+                raise RuleError("policy.min_samples", problem)
         if asked.extremes and self.min_samples > 1:
             problem = (
                 "data.normalize = 'unit' tells the least and the greatest value, which are single samples'; accepted: "

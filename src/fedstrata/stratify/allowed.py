@@ -20,21 +20,19 @@ from fedstrata.stratify.masking.messages import (
 from fedstrata.stratify.messages import Gradient, GradientSteps, LabelReport, Reserve, Steps
 
 
-def allowed_in_batches(
-    size: int, window: Bound, lr: Bound | None, local_steps: int, rounds: range | None
-) -> list[Allowed]:
+def allowed_in_batches(size: int, window: Bound, lr: Bound, local_steps: int, rounds: range | None) -> list[Allowed]:
     """Return the requests of union batches.
 
     Args:
         size: Samples in a batch.
         window: The part of each label's samples that has arrived.
-        lr: The learning rate with which clients step; None for one step per batch.
+        lr: The learning rate with which clients step, if they take several steps.
         local_steps: Steps of a client on its part of a batch.
         rounds: The rounds with batches; None for all.
     """
     reserve = Allowed(Reserve, where={"window": window}, times=None, rounds=rounds)
     limit = SampleLimit(size, f"is over a part of a batch of {size} sample{'s' * (size > 1)}")
-    if lr is None:
+    if local_steps == 1:
         return [reserve, Allowed(Gradient, times=None, rounds=rounds, limit=limit)]
     rule = replace(Gradient.rule, description=f"{Gradient.rule.description}; along {local_steps} steps on them")
     where = {"steps": local_steps, "lr": lr}
@@ -65,8 +63,8 @@ def allowed_in_enrolment(masking: str, *, weighted: bool, classes: int | None) -
     if masking == "none":
         return [Allowed(LabelReport), Allowed(Assign)]
     where: dict[str, Any] = {} if classes is None else {"classes": classes}
-    tags = [Allowed(TagReport)] if masking == "prf" else []
-    encrypted = [] if masking == "prf" else [Allowed(kind, where=where) for kind in (SealLabels, Compare, Enlist)]
+    prf = masking == "prf"
+    labels = [Allowed(TagReport)] if prf else [Allowed(kind, where=where) for kind in (SealLabels, Compare, Enlist)]
     shares = [Allowed(ShareReport)] if weighted else []
-    keys = Allowed(OpenKeys, where={"comparing": masking != "prf"})
-    return [keys, *tags, *encrypted, Allowed(CountReport), Allowed(OpenTotals), *shares]
+    keys = Allowed(OpenKeys, where={"comparing": not prf})
+    return [keys, *labels, Allowed(CountReport), Allowed(OpenTotals), *shares]

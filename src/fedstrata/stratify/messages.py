@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record, same
-from fedstrata.federation.messages import Extra, ModelRequest, Params, Reply, Request, Weights
+from fedstrata.federation.messages import Extra, ModelRequest, Order, Params, Reply, Request, RequestRule, Weights
 from fedstrata.federation.reply_checks import require_like, require_shape
-from fedstrata.federation.request_rule import Order, RequestRule
 from fedstrata.stratify.masking.messages import CountReport
 
 MOST_SAMPLES = 2**40

@@ -12,9 +12,7 @@ from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed, by_round
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.federation.messages import Weights
-from fedstrata.federation.request_rule import Fact
-from fedstrata.federation.round_log import communication
+from fedstrata.federation.messages import Fact, Weights
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample
@@ -143,9 +141,8 @@ class Stratify(Method):
         if self.mode != "single":
             scale, size = self._scale(agreed), self.batch_size or training.batch_size
             lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
-            lr_of = lr if self.local_steps > 1 else None
             rounds = range(1, before + 1) if hybrid else None
-            requests += allowed_in_batches(size, window, lr_of, self.local_steps, rounds)
+            requests += allowed_in_batches(size, window, lr, self.local_steps, rounds)
         if self.mode != "batch":
             rounds = range(before + 1, training.rounds + 1) if hybrid else None
             requests += allowed_sample_by_sample(window, self.chunk_size, rounds)

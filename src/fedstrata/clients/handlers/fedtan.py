@@ -22,12 +22,12 @@ from fedstrata.federation.messages import (
     ModelRequest,
     Params,
     Reply,
+    RequestRule,
     Weights,
     check_fit,
     check_message,
     fit_changes,
 )
-from fedstrata.federation.request_rule import RequestRule
 from fedstrata.models.averagednorm import averaged
 from fedstrata.objectives.base import Context
 

@@ -11,8 +11,7 @@ from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles_hop
 from fedstrata.clients.training.local import LocalData, train
-from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.federation.request_rule import RequestRule
+from fedstrata.federation.messages import Reply, Request, RequestRule, Weights
 
 
 @record("VisitReply")

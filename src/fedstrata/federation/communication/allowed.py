@@ -33,11 +33,8 @@ def encoded(allowed: list[Allowed], communication: Communication) -> list[Allowe
         return replace(inside, request=Encoded, where=where, rule=rule, inside=inside)
 
     travelling = [envelope(each) if issubclass(each.request, ModelRequest) else each for each in allowed]
-    changes = [
-        each
-        for each in allowed
-        if issubclass(each.request, ModelRequest) and each.request.changes is not ModelRequest.changes
-    ]
+    none = ModelRequest.changes
+    changes = [each for each in allowed if getattr(each.request, "changes", none) is not none]
     if not in_two or not changes:
         return travelling
     times = [each.times for each in changes]

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import Message, record
-from fedstrata.federation.messages import ModelRequest, Params, Reply, Request
-from fedstrata.federation.request_rule import Order, RequestRule
+from fedstrata.federation.messages import ModelRequest, Order, Params, Reply, Request, RequestRule
 
 
 @record("ModelDelivery")

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
-from fedstrata.federation.messages import Reply, Request
+from fedstrata.federation.messages import Reply, Request, RequestRule
 from fedstrata.federation.reply_checks import require_shape
-from fedstrata.federation.request_rule import RequestRule
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, sealer
 from fedstrata.stratify.masking.prf import TAG_SIZE
 from fedstrata.stratify.masking.slot_layout import SlotLayout
