@@ -57,11 +57,11 @@ class RequestRule:
         description: What leaves the site with the reply: the rest of a sentence that begins with "It sends".
         phase: When the request comes.
         order: The order in which requests may come; any order by default.
-        after: The request before the first round that a client must have answered, if the job asks it at all.
+        after: The request of enrolment that a client must have answered before this one, if the job asks it at all.
         relay: Whether the request comes with a travelling model.
         together: Whether clients may answer as a group, whose sums the server forms. If a group breaks, the same
             request may come again.
-        forms: The forms in which the same request may come again, its first form first; by default only as it is.
+        forms: The forms in which the same request may come again, beginning with its form now; by default only that.
         merges: Whether replies over fewer samples than ``privacy.min_samples`` are merged if that holds them back.
         discloses: What the reply discloses in the clear.
         epsilon: The ε of local differential privacy that a reply costs; None for none.
