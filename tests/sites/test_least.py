@@ -14,6 +14,7 @@ from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites import directory
 from fedstrata.sites import engine as engines
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
@@ -43,7 +44,7 @@ class Transport:
 
 @pytest.fixture
 def transport(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Transport:
-    monkeypatch.setattr(engines, "WAIT", 0.01)
+    monkeypatch.setattr(directory, "WAIT", 0.01)
     monkeypatch.setattr(engines, "BEGIN_AGAIN", 0.05)
     return Transport()
 
@@ -137,10 +138,10 @@ def test_who_refuses_to_answer_is_not_in(transport: Transport, tmp_path: Path, f
     if fewer == "go-on":
         history = run(transport, tmp_path, spec(method), 3, fewer, engine)
         assert [record["clients_returned"] for record in history] == [3, 2, 2, 2]
-        state, why = engine[0].status("b")
+        state, why = engine[0].directory.status("b")
         assert state == "refused"
         assert "policy.exchanges" in why
-        assert engine[0].status("a") == ("in", "")
+        assert engine[0].directory.status("a") == ("in", "")
     else:
         with pytest.raises(FedstrataError, match=r"2 sites answer, and least = 3; .*policy\.exchanges"):
             run(transport, tmp_path, spec(method), 3, fewer, engine)
@@ -226,7 +227,7 @@ def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: 
     engine = NVFlareEngine(prepared.config, transport, list("ab"), sums, **common)
     history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)
     assert [record["clients_returned"] for record in history] == [2, 2, 2, 2]
-    assert engine.status("b") == ("in", "")
+    assert engine.directory.status("b") == ("in", "")
     assert refused, "it told how the model does on four samples"
 
 

@@ -476,7 +476,7 @@ def test_a_server_that_died_goes_on_with_the_clients_states_of_its_last_checkpoi
     dead: list[int] = []
 
     def hook(site: str, body: Any, deliver: Callable[[], bytes]) -> bytes:
-        if made.engine._exchange > 0 and made.prepared and len(dead) == 0 and _round(body) == 4:
+        if made.engine.messenger.exchange > 0 and made.prepared and len(dead) == 0 and _round(body) == 4:
             dead.append(1)
             raise KeyboardInterrupt  # the server is gone in round 4; the states of round 3 are at the sites
         return deliver()

@@ -11,8 +11,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from fedstrata.base.config import Setting, build
 from fedstrata.base.errors import SpecError
 from fedstrata.runs.preparation import prepare
+from fedstrata.sites.directory import Fewer
 from fedstrata.sites.disclosure import hash_of
-from fedstrata.sites.engine import Fewer
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.settings import PATIENCE
 from fedstrata.spec.experiment import Experiment, placed, read_toml

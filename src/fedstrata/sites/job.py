@@ -148,7 +148,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
         def status(site: str) -> tuple[str, str]:
             revoked = isinstance(transport, CollabTransport) and transport.struck(site)
-            return ("revoked", STRUCK) if revoked else engine.status(site)
+            return ("revoked", STRUCK) if revoked else engine.directory.status(site)
 
         progress = Progress(spec.training.rounds, site_of_client, status, before, path, run=folder.name)
         self._progress = progress

@@ -13,7 +13,7 @@ from pydantic import PositiveFloat
 
 from fedstrata.base.config import Setting, build, plain
 from fedstrata.base.errors import SpecError
-from fedstrata.sites.engine import Fewer
+from fedstrata.sites.directory import Fewer
 from fedstrata.spec.experiment import placed, read_toml
 
 LOCAL = Path("local") / "fedstrata.toml"

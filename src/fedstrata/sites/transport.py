@@ -120,7 +120,7 @@ class Signal(Protocol):
 
 
 class CollabTransport:
-    """The server's calls to its sites; see ``fedstrata.sites.engine.Transport``.
+    """The server's calls to its sites; see ``fedstrata.sites.messenger.Transport``.
 
     Args:
         calls: How to call each site, by its name.

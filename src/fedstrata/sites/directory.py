@@ -1,0 +1,173 @@
+"""The server's list of sites: the clients of each site, and whether it takes part."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Literal
+
+from fedstrata.base.errors import FedstrataError
+from fedstrata.federation.messages import ClientId
+from fedstrata.sites.wire import SiteLostError, SiteRefusedError
+
+LOG = logging.getLogger(__name__)
+
+WAIT = 0.5
+"""Seconds between two checks whether enough sites can be reached."""
+
+Fewer = Literal["wait", "abort", "go-on"]
+"""What to do when fewer sites than required can be reached: wait for more, end the run, or go on with fewer."""
+
+
+class SiteDirectory:
+    """The sites of a run, the clients of each, and whether it takes part.
+
+    Args:
+        site_of_client: The site of every client.
+        is_reachable: Tells whether it is worth asking a site. Raises an error if the job is over.
+        least: Fewest sites that must answer, before the first round and in every round.
+        fewer: What to do when fewer sites answer.
+    """
+
+    def __init__(
+        self, site_of_client: Sequence[str], is_reachable: Callable[[str], bool], least: int, fewer: Fewer
+    ) -> None:
+        self.site_of_client, self.is_reachable = list(site_of_client), is_reachable
+        self.least, self.fewer = least, fewer
+        self.sites = sorted(set(site_of_client))
+        self.excluded: dict[str, str] = {}
+        """Sites that could not begin, each with the reason."""
+        self._warned: dict[str, str] = {}
+        self._lost: set[str] = set()
+        """Sites that did not answer the last message in time."""
+        self._refusing: dict[str, str] = {}
+        """Sites whose policy refuses everything for as long as this job lives, each with the reason."""
+
+    def clients_of(self, site: str) -> list[ClientId]:
+        """Return the clients of a site, in ascending order."""
+        return [client for client, its_site in enumerate(self.site_of_client) if its_site == site]
+
+    def participants(self) -> list[str]:
+        """Return the sites that are not excluded."""
+        return [site for site in self.sites if site not in self.excluded]
+
+    def present(self) -> set[str]:
+        """Return the participants that can be reached."""
+        return {site for site in self.participants() if self.is_reachable(site)}
+
+    def exclude(self, site: str, error: FedstrataError) -> None:
+        """Leave a site out of the run, and log the reason if it is new."""
+        reason = f"site {site} takes no part: {str(error).removeprefix(f'site {site}: ')}"
+        if self._warned.get(site) != reason:
+            LOG.warning("%s", reason)
+        self.excluded[site] = self._warned[site] = reason
+
+    def record(self, site: str, error: FedstrataError | None) -> None:
+        """Note whether a site answered a message.
+
+        Args:
+            site: The site.
+            error: The reason for which its answer cannot be used; None if it answered.
+        """
+        if error is None:
+            self._lost.discard(site)
+            self._refusing.pop(site, None)
+        elif isinstance(error, SiteLostError):
+            self._lost.add(site)
+        elif isinstance(error, SiteRefusedError) and error.for_good:
+            self._refusing[site] = f"site {site}: {error}"
+
+    def status(self, site: str) -> tuple[str, str]:
+        """Return how a site takes part (``in``, ``refused``, ``gone`` or ``late``), and the reason if it does not."""
+        if site in self.excluded:
+            return "refused", self.excluded[site]
+        if not self.is_reachable(site):
+            return "gone", "nothing is heard of it, or it has not joined"
+        if site in self._refusing:
+            return "refused", self._refusing[site]
+        return ("late", "its last answer did not come in time") if site in self._lost else ("in", "")
+
+    def require_begun(self, count: int) -> None:
+        """Check that enough sites could begin.
+
+        Args:
+            count: The number of sites that did.
+
+        Raises:
+            SiteLostError: All sites are unreachable.
+            FedstrataError: None could begin, or fewer than required and ``fewer`` is ``abort``.
+        """
+        if not count:
+            reasons = "; ".join(self.excluded.values())
+            if self._lost >= set(self.sites):
+                raise SiteLostError(f"no site can be reached; {reasons}")
+            raise FedstrataError(f"no site takes part; {reasons}")
+        self._refuse_fewer(count)
+
+    def gather(self) -> None:
+        """Before an exchange, wait for enough sites, or do what ``fewer`` says.
+
+        Raises:
+            FedstrataError: Too few sites can be reached, and ``fewer`` is ``abort``.
+        """
+        if self.fewer == "wait" and len(self.participants()) >= self.least:
+            self.wait(lambda: len(self.present()) >= self.least)
+        self._refuse_fewer(len(self.present()))
+
+    def require_enough(self, outcomes: Iterable[object]) -> None:
+        """After an exchange, end the run if too few sites answer: rounds without clients would take no time.
+
+        The run can be resumed when the sites are back.
+
+        Args:
+            outcomes: The errors to report if all sites are unreachable.
+
+        Raises:
+            SiteLostError: All sites are unreachable.
+            FedstrataError: Too few can be reached, and ``fewer`` is ``abort``; or so many refuse to answer that waiting
+                cannot help.
+        """
+        self.require_willing(self.excluded)
+        out = self._lost | self.excluded.keys()
+        if self.fewer == "wait" and len(self.present()) < self.least:
+            return  # the next exchange waits
+        if out >= set(self.sites):
+            raise SiteLostError(f"no site can be reached; {'; '.join(map(str, outcomes))}")
+        self._refuse_fewer(len(self.sites) - len(out))
+
+    def require_willing(self, excluded: Collection[str]) -> None:
+        """End the run if so many sites refuse everything that waiting cannot help.
+
+        Args:
+            excluded: The excluded sites that will not come back.
+
+        Raises:
+            FedstrataError: Fewer sites than required are left, and ``fewer`` is not ``go-on``.
+        """
+        willing = len(self.sites) - len(self._refusing.keys() | set(excluded))
+        if self._refusing and willing < self.least and self.fewer != "go-on":
+            reasons = "; ".join(self._refusing.values())
+            raise FedstrataError(f"{willing} sites answer, and least = {self.least}; {reasons}")
+
+    def _refuse_fewer(self, count: int) -> None:
+        if self.fewer == "abort" and count < self.least:
+            present = self.present()
+            away = [site for site in self.sites if site not in present]
+            reasons = "; ".join(self.excluded.get(site, f"site {site} cannot be reached") for site in away)
+            raise FedstrataError(f"{count} sites answer, and least = {self.least}; {reasons}")
+
+    def wait_for_any(self, sites: Sequence[str]) -> None:
+        """Wait until at least one of these sites can be reached."""
+        self.wait(lambda: any(map(self.is_reachable, sites)))
+
+    def wait(self, ready: Callable[[], bool], seconds: float = float("inf")) -> None:
+        """Wait until a condition holds, for at most so many seconds, and log which sites are missing."""
+        end, warned = time.monotonic() + seconds, False
+        while not ready() and time.monotonic() < end:
+            if not warned:
+                present = self.present()
+                away = ", ".join(site for site in self.sites if site not in present)
+                LOG.warning("fewer than %d sites answer: waiting for %s", self.least, away)
+            warned = True
+            time.sleep(WAIT)

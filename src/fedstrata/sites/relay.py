@@ -1,0 +1,146 @@
+"""Relays over sites: the model goes from site to site, and the server sends the tasks."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from fedstrata.base.errors import FedstrataError
+from fedstrata.federation.engine import Failure
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
+from fedstrata.federation.reply_checks import defect_of
+from fedstrata.sites.messenger import Messenger
+from fedstrata.sites.wire import Failed, Fetch, Hop, HopCommit, Hopped, RelayEnd, Unmoved
+
+
+class ClientRaisedError(FedstrataError):
+    """An exception that a client raised at its site."""
+
+
+def reply_of(outcome: object, request: Request) -> Reply | Failure:
+    """Return the reply to a request, or the reason for which it is missing."""
+    if isinstance(outcome, Failed):
+        error = None if outcome.bystander or outcome.refused else ClientRaisedError(outcome.reason)
+        return Failure(outcome.reason, error, outcome.bystander, outcome.refused)
+    wanted = request.reply_type
+    if isinstance(outcome, wanted):
+        return outcome
+    kind, question = type(outcome).__name__, type(request).__name__
+    return Failure(f"a {kind} is no answer to {question}, which wants {wanted.__name__}")
+
+
+@dataclass
+class _Hop:
+    """A hop that counts.
+
+    Args:
+        site: The site of the client.
+        client: The client.
+        outcome: Its reply, or a ``Failure`` once the model that it passed on is lost.
+        ticket: Lets the next site in turn, and no other, fetch the model that the hop left.
+    """
+
+    site: str
+    client: ClientId
+    outcome: Reply | Failure
+    ticket: str
+
+
+class SiteRelay:
+    """A relay in which the model goes from site to site; see ``fedstrata.federation.engine.RelaySession``.
+
+    The server sends the tasks, each with the place of the model. A site keeps its last model until the relay is over.
+    When a site is lost, only the hops since the model was last at another site are lost with it.
+
+    Args:
+        messenger: How sites are reached.
+        number: The number of the relay.
+        weights: The initial model.
+    """
+
+    def __init__(self, messenger: Messenger, number: int, weights: Weights) -> None:
+        self._messenger, self._number, self._weights = messenger, number, weights
+        self._site_of_client = messenger.directory.site_of_client
+        self._hops: list[_Hop] = []
+        self._trail: list[int] = []
+        """The hops whose model is kept at a site, in order: the last hop of each site."""
+        self._sites: set[str] = set()
+        self._last: _Hop | None = None
+
+    def hop(self, client: ClientId, task: Request) -> Reply | Failure:
+        """Send a task; the site fetches the model from the site that holds it."""
+        self._last = None
+        site = self._site_of_client[client]
+        self._sites.add(site)
+        while True:
+            base = self._trail[-1] if self._trail else -1
+            ticket = secrets.token_hex(16)
+            outcome = self._send(site, client, task, ticket, base, self._weights if base < 0 else None)
+            if isinstance(outcome, Unmoved) and base >= 0:
+                # The two sites may not be allowed to talk, or the model arrived damaged: use the server instead.
+                model = self._fetch(base)
+                if isinstance(model, FedstrataError):
+                    self._lose(base, str(model))
+                    continue
+                outcome = self._send(site, client, task, ticket, base, model)
+            break
+        reply: Reply | Failure
+        if isinstance(outcome, FedstrataError | Unmoved):
+            reply = Failure(outcome.reason if isinstance(outcome, Unmoved) else str(outcome))
+        else:
+            reply = reply_of(outcome.reply, task)
+        if isinstance(reply, Failure):
+            self._messenger.directory.require_enough([reply.reason])
+        else:
+            self._last = _Hop(site, client, reply, ticket)
+        return reply
+
+    def _send(self, site: str, client: ClientId, task: Request, ticket: str, base: int, weights: Weights | None) -> Any:
+        """Send a task with the model after hop ``base``, or, without ``weights``, with the site that holds it."""
+        holder, key = ("", "") if weights is not None else (self._hops[base].site, self._hops[base].ticket)
+        exchange, number = self._messenger.next_exchange(), len(self._hops)
+        body = Hop(exchange, self._number, number, client, task, holder, base, weights, False, ticket, key)
+        return self._messenger.ask(site, body, Hopped, Unmoved)
+
+    def keep(self, accepted: bool) -> None:
+        """Let the last hop count, or not."""
+        if not accepted or self._last is None:
+            return
+        site, number = self._last.site, len(self._hops)
+        self._messenger.acknowledge(site, HopCommit(self._number, number))
+        self._hops.append(self._last)
+        self._trail = [hop for hop in self._trail if self._hops[hop].site != site] + [number]
+
+    def finish(self) -> tuple[Weights, list[Reply | Failure]]:
+        """Fetch the model, and tell the sites which hops count."""
+        weights = self._weights
+        while self._trail:
+            base = self._trail[-1]
+            model = self._fetch(base)
+            if isinstance(model, Weights):
+                weights = model
+                break
+            self._lose(base, str(model))
+        void = sorted({hop.client for hop in self._hops if isinstance(hop.outcome, Failure)})
+        for site in self._sites:
+            self._messenger.acknowledge(site, RelayEnd(self._number, void))
+        return weights, [hop.outcome for hop in self._hops]
+
+    def _fetch(self, base: int) -> Weights | FedstrataError:
+        hop = self._hops[base]
+        outcome = self._messenger.ask(hop.site, Fetch(self._number, base, hop.ticket), Weights)
+        if isinstance(outcome, FedstrataError):
+            return outcome
+        if defect := defect_of(outcome, lambda weights: weights.require_like(self._weights)):
+            return FedstrataError(defect)
+        weights: Weights = outcome
+        return weights
+
+    def _lose(self, base: int, reason: str) -> None:
+        """The model after a hop is lost: no hop counts since the model was last at another site."""
+        self._trail.remove(base)
+        since = self._trail[-1] if self._trail else -1
+        for hop in self._hops[since + 1 :]:
+            if not isinstance(hop.outcome, Failure):
+                hop.outcome = Failure(f"the model that it passed on was lost: {reason}")
