@@ -9,7 +9,6 @@ import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -292,15 +291,6 @@ class Nvflare:
         return self
 
 
-@pytest.fixture
-def handshakes() -> Iterator[None]:
-    """A gate changes those of the whole process."""
-    before = ssl.SSLContext.sslobject_class
-    yield
-    ssl.SSLContext.sslobject_class = before
-
-
-@pytest.mark.usefixtures("handshakes")
 @pytest.mark.parametrize("event", ["CLIENT_HEARTBEAT_RECEIVED", "CLIENT_REGISTER_RECEIVED", "SUBMIT_JOB"])
 def test_whatever_a_server_that_was_started_anew_hears_first_a_revoked_site_is_refused(fed: Path, event: str) -> None:
     """Sites that went on only sent heartbeats, and were let in whoever was revoked; and jobs went to them."""
@@ -314,7 +304,6 @@ def test_whatever_a_server_that_was_started_anew_hears_first_a_revoked_site_is_r
     assert not server.client_manager.is_client_disabled("b")
 
 
-@pytest.mark.usefixtures("handshakes")
 def test_the_list_is_read_once_however_many_are_connected(fed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was read for each of them at each one's heartbeat."""
     reads: list[Path] = []
@@ -328,7 +317,6 @@ def test_the_list_is_read_once_however_many_are_connected(fed: Path, monkeypatch
     assert len(reads) == 1
 
 
-@pytest.mark.usefixtures("handshakes")
 def test_who_is_struck_off_the_list_may_not_connect(
     fed: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

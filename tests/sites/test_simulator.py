@@ -15,7 +15,7 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
-from fedstrata.sites import simulator
+from fedstrata.sites import nvflare_workarounds, simulator
 from fedstrata.sites.configuration import write_job
 from fedstrata.sites.settings import JobSpec
 from fedstrata.sites.simulator import simulate
@@ -62,7 +62,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
 
     with pytest.raises(KeyboardInterrupt):
         simulate(runs, sites=2, callbacks=[stop])
-    with starting("no.such.program", simulator._PROGRAM) as started:
+    with starting("no.such.program", nvflare_workarounds.SIMULATOR) as started:
         found = simulate(runs, resume=True, callbacks=[lambda record: after.append(record["round"])])
     folders = {label: folder for label, (_, folder) in zip(labels, runs, strict=True)}
     return Session(folders, dict(zip(labels, found, strict=True)), before, after, len(started))
@@ -74,7 +74,7 @@ def starting(*programs: str) -> Iterator[list[Path]]:
     real, started = simulator._started, list[Path]()
 
     def start(root: Path, sites: int) -> Any:
-        patch.setattr(simulator, "_PROGRAM", programs[len(started)])
+        patch.setattr(nvflare_workarounds, "SIMULATOR", programs[len(started)])
         started.append(root)
         return real(root, sites)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from nvflare.apis.event_type import EventType
 from nvflare.apis.fl_component import FLComponent
 
 from fedstrata.sites.members import Members
+from fedstrata.sites.nvflare_workarounds import bound_growth, refuse_clients
 from fedstrata.sites.settings import USER
-from fedstrata.sites.streams import bound_growth
 
 LOG = logging.getLogger(__name__)
 
@@ -41,15 +42,8 @@ class Gate(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         """Put our list where NVFlare asks, before it asks, and log out who is no longer on it."""
         if event_type not in _LOOKED_AT:
             return
-        server = fl_ctx.get_engine().server
-        manager = server.client_manager
         with self._lock:
-            manager.is_client_disabled = self.refuses
-            names = self._members.names()
-            # NVFlare itself waits two minutes for the heartbeats of a client, and sends it jobs meanwhile.
-            for token, client in list(manager.get_clients().items()):
-                if self._refuses(client.name, names):
-                    server.logout_client(token)
+            refuse_clients(fl_ctx, self.refuses, partial(self._refuses, names=self._members.names()))
 
     def refuses(self, name: str) -> bool:
         """Whether somebody of this name may not connect."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from nvflare.apis.fl_component import FLComponent
-from nvflare.apis.fl_constant import FLMetaKey
 from nvflare.collab import collab
 from nvflare.collab.api.exceptions import RunAborted
 from nvflare.widgets.info_collector import InfoCollector
@@ -28,11 +27,11 @@ from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.idempotency import RequestCache, heartbeat
 from fedstrata.sites.ledger import HEADS, PLACE, Ledger
 from fedstrata.sites.members import Members
+from fedstrata.sites.nvflare_workarounds import JobEnd, bound_growth, survive_kill
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress
 from fedstrata.sites.settings import JobSpec, SiteSettings, run_of
 from fedstrata.sites.site_server import SiteServer
-from fedstrata.sites.streams import bound_growth
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.transport import STRUCK, Call, CollabTransport, retry
 from fedstrata.sites.wire import Refused, SiteLostError
@@ -88,10 +87,10 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
         """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
-        ended = _Ended(collab.fl_ctx.get_run_abort_signal())
-        calls = {site.name: _caller(site, ended) for site in collab.clients}
+        end = JobEnd(collab.fl_ctx.get_run_abort_signal())
+        calls = {site.name: _caller(site, end) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
-        self._transport = transport = CollabTransport(calls, RunAborted, ended, struck=Members(root).struck)
+        self._transport = transport = CollabTransport(calls, RunAborted, end, struck=Members(root).struck)
         settings = _settings(root)
         specs, results = Path(collab.workspace.get_app_config_dir(job)), Path(collab.workspace.get_run_dir(job))
         try:
@@ -118,7 +117,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                         without = shutil.ignore_patterns("checkpoint")
                         shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
         finally:
-            ended.over = True
+            end.reached = True
 
     def _run(self, plan: JobSpec, text: str, folder: Path, transport: CollabTransport, settings: SiteSettings) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
@@ -170,25 +169,8 @@ def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> P
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
-class _Ended:
-    """NVFlare's signal that a job is to end, which its end triggers too.
-
-    NVFlare waits for all calls before it ends a job, also for one to a dead site, which lasts as long as its patience.
-
-    Args:
-        signal: NVFlare's.
-    """
-
-    def __init__(self, signal: Any) -> None:
-        self._signal, self.over = signal, False
-
-    @property
-    def triggered(self) -> bool:
-        return bool(self.over or self._signal.triggered)
-
-
-def _caller(site: Any, ended: _Ended) -> Call:
-    site.backend.abort_signal = ended
+def _caller(site: Any, end: JobEnd) -> Call:
+    end.ends_calls_to(site)
     return lambda data, patience: site(timeout=patience).call(data)
 
 
@@ -231,10 +213,7 @@ class Site:
     def _made(self, root: Path) -> SiteServer:
         settings = _settings(root)
         if not settings.simulated:
-            # NVFlare ends the whole job, with all other sites, when the process of one is killed. With a code that it
-            # would leave itself the others go on; whatever the process still says of its end takes this one's place.
-            run = Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id()))
-            (run / FLMetaKey.PROCESS_RC_FILE).write_text("0")
+            survive_kill(Path(collab.workspace.get_run_dir(collab.fl_ctx.get_job_id())))
         keys = KeyRing(settings.keys, create=settings.simulated) if settings.keys else None
         others = {site.name: site for site in collab.clients}
         server = collab.server

@@ -22,6 +22,7 @@ from fedstrata.sites.federation import Sites, policy_of
 from fedstrata.sites.guard import admitted
 from fedstrata.sites.kits import RECORDS, close, finish
 from fedstrata.sites.members import write_members
+from fedstrata.sites.nvflare_workarounds import SCHEDULER
 from fedstrata.sites.policy import FILE as POLICY
 from fedstrata.sites.policy import RuleError
 from fedstrata.sites.settings import LOCAL, USER, JobSpec, SiteSettings, run_of
@@ -176,10 +177,7 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
-            # Two jobs would write into one run folder. One that waits for sites is looked at again soon, and for weeks.
-            # NVFlare doubles the least interval at every look, which Python can do for ever with a whole number only.
-            looks = {"min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
-            component["args"] |= {"max_jobs": 1} | looks
+            component["args"] |= SCHEDULER
     (local / "resources.json").write_text(json.dumps(resources, indent=2) + "\n", encoding="utf-8")
     (local / "authorization.json").write_text(json.dumps(_RIGHTS, indent=2) + "\n", encoding="utf-8")
 

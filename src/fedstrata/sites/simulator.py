@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS, refuse_foreign
 from fedstrata.runs.simulation import refuse_elsewhere
 from fedstrata.sites.configuration import CLASSES, ERROR, raised, write_job
+from fedstrata.sites.nvflare_workarounds import SIMULATOR_ATTEMPTS, simulator_command
 from fedstrata.sites.processes import end, start
 from fedstrata.sites.settings import LOCAL, PATIENCE, JobSpec, SiteSettings
 from fedstrata.spec.experiment import Experiment
@@ -34,10 +34,7 @@ Callback = Callable[[Mapping[str, Any]], None]
 SITES = "sites.json"
 """In a run folder: over how many sites its clients are dealt."""
 
-_PROGRAM = "nvflare.private.fed.app.simulator.simulator"
 _LOOK = 0.1
-ATTEMPTS = 2
-"""How often the simulator is started where it ends before the first run has begun."""
 GRACE = 5.0
 """Seconds for processes that are to end."""
 
@@ -98,7 +95,7 @@ def simulate(
         (root / "keys").mkdir(mode=0o700)
         settings = SiteSettings(keys=root / "keys", states=states, simulated=True, patience=patience)
         untouched = [_touched(folder) for folder in folders]
-        for attempt in range(ATTEMPTS):
+        for attempt in range(SIMULATOR_ATTEMPTS):
             session = root / f"session-{attempt}"
             session.mkdir()
             write_job(session / "job", plans, [spec.to_toml() for spec, _ in runs])
@@ -108,7 +105,6 @@ def simulate(
                     watch.look()
                     time.sleep(_LOOK)
                 watch.look()
-            # On a busy machine NVFlare may lose a site while it starts, and gives up before any of our code has run.
             if [_touched(folder) for folder in folders] != untouched:
                 break
         return [_finished(spec, folder, given, session) for (spec, given), folder in zip(runs, folders, strict=True)]
@@ -160,11 +156,10 @@ def _write_settings(workspace: Path, settings: SiteSettings) -> None:
 
 @contextmanager
 def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", _PROGRAM, str(root / "job"), "-w", str(root / "workspace")]
+    command = simulator_command(root / "job", root / "workspace", sites)
     # Each site is one processor's work: more threads would only get in each other's way.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (root / "log.txt").open("wb") as log:
-        command += ["-n", str(sites), "-t", str(sites)]
         process = start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             yield process

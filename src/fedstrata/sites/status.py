@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import jsonable, read_jsonl
 from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS
 from fedstrata.sites.configuration import ERROR, raised
+from fedstrata.sites.nvflare_workarounds import silence_client
 from fedstrata.sites.progress import STATUS, Progress, shown
 from fedstrata.sites.provision import JOB
 from fedstrata.sites.simulator import require_nvflare
@@ -55,8 +55,7 @@ def source_of(folder: Path, tell: Tell = print) -> Source:
     """
     if (folder / JOB / "meta.json").is_file():
         require_nvflare()
-        # It says in many lines what is said in one: that the server is away.
-        logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+        silence_client()
         return _Asked(folder, tell)
     if (folder / "startup").is_dir():
         return _Written(folder)

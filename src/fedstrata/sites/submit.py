@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
-import logging
 import math
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from fedstrata.runs.run_folder import EVENTS, WEIGHTS
 from fedstrata.sites.certificates import faults
 from fedstrata.sites.configuration import ERROR, raised
 from fedstrata.sites.manifest import sign
+from fedstrata.sites.nvflare_workarounds import is_temporary, open_session, quiet_call, silence_client
 from fedstrata.sites.progress import FEDSTRATA, headline
 from fedstrata.sites.provision import JOB
 from fedstrata.sites.settings import USER
@@ -70,8 +68,7 @@ def submit(
         FedstrataError: The server cannot be reached, or refuses the job, or the run ended early.
     """
     require_nvflare()
-    # It says in many lines what is said below in one: that the server is away.
-    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+    silence_client()
     if not (admin / JOB / "meta.json").is_file():
         raise SpecError("ADMIN", "no administrator's folder: it has no job", str(admin))
     if out.exists():
@@ -316,24 +313,20 @@ class Watch:
     def close(self) -> None:
         """End the session."""
         if self._session is not None:
-            with redirect_stdout(io.StringIO()):
-                self._session.close()
+            quiet_call(self._session.close)
             self._session = None
 
     def _do(self, work: Callable[[Any], Any]) -> Any:
         """What ``work`` gives; None while the server is away, or has not got that far."""
-        from nvflare.fuel.flare_api.flare_api import new_secure_session
-
         try:
-            with redirect_stdout(io.StringIO()):
-                if self._session is None:
-                    self._session = new_secure_session(USER, str(self.admin.absolute()), timeout=10.0)
-                outcome = work(self._session)
+            if self._session is None:
+                self._session = quiet_call(partial(open_session, USER, self.admin))
+            outcome = quiet_call(partial(work, self._session))
             self._since, self._said, self.away = None, "", ""
         except Exception as error:
             known = self._session is not None
             self._forget()
-            if not _passes(error, known):
+            if not is_temporary(error, known):
                 raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
             self.away = " ".join(f"{type(error).__name__}: {error}".split())
             self._since = self._since or time.monotonic()
@@ -376,29 +369,3 @@ def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
             raise
         return []  # it is away, or stopped, which says nothing of the server
     return entries
-
-
-def _passes(error: Exception, known: bool) -> bool:
-    """Whether waiting may help: the server is away, or is just coming back and has neither sites nor jobs yet.
-
-    Args:
-        error: What NVFlare raised.
-        known: Whether the server had let us in before: one that was started again knows nothing of our session.
-    """
-    from nvflare.apis.fl_exception import FLCommunicationError
-    from nvflare.fuel.flare_api.api_spec import (
-        AuthenticationError,
-        ClientsStillRunning,
-        InternalError,
-        JobNotDone,
-        JobNotRunning,
-        NoClientsAvailable,
-        NoReply,
-        SessionClosed,
-    )
-
-    # InternalError and RuntimeError are what a server gives that goes away while it answers.
-    away = (ConnectionError, TimeoutError, FLCommunicationError, SessionClosed, NoReply, InternalError, RuntimeError)
-    # Between one look at the job and the next it may have ended, or begun without its sites.
-    between = (NoClientsAvailable, JobNotRunning, JobNotDone, ClientsStillRunning)
-    return isinstance(error, away + between) or (known and isinstance(error, AuthenticationError))

@@ -1,0 +1,355 @@
+"""Everything that depends on the internals of NVFlare: each workaround names the version and the place in NVFlare.
+
+The rest of ``fedstrata.sites`` uses NVFlare's documented interfaces only (``nvflare.apis``, ``nvflare.collab``, the
+FLARE API, the files of a kit). Check every function here before you allow a new version of NVFlare.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import io
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
+from functools import cache, wraps
+from pathlib import Path
+from queue import PriorityQueue
+from types import SimpleNamespace
+from typing import Any
+
+# Memory and threads of long-lived processes
+
+SWEEP = 30
+"""Seconds between two collections of memory."""
+
+AT_ONCE = 24
+"""Threads that a pool begins with. Three sites keep at most half of them busy; a pool may have up to 128."""
+
+
+@cache
+def bound_growth() -> None:
+    """Keep the threads and the memory of this process constant for as long as it exchanges messages.
+
+    The first call in a process starts a thread that never ends; later calls change nothing.
+    """
+    cleanups = PriorityQueue[tuple[float, int, Callable[[], object]]]()
+    _forget_in_one_thread(cleanups)
+    _fill_thread_pools()
+    gc.collect()
+    gc.freeze()  # objects that exist now stay for good, and are not collected again
+    threading.Thread(target=_clean_up, args=(cleanups,), name="clean-up", daemon=True).start()
+
+
+def _forget_in_one_thread(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
+    """Let one thread forget the received messages; NVFlare starts a ``threading.Timer`` for each of them.
+
+    A receiver remembers each message for 65 seconds, in case it is sent again: with three sites and twenty exchanges
+    per second these are 4,000 threads. The timers cannot be turned off. A shorter memory (``streaming_retry_timeout``)
+    would also shorten the time in which a lost message is sent again.
+
+    Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_receiver.py``, ``RxTask._schedule_remove_task``; since pull request
+    4785 (reliable streams).
+    """
+    from nvflare.fuel.f3.streaming.byte_receiver import RxTask
+
+    order, never_started = itertools.count(), SimpleNamespace(cancel=lambda: None)
+
+    def schedule(self: Any, ttl: float | None = None) -> None:
+        with self.stop_lock:
+            if self.cleanup_timer:
+                return
+            self.cleanup_timer = never_started
+        due = time.monotonic() + (self.completed_task_ttl if ttl is None else ttl)
+        cleanups.put((due, next(order), self._remove_task))
+
+    RxTask._schedule_remove_task = schedule
+
+
+def _clean_up(cleanups: PriorityQueue[tuple[float, int, Callable[[], object]]]) -> None:
+    """Every second run the clean-ups that are due, and every ``SWEEP`` seconds free the memory of sent messages.
+
+    A stream that was sent holds a buffer of one MiB in a cycle of references, however small the message. Python's
+    collector looks at old objects only when a quarter of all objects are new, which is gigabytes later.
+
+    Seen in NVFlare 2.9.0, ``fuel/f3/streaming/byte_streamer.py``; since pull request 4785.
+    """
+    for second in itertools.count():
+        if second % SWEEP == 0:
+            gc.collect()
+            release_memory()
+        while cleanups.queue and cleanups.queue[0][0] <= time.monotonic():
+            with suppress(Exception):
+                cleanups.get()[-1]()
+        time.sleep(1)
+
+
+def release_memory() -> None:
+    """Return to the system the memory that the C library holds although it is free; glibc only."""
+    with suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _fill_thread_pools() -> None:
+    """Let NVFlare's pools start their threads at the beginning.
+
+    A pool starts a thread whenever more messages arrive at the same time than ever before, which goes on for hours.
+
+    Seen in NVFlare 2.9.0: the pools of ``fuel/f3/sfm/conn_manager.py`` (``ConnManager``),
+    ``collab/runtime/controller.py``, ``collab/runtime/executor.py``, ``fuel/f3/streaming/stream_utils.py`` and
+    ``fuel/f3/streaming/byte_streamer.py``.
+    """
+    from nvflare.collab.runtime.controller import CollabController
+    from nvflare.collab.runtime.executor import CollabExecutor
+    from nvflare.fuel.f3.sfm.conn_manager import ConnManager
+    from nvflare.fuel.f3.streaming import stream_utils
+    from nvflare.fuel.f3.streaming.byte_streamer import reliable_retry_scheduler
+
+    for owner in (ConnManager, CollabController, CollabExecutor):
+        _start_threads_of(owner)
+    _start_threads(
+        stream_utils.stream_thread_pool, stream_utils.callback_thread_pool, reliable_retry_scheduler.retry_task_pool
+    )
+
+
+def _start_threads_of(owner: type[Any]) -> None:
+    """Let every new object of a class start the threads of its pools."""
+    construct = owner.__init__
+
+    @wraps(construct)  # NVFlare reads the names of the parameters
+    def construct_with_threads(self: Any, *arguments: Any, **named: Any) -> None:
+        construct(self, *arguments, **named)
+        _start_threads(*(value for value in vars(self).values() if isinstance(value, ThreadPoolExecutor)))
+
+    owner.__init__ = construct_with_threads
+
+
+def _start_threads(*pools: ThreadPoolExecutor) -> None:
+    """Start the threads of pools now."""
+    started = threading.Event()
+    for pool in pools:
+        for _ in range(min(AT_ONCE, pool._max_workers)):
+            pool.submit(started.wait)  # a waiting thread is not free for the next task, so the pool starts another
+    started.set()
+
+
+# Jobs and sites
+
+
+class JobEnd:
+    """The signal that aborts a job, which the regular end of our part triggers too.
+
+    Before NVFlare ends a job it waits for all calls, also for a call to a dead site, which lasts for its whole timeout.
+
+    Seen in NVFlare 2.9.0, ``collab/api/_invocation.py``, where a call waits until ``abort_signal.triggered``.
+
+    Args:
+        signal: The job's abort signal.
+    """
+
+    def __init__(self, signal: Any) -> None:
+        self._signal, self.reached = signal, False
+
+    @property
+    def triggered(self) -> bool:
+        """Whether the job is over."""
+        return bool(self.reached or self._signal.triggered)
+
+    def ends_calls_to(self, site: Any) -> None:
+        """Let this signal end the calls to a site."""
+        site.backend.abort_signal = self
+
+
+def survive_kill(run: Path) -> None:
+    """Let the other sites go on when the process of this site's job is killed.
+
+    NVFlare would end the whole job. It does not if the return code is 0, which is read from a file in the job's folder,
+    and which a process that ends in another way writes itself.
+
+    Seen in NVFlare 2.9.0, ``private/fed/utils/fed_utils.py``, ``get_return_code``.
+
+    Args:
+        run: The folder of the job at this site.
+    """
+    from nvflare.apis.fl_constant import FLMetaKey
+
+    (run / FLMetaKey.PROCESS_RC_FILE).write_text("0")
+
+
+def refuse_clients(fl_ctx: Any, refuses: Callable[[str], bool], refused_now: Callable[[str], bool]) -> None:
+    """Refuse clients by name at registration and at heartbeats, and log out those that are connected.
+
+    NVFlare asks whether a name is disabled immediately before it checks the certificate of that name. Its own list of
+    disabled names can only be changed by an administrator. Without the log-out, NVFlare sends jobs to a refused client
+    for two more minutes.
+
+    Seen in NVFlare 2.9.0, ``private/fed/server/client_manager.py`` (``ClientManager.is_client_disabled``) and
+    ``private/fed/server/fed_server.py`` (``logout_client``).
+
+    Args:
+        fl_ctx: The context of an event at the server.
+        refuses: Tells whether a name is refused, whenever NVFlare asks.
+        refused_now: The same, for the clients that are connected now.
+    """
+    server = fl_ctx.get_engine().server
+    server.client_manager.is_client_disabled = refuses
+    for token, client in list(server.client_manager.get_clients().items()):
+        if refused_now(client.name):
+            server.logout_client(token)
+
+
+# The simulator
+
+SIMULATOR = "nvflare.private.fed.app.simulator.simulator"
+
+SIMULATOR_ATTEMPTS = 2
+"""How often the simulator is started if it ends before the first run has begun.
+
+On a busy machine NVFlare may lose a site during the start, and ends before any of our code has run. Seen in NVFlare
+2.9.0, ``private/fed/app/simulator/simulator_runner.py``.
+"""
+
+
+def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
+    """Return the command that runs a job in the simulator, with one process per site.
+
+    This is the program of ``nvflare simulator``: NVFlare 2.9.0, ``private/fed/app/simulator/simulator.py``.
+    """
+    return [sys.executable, "-m", SIMULATOR, str(job), "-w", str(workspace), "-n", str(sites), "-t", str(sites)]
+
+
+# The administrator's session
+
+
+def silence_client() -> None:
+    """Silence the FLARE API, which logs many lines when the server is away."""
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
+
+
+def open_session(user: str, admin: Path) -> Any:
+    """Open an administrator's session with the server."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    return new_secure_session(user, str(admin.absolute()), timeout=10.0)
+
+
+def quiet_call(work: Callable[[], Any]) -> Any:
+    """Return the result of a call of the FLARE API, without what it prints (NVFlare 2.9.0, ``fuel/flare_api``)."""
+    with redirect_stdout(io.StringIO()):
+        return work()
+
+
+def is_temporary(error: Exception, known: bool) -> bool:
+    """Return whether waiting may help: the server is away, or has just started and has neither sites nor jobs yet.
+
+    A server that goes away while it answers raises ``InternalError`` or ``RuntimeError``. A server that was started
+    again does not know our session, and raises ``AuthenticationError``.
+
+    Seen in NVFlare 2.9.0, ``fuel/flare_api/flare_api.py`` (``Session._do_command``).
+
+    Args:
+        error: The exception of the FLARE API.
+        known: Whether the server had accepted our session before.
+    """
+    from nvflare.apis.fl_exception import FLCommunicationError
+    from nvflare.fuel.flare_api import api_spec as api
+
+    away = (ConnectionError, TimeoutError, FLCommunicationError, api.SessionClosed, api.NoReply, api.InternalError)
+    # Between two requests a job may have ended, or begun without its sites.
+    between = (api.NoClientsAvailable, api.JobNotRunning, api.JobNotDone, api.ClientsStillRunning)
+    if isinstance(error, api.AuthenticationError):
+        return known
+    return isinstance(error, (*away, RuntimeError, *between))
+
+
+# Start-up kits
+
+SCHEDULER = {"max_jobs": 1, "min_schedule_interval": 10, "max_schedule_interval": 30, "max_schedule_count": 100_000}
+"""Settings of the server's job scheduler: one job at a time, because two would write into one run folder. A job that
+waits for sites is tried again soon, and for weeks.
+
+NVFlare computes ``2**n * min_schedule_interval`` for the nth attempt. With a float this overflows after a thousand
+attempts, and the job is never tried again; so the interval is an integer. Seen in NVFlare 2.9.0,
+``app_common/job_schedulers/job_scheduler.py``.
+"""
+
+_PYTHON = """
+umask 077
+arguments="${*}"
+# Find the Python that has fedstrata: FEDSTRATA_PYTHON, that of the fedstrata command, or python3. The first line of
+# the command names its Python, or a shell if the path is too long; then Python lies beside the command.
+if [[ -z "${FEDSTRATA_PYTHON:-}" ]]; then
+  FEDSTRATA_PYTHON=python3
+  command="$(command -v fedstrata || true)"
+  if [[ -n "$command" ]]; then
+    named="$(head -n 1 "$command" | cut -c 3-)"
+    beside="$(dirname "$(readlink -f "$command")")/python"
+    if [[ -x "$named" && "$named" != */sh ]]; then
+      FEDSTRATA_PYTHON="$named"
+    elif [[ -x "$beside" ]]; then
+      FEDSTRATA_PYTHON="$beside"
+    fi
+  fi
+fi
+export FEDSTRATA_PYTHON
+# Messages arrive in many threads. With an arena per thread, the C library keeps ever more freed memory.
+export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-2}"
+# Each thread caches freed blocks: 240 KB for blocks up to 1 KiB, after hours. With a limit of 256 bytes it caches 15 KB
+# and training is as fast as before; without a cache training is slower.
+export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_max=256}"
+"""
+_START = """
+# Write the process number first, so that the party can be stopped from now on.
+if [[ "$doOnce" == "true" ]]; then
+  own="$WORKSPACE/pid.fl"
+else
+  check_daemon
+  own="$WORKSPACE/daemon_pid.fl"
+fi
+echo $$ > "$own"
+"$FEDSTRATA_PYTHON" -m fedstrata.sites.start "$WORKSPACE" $arguments || { code=$?; rm -f "$own"; exit $code; }
+
+SECONDS=0
+"""
+_WRITTEN_LATE = '\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n'
+_CHECK = """
+  kit="$(cd "$DIR/.." && pwd)"
+  "$FEDSTRATA_PYTHON" -m fedstrata.sites.start "$kit" --check || exit $?
+  "$DIR/sub_start.sh" $arguments --checked &
+  # Wait until it has ended or written its process number, so that it can be stopped.
+  for _ in {1..50}; do
+    kill -0 $! 2> /dev/null || break
+    grep -qx $! "${NVFL_WORKSPACE:-$kit}/daemon_pid.fl" 2> /dev/null && break
+    sleep 0.1
+  done"""
+_STOP = """
+"$FEDSTRATA_PYTHON" -m fedstrata.sites.stop "$WORKSPACE"
+"""
+
+
+def adapt_script(name: str, text: str) -> str:
+    """Return a script of a kit that runs the right Python, checks the kit first, and can be stopped at any time.
+
+    NVFlare's ``stop_fl.sh`` asks a question, and does nothing without a terminal. ``start.sh`` returns before the
+    daemon has written its process number, so that a stop that follows at once finds nothing.
+
+    Seen in NVFlare 2.9.0, ``lighter/templates/master_template.yml``.
+
+    Args:
+        name: The file name of the script.
+        text: NVFlare's text.
+    """
+    first, _, rest = text.partition("\n")
+    rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ').replace("\nSECONDS=0\n", _START)
+    rest = rest.replace("\n  $DIR/sub_start.sh &", _CHECK)
+    rest = rest.replace(_WRITTEN_LATE, "")
+    # With --once there is no daemon: then the number in pid.fl is that of the script, and must stay.
+    rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
+    if name == "stop_fl.sh":
+        rest = rest.partition('echo "Please use FL admin console')[0] + _STOP
+    return f"{first}\n{_PYTHON}{rest}"
