@@ -29,7 +29,6 @@ from fedstrata.audits.gradients import Attacker, Tap
 from fedstrata.audits.pixels import Pixels
 from fedstrata.base.jsonl import write_json
 from fedstrata.base.process import training_process
-from fedstrata.engines.local import LocalEngine
 
 RESULTS = Path(__file__).parent / "results" / "privacy.json"
 CLIENTS, LEAST, SEEDS = (20, 100), (1, 2, 4, 8), (0, 1, 2)
@@ -54,12 +53,12 @@ def cell(clients: int, least: int, seed: int, cnn: bool = False) -> dict[str, An
     began, spec = time.process_time(), spec_of(clients, least, seed, cnn)
     prepared = fs.prepare(spec)
     with training_process(1), fs.Simulation(prepared) as simulation:
-        tap = Tap(LocalEngine(simulation.context, simulation.store), [least], PARTS, seed)
+        tap = Tap(simulation.context, simulation.store, [least], PARTS, seed)
         simulation.federation.engine = tap
         records = list(simulation)
         trained = time.process_time() - began
         attacker = Attacker(prepared, Pixels.of(prepared.data), STEPS, seed)
-        finding = attacker.found(least, tap.counts[least], tap.kept[least])
+        finding = attacker.attack(least, tap.counts[least], tap.kept[least])
     added = ("samples", "scheduled", "transfers", "bytes_up", "bytes_down", "held_back", "exchanges")
     return {
         "model": spec.model.name,

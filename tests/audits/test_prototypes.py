@@ -14,7 +14,7 @@ from torch import nn
 import fedstrata as fs
 from fedstrata.audits import outcome, prototypes
 from fedstrata.audits.pixels import Pixels
-from fedstrata.audits.prototypes import BASELINE, CLASSES, DRAWS, SIZES, Audit, Target, audit_prototypes, found
+from fedstrata.audits.prototypes import BASELINE, CLASSES, DRAWS, SIZES, Audit, Target, audit_prototypes, compare
 from fedstrata.audits.replay import replay
 from fedstrata.base import records
 from fedstrata.base.errors import CheckpointError, SpecError
@@ -117,13 +117,13 @@ def test_comparing_by_hand():
         return torch.full((1, 8, 8), value)
 
     target = Target(0, 1, 2, True, torch.ones(3), torch.stack([grey(0.0), grey(0.2)]), torch.stack([grey(1.0)]))
-    finding = found("an attack", target, grey(0.1), 0.5)
+    finding = compare("an attack", target, grey(0.1), 0.5)
     assert finding.mean.psnr == pytest.approx(20, abs=1e-4)
     assert finding.nearest.psnr == pytest.approx(20, abs=1e-4)
     assert finding.stranger.psnr == pytest.approx(-20 * math.log10(0.9), abs=1e-4)
     assert finding.average.psnr == 100
     alone = Target(0, 1, 2, True, torch.ones(3), target.own, target.unseen[:0])
-    assert found("an attack", alone, grey(0.1), 0.5).stranger is None
+    assert compare("an attack", alone, grey(0.1), 0.5).stranger is None
 
 
 def test_a_run_without_an_earlier_checkpoint_is_played_from_the_start(make_run, few):

@@ -1,1 +1,1 @@
-"""What a run gives away: attacks on what clients sent, with controls that show what the attacks can do."""
+"""Audits of what a run gives away: attacks on clients' messages, and controls that show how strong the attacks are."""

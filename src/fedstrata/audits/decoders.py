@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Features (B, d) and images (B, C, H, W) to a scalar."""
-
 COARSE = 7
-"""Pixels each way, about, at which an up-convolutional network begins."""
+"""Approximate height and width of the first map of an up-convolutional network."""
 
 
 class UpConvolutional(nn.Module):
@@ -43,20 +39,20 @@ class UpConvolutional(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Conv2d(width, channels, 3, padding=1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Images in [0, 1], (B, C, H, W)."""
+        """Return images in [0, 1], (B, C, H, W)."""
         drawn: Tensor = self.layers(features)[:, :, : self.shape[1], : self.shape[2]]
         return drawn.sigmoid()
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """Mean squared error."""
+        """Return the mean squared error."""
         return F.mse_loss(self(features), images)
 
 
 class Variational(nn.Module):
     """A variational autoencoder (Kingma & Welling 2014) whose encoder ends in the features of the attacked model.
 
-    The features give mean and variance of a Gaussian code, the code gives the image. What decodes to images is thus
-    the neighbourhood of every code, and not the codes of the training images alone.
+    The features give mean and variance of a Gaussian code, and the code gives the image. So the neighbourhood of every
+    code decodes to an image, not only the code itself.
 
     Args:
         features: d.
@@ -72,12 +68,12 @@ class Variational(nn.Module):
         self.deviation = deviation
 
     def forward(self, features: Tensor) -> Tensor:
-        """Images in [0, 1] of the codes' means, (B, C, H, W)."""
+        """Return the images in [0, 1] of the mean codes, (B, C, H, W)."""
         drawn: Tensor = self.decoder(self.mean(features))
         return drawn
 
     def loss(self, features: Tensor, images: Tensor) -> Tensor:
-        """The negative evidence lower bound, up to a constant; draws codes from PyTorch's generator."""
+        """Return the negative evidence lower bound, up to a constant, of codes drawn from PyTorch's generator."""
         mean, log_variance = self.mean(features), self.log_variance(features).clamp(-10, 10)
         drawn = self.decoder(mean + torch.randn_like(mean) * (0.5 * log_variance).exp())
         error = (drawn - images).square().sum(dim=(1, 2, 3)) / (2 * self.deviation**2)
@@ -96,16 +92,16 @@ def fit(
     batch_size: int = 64,
     lr: float = 2e-3,
 ) -> None:
-    """Train a decoder with Adam, its rate falling to 0 as a cosine.
+    """Train a decoder with Adam and a learning rate that falls to 0 as a cosine.
 
     Args:
         decoder: The network.
         features: Its inputs, (n, d).
-        images: What it should draw, (n, C, H, W).
+        images: Its targets, (n, C, H, W).
         steps: Mini-batch steps.
-        generator: Chooses the batches.
+        generator: Draws the batches.
         batch_size: Samples in a batch.
-        lr: Learning rate at the beginning.
+        lr: Initial learning rate.
     """
     optimiser = torch.optim.Adam(decoder.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)

@@ -1,23 +1,23 @@
-"""What the parts of Stratify's batches give away, by how many samples are in them.
+"""Attacks on the parts of Stratify's batches, by the number of samples in a part.
 
-The attacker is an honest but curious server. It has each part that it was sent, the gradient of the summed loss over
-the part's samples, with their number and the model under which it was computed. Three attacks, from the cheapest on:
+The attacker is an honest but curious server. It knows each part that it received: the gradient of the summed loss over
+the samples of the part, their number, and the model. There are three attacks, the cheapest first:
 
 - **labels** from the gradient of the last layer's bias, Σ (p − y): a class with n samples has −n in it (iDLG, Zhao et
   al. 2020, for one sample);
-- **rows** of the first layer's gradient, where that is linear: with one sample each is a multiple of that sample, and
-  so it is wherever a unit was active for one sample of several; its bias's gradient is the factor;
-- **inversion**: images whose gradient points where the part's does (Geiping et al. 2020: cosine distance and total
-  variation, Adam), under the labels that were recovered.
+- **rows** of the first layer's gradient, if that layer is linear: a row is a multiple of a sample if its unit was
+  active for this sample only, and the gradient of the bias is the factor;
+- **inversion**: images whose gradient has the direction of the part's gradient (Geiping et al. 2020: cosine distance
+  and total variation, Adam), with the recovered labels.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,18 +25,21 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fedstrata.audits.attacks import total_variation
 from fedstrata.audits.pixels import Pixels
-from fedstrata.audits.replay import Watch
-from fedstrata.base.errors import CheckpointError, SpecError
+from fedstrata.audits.replay import Watch, last_checkpoints, step_until
+from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.process import training_process
 from fedstrata.base.rng import rng, torch_seeded
+from fedstrata.clients.context import ClientContext
+from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
-from fedstrata.federation.engine import Engine, Failure, RelaySession
+from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
-from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.models.batchnorm import LocalGroup, has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import Prepared
@@ -47,29 +50,27 @@ from fedstrata.stratify.messages import Gradient, GradientReply, GradientSteps
 
 NAME = "gradients"
 SIZES = (1, 2, 4, 8)
-"""Samples of the parts that are attacked."""
+"""Numbers of samples of the parts that are attacked."""
 PARTS = 12
 """Parts of each size."""
 EXACT = 1e-4
-"""Mean squared error, on values in [0, 1], up to which a sample counts as read off: 40 dB."""
+"""Mean squared error, on values in [0, 1], up to which a sample counts as recovered exactly: 40 dB."""
 STRANGERS = 99
-"""Test images of the same class among which a sample has to be told from its reconstruction."""
+"""Test images of the same class that a reconstruction is compared with, beside its own sample."""
 PRIOR = 1e-3
 """Weight of the total variation."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class SentPart:
-    """A part of a batch that a client sent, and what only the audit knows about it.
+    """A part of a batch that a client sent, with its samples, which only the audit knows.
 
     Args:
-        client: Whose.
-        round: Of the run.
+        client: The client.
+        round: The round of the run.
         weights: The model.
-        gradient: Of the summed loss.
-        samples: Which of the data set's training samples it is over.
+        gradient: The gradient of the summed loss.
+        samples: The indices of its samples in the training set.
     """
 
     client: ClientId
@@ -79,82 +80,70 @@ class SentPart:
     samples: NDArray[np.int64]
 
 
-class Tap(Engine):
-    """Clients of this process, whose parts of batches are counted by their size, and some kept.
+class Tap(LocalEngine):
+    """A local engine that counts the parts of batches by their size, and keeps some of them.
 
     Args:
-        engine: Where they live.
-        sizes: Of the parts to keep.
-        parts: How many of each size, drawn evenly from all that come.
-        seed: Of that draw.
+        context: See ``LocalEngine``.
+        store: See ``LocalEngine``.
+        sizes: The sizes of the parts to keep.
+        parts: How many parts to keep of each size, drawn uniformly from all of that size.
+        seed: The seed of that draw.
     """
 
-    def __init__(self, engine: LocalEngine, sizes: Iterable[int], parts: int, seed: int) -> None:
-        self.engine, self.parts = engine, parts
+    def __init__(self, context: ClientContext, store: StateStore, sizes: Iterable[int], parts: int, seed: int) -> None:
+        super().__init__(context, store)
+        self.parts = parts
         self.counts: Counter[int] = Counter()
-        """How many parts of each size were sent."""
+        """The number of parts of each size that were sent."""
         self.kept: dict[int, list[SentPart]] = {size: [] for size in sizes}
         self._generator = rng(seed, "audit-parts")
 
-    def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Look at what is asked, and let it be answered."""
-        self._look(requests)
-        return self.engine.ask(requests, together=together)
+    @override
+    def ask(
+        self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
+    ) -> Mapping[ClientId, Reply | Failure]:
+        self._keep_parts(requests)
+        return super().ask(requests, together=together, group=group)
 
+    @override
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """The same of a sum."""
-        self._look(requests)
-        return self.engine.ask_sum(requests)
+        self._keep_parts(requests)
+        return super().ask_sum(requests)
 
-    def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """As it is."""
-        return self.engine.hop(client, task, weights)
-
-    def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """As it is."""
-        return self.engine.relay(kind, weights)
-
-    def commit(self, accepted: Iterable[ClientId]) -> None:
-        """As it is."""
-        self.engine.commit(accepted)
-
-    def close(self) -> None:
-        """As it is."""
-        self.engine.close()
-
-    def _look(self, requests: Mapping[ClientId, Request]) -> None:
+    def _keep_parts(self, requests: Mapping[ClientId, Request]) -> None:
         for client, request in requests.items():
-            if not isinstance(request, Gradient) or STATE not in (state := self.engine.store.get(client)):
+            if not isinstance(request, Gradient) or STATE not in (state := self.store.get(client)):
                 continue
             places = state[STATE].part(request.batch)
             self.counts[len(places)] += 1
             if (kept := self.kept.get(len(places))) is None:
                 continue
-            # Reservoir sampling: what came n-th stays with probability parts / n.
+            # Reservoir sampling: the nth part replaces another one with probability parts / n.
             place = len(kept) if len(kept) < self.parts else int(self._generator.integers(self.counts[len(places)]))
             if place >= self.parts:
                 continue
-            reply = self.engine.ask({client: request}, together=False)[client]
+            reply = super().ask({client: request}, together=False)[client]
             if isinstance(reply, GradientReply):
-                samples = self.engine.context.assignment[client][places]
+                samples = self.context.assignment[client][places]
                 kept[place : place + 1] = [SentPart(client, request.round, request.weights, reply.gradient, samples)]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What the attacks got from the parts of one size; means over parts.
+    """The results of the attacks on the parts of one size, as means over the parts.
 
     Args:
-        size: Samples of each.
-        sent: How many such parts the run sent, of the rounds that were played again.
-        attacked: How many were attacked.
-        labels: Share of the labels that are right.
-        labels_chance: The same for labels drawn from all training samples.
-        rows: Share of the samples that a row of the first layer's gradient shows exactly; None where that layer is not
+        size: Samples in a part.
+        sent: Parts of this size that were sent in the rounds that were run again.
+        attacked: Parts that were attacked.
+        labels: Share of the labels that were recovered.
+        labels_chance: The same share for labels drawn from all training samples.
+        rows: Share of the samples that a row of the first layer's gradient shows exactly; None if that layer is not
             linear.
-        error: Mean squared error of the inversion, each sample against the reconstruction that stands for it.
-        error_mean: The same for the mean test image of its true class: what needs no gradient at all.
-        recognised: Share of the samples to which their reconstruction is nearer than to 99 test images of their class;
+        error: Mean squared error of the inversion, between each sample and the reconstruction matched to it.
+        error_mean: The same error for the mean test image of the true class, which needs no gradient.
+        recognised: Share of the samples whose reconstruction is nearer to them than to 99 test images of their class;
             0.01 by chance.
     """
 
@@ -171,17 +160,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class GradientAudit:
-    """What the audit of a run found.
+    """The results of an audit of Stratify's gradients.
 
     Args:
         method: The run's method.
         data: Its data set.
-        rounds: The first and the last round that was played again.
+        rounds: The first and the last round that were run again.
         min_samples: ``privacy.min_samples`` of its spec.
-        counts: Parts of each size that were sent in them.
+        counts: Parts of each size that were sent in these rounds.
         steps: Optimisation steps of an inversion.
-        seed: Of all draws.
-        findings: One for each size.
+        seed: The seed of all draws.
+        findings: The results for each size.
     """
 
     method: str
@@ -207,17 +196,17 @@ def audit_gradients(
     """Attack the parts of batches that clients sent in the last rounds of a run.
 
     Args:
-        run: The run's folder. What was sent after the checkpoint before the last is computed again.
-        sizes: Samples of the parts that are attacked.
-        parts: How many of each size, at most.
+        run: The run's folder. The rounds after the checkpoint before the last are run again.
+        sizes: Numbers of samples of the parts that are attacked.
+        parts: Most parts of each size.
         steps: Optimisation steps of each inversion.
-        seed: Of all draws; two audits with the same seed find the same.
-        prepared: The run's experiment, where it had data or a model of your own.
-        watch: Told of the progress.
+        seed: The seed of all draws. Two audits with the same seed have the same results.
+        prepared: The run's experiment, if it had data or a model of your own.
+        watch: Is called with the progress.
 
     Raises:
-        SpecError: It is no run, sends no such parts, or has no images.
-        CheckpointError: It has no checkpoint.
+        SpecError: The folder is not that of a run, the method does not send parts, or the samples are not images.
+        CheckpointError: The run has no checkpoint.
     """
     folder = Path(run)
     spec_of(folder, "audit")
@@ -225,12 +214,7 @@ def audit_gradients(
         if not values or min(values) < 1:
             raise SpecError(name, "expected whole numbers of at least 1", list(values))
     prepared = prepared or prepare_again(folder, "audit")
-    last = checkpoint.load(folder / "checkpoint")
-    if last is None:
-        raise CheckpointError(f"{folder} has no checkpoint; the audit needs a run with evaluation.checkpoint_every > 0")
-    if last.remote:
-        raise CheckpointError(f"{folder} is a run over sites, which keep what they sent; the audit needs a local run")
-    before = checkpoint.load(folder / "checkpoint", last=last.round - 1)
+    before, last = last_checkpoints(folder)
     return attack(prepared, before, last.round, sizes=sizes, parts=parts, steps=steps, seed=seed, watch=watch)
 
 
@@ -245,46 +229,37 @@ def attack(
     seed: int = 0,
     watch: Watch | None = None,
 ) -> GradientAudit:
-    """Play rounds and attack what is sent in them.
+    """Run rounds, and attack the parts that are sent in them.
 
     Args:
         prepared: The experiment.
         before: The checkpoint to begin at; None for the beginning.
         until: The last round.
-        sizes: See ``audit_gradients``.
-        parts: See there.
-        steps: See there.
-        seed: See there.
-        watch: See there.
+        sizes: See ``audit_gradients``, as for the other arguments.
+        parts: Most parts of each size.
+        steps: Optimisation steps.
+        seed: The seed.
+        watch: The callback.
 
     Raises:
-        SpecError: The method sends no such parts as they are, or the samples are no images.
+        SpecError: The method does not send plain parts, or the samples are not images.
     """
     watch = watch or (lambda done, total, text: None)
     pixels = Pixels.of(prepared.data)
     _require_parts(prepared)
-    begin = before.round if before else 0
-    with training_process(prepared.spec.training.threads), Simulation(prepared, found=before) as simulation:
-        tap = Tap(LocalEngine(simulation.context, simulation.store), sizes, parts, seed)
+    spec, findings = prepared.spec, list[Finding]()
+    with training_process(spec.training.threads), Simulation(prepared, "local", before) as simulation:
+        tap = Tap(simulation.context, simulation.store, sizes, parts, seed)
         simulation.federation.engine = tap
-        while simulation.round < until:
-            watch(simulation.round - begin, until - begin, f"round {simulation.round + 1} again")
-            simulation.step()
+        rounds = simulation.round + 1, until
+        step_until(simulation, until, watch)
         attacker = Attacker(prepared, pixels, steps, seed)
-        findings: list[Finding] = []
         for size in sizes:
             watch(len(findings), len(sizes), f"parts of {size}")
-            findings.append(attacker.found(size, tap.counts[size], tap.kept[size]))
-    return GradientAudit(
-        prepared.spec.method.name,
-        prepared.data.name,
-        (begin + 1, until),
-        prepared.spec.privacy.min_samples,
-        dict(sorted(tap.counts.items())),
-        steps,
-        seed,
-        findings,
-    )
+            findings.append(attacker.attack(size, tap.counts[size], tap.kept[size]))
+    counts = dict(sorted(tap.counts.items()))
+    least = spec.privacy.min_samples
+    return GradientAudit(spec.method.name, prepared.data.name, rounds, least, counts, steps, seed, findings)
 
 
 def _require_parts(prepared: Prepared) -> None:
@@ -301,13 +276,13 @@ def _require_parts(prepared: Prepared) -> None:
 
 
 class Attacker:
-    """Attacks parts of batches.
+    """The attacks on parts of batches.
 
     Args:
-        prepared: The experiment, whose test set the attacker has.
-        pixels: The way from images to inputs.
-        steps: Of an inversion.
-        seed: Of its starts.
+        prepared: The experiment; the attacker has its test set.
+        pixels: The map from images to inputs.
+        steps: Steps of an inversion.
+        seed: The seed of its initial images.
     """
 
     def __init__(self, prepared: Prepared, pixels: Pixels, steps: int, seed: int) -> None:
@@ -321,8 +296,8 @@ class Attacker:
         counts = np.bincount(prepared.data.y_train.numpy(), minlength=prepared.data.classes)
         self.prior = counts / counts.sum()
 
-    def found(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
-        """What the attacks get from the parts of a size."""
+    def attack(self, size: int, sent: int, parts: Sequence[SentPart]) -> Finding:
+        """Attack the parts of one size."""
         if not parts:
             return Finding(size, sent, 0)
         rows = [self._one(part, place) for place, part in enumerate(parts)]
@@ -342,20 +317,18 @@ class Attacker:
         if self.layers.first is not None:
             weight, bias = (part.gradient[name] for name in self.layers.first)
             candidates = self._images(inputs_from(weight, bias))
-            if len(candidates):
-                nearest = _errors(images, candidates).min(dim=1).values
-                shown = float((nearest < EXACT).float().mean())
-            else:
-                shown = 0.0
+            exact = (_errors(images, candidates) < EXACT).any(dim=1)
+            shown = float(exact.float().mean())
         drawn = self._inverted(part, guess, place)
         errors = _errors(images, drawn)
-        mine, theirs = linear_sum_assignment(errors.numpy())
-        matched = errors[mine, theirs]
+        samples, reconstructions = linear_sum_assignment(errors.numpy())
+        matched = errors[samples, reconstructions]
         means = torch.stack([self.own[c].mean(dim=0) for c in labels.tolist()])
         recognised = []
-        for own, other in zip(mine, theirs, strict=True):
-            unknown = self.own[int(labels[own])][:STRANGERS]
-            recognised.append(float(errors[own, other]) < float(_errors(unknown, drawn[other : other + 1]).min()))
+        for sample, image in zip(samples, reconstructions, strict=True):
+            unknown = self.own[int(labels[sample])][:STRANGERS]
+            nearest = float(_errors(unknown, drawn[image : image + 1]).min())
+            recognised.append(float(errors[sample, image]) < nearest)
         return {
             "labels": _right(guess, labels),
             "labels_chance": float(np.mean(chance)),
@@ -366,7 +339,7 @@ class Attacker:
         }
 
     def _images(self, inputs: Tensor) -> Tensor:
-        """Inputs of the model as images, those of them that can be images at all."""
+        """Return inputs of the model as images, without those whose values are out of range."""
         data = self.data
         values = inputs.reshape(-1, data.shape[0], *data.shape[1:])
         if data.shift is not None and data.scale is not None:
@@ -389,7 +362,7 @@ class Layers:
 
     Args:
         bias: The last layer's bias.
-        first: Weight and bias of the first layer, where it is linear in the inputs; else None.
+        first: Weight and bias of the first layer; None if it is not linear in the inputs.
     """
 
     bias: str
@@ -397,7 +370,7 @@ class Layers:
 
     @classmethod
     def of(cls, model: Model, features: int) -> Layers:
-        """Those of a model.
+        """Find the layers of a model.
 
         Raises:
             SpecError: Its last layer has no bias.
@@ -415,29 +388,29 @@ def _of(layer: str, name: str) -> str:
 
 
 def labels_from(bias: Tensor, samples: int) -> Tensor:
-    """The labels of a part by its gradient Σ (p − y) of the last bias, shape (samples,).
+    """Recover the labels of a part from its gradient Σ (p − y) of the last bias; returns shape (samples,).
 
-    One label after another: that of the most negative entry, which then counts as explained.
+    Repeatedly takes the label of the most negative entry, and adds 1 to that entry.
 
     Args:
-        bias: Of the summed loss, shape (C,).
-        samples: How many.
+        bias: The gradient of the summed loss, shape (C,).
+        samples: The number of samples.
 
     >>> labels_from(torch.tensor([0.3, -1.6, 0.2, -0.9]), 3).tolist()
     [1, 3, 1]
     """
-    left, found = bias.clone(), []
+    rest, labels = bias.clone(), []
     for _ in range(samples):
-        found.append(int(left.argmin()))
-        left[found[-1]] += 1
-    return torch.tensor(found)
+        labels.append(int(rest.argmin()))
+        rest[labels[-1]] += 1
+    return torch.tensor(labels)
 
 
 def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
-    """What the rows of a first layer's gradient show of the inputs, shape (units, features).
+    """Recover inputs from the rows of a first layer's gradient; returns shape (units, features).
 
-    With z = W x + b, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ: a row over its bias's entry is a mean of the inputs, weighted by
-    δ, and the input itself where a single one of them has a δ.
+    With z = W x + b, ∂L/∂W = Σ δ xᵀ and ∂L/∂b = Σ δ. A row divided by its entry of the bias is a mean of the inputs,
+    weighted by δ. It is an input if δ ≠ 0 for this input only.
 
     Args:
         weight: ∂L/∂W, shape (units, features).
@@ -450,15 +423,15 @@ def inputs_from(weight: Tensor, bias: Tensor) -> Tensor:
 def invert(
     model: Model, params: Params, pixels: Pixels, gradient: Params, labels: Tensor, *, steps: int, lr: float = 0.1
 ) -> Tensor:
-    """Images (n, C, H, W) whose gradient points where a given one does (Geiping et al. 2020).
+    """Find images (n, C, H, W) whose gradient has the direction of a given one (Geiping et al. 2020).
 
     Minimises 1 − cos(∇L(x, y), g) + α TV(x) with Adam over the logits of the pixels, from grey noise.
 
     Args:
         model: With ``params`` loaded.
         params: What ``Model.loaded`` yielded.
-        pixels: The way from images to inputs.
-        gradient: g, of the summed or the mean loss alike.
+        pixels: The map from images to inputs.
+        gradient: g, of the summed or the mean loss.
         labels: y, shape (n,).
         steps: Steps of Adam.
         lr: Its learning rate.
@@ -466,32 +439,28 @@ def invert(
     leaves = list(params.values())
     wanted = [gradient[name] for name in params]
     norm = torch.sqrt(sum((g.square().sum() for g in wanted), torch.zeros(()))).clamp(min=1e-30)
-    drawn = (0.1 * torch.randn(len(labels), *_image_shape(pixels))).requires_grad_()
+    drawn = (0.1 * torch.randn(len(labels), *pixels.data.shape)).requires_grad_()
     optimiser = torch.optim.Adam([drawn], lr=lr)
     for _ in range(steps):
         images = drawn.sigmoid()
         loss = F.cross_entropy(model(params, pixels.inputs(images)), labels)
-        found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
-        along = sum(((a * b).sum() for a, b in zip(found, wanted, strict=True)), torch.zeros(()))
-        length = torch.sqrt(sum((a.square().sum() for a in found), torch.zeros(())) + 1e-30)
+        current = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+        along = sum(((a * b).sum() for a, b in zip(current, wanted, strict=True)), torch.zeros(()))
+        length = torch.sqrt(sum((a.square().sum() for a in current), torch.zeros(())) + 1e-30)
         distance = 1 - along / (length * norm) + PRIOR * total_variation(images).mean()
         (drawn.grad,) = torch.autograd.grad(distance, [drawn])
         optimiser.step()
     return drawn.detach().sigmoid()
 
 
-def _image_shape(pixels: Pixels) -> tuple[int, ...]:
-    return tuple(pixels.data.shape)
-
-
 def _errors(one: Tensor, other: Tensor) -> Tensor:
-    """Mean squared error of each with each, shape (len(one), len(other))."""
+    """Return the mean squared errors of all pairs, shape (len(one), len(other))."""
     a, b = one.flatten(1).double(), other.flatten(1).double()
     return torch.cdist(a, b).square() / a.shape[1]
 
 
 def _right(guess: Tensor, labels: Tensor) -> float:
-    """The share of labels that two lists have in common, whatever their order."""
+    """Return the share of labels that two lists have in common, in any order."""
     common = Counter(guess.tolist()) & Counter(labels.tolist())
     return common.total() / len(labels)
 
@@ -506,21 +475,15 @@ HEADINGS = ("samples in a part", "sent", "attacked", "labels right", "by chance"
 
 
 def cells(finding: Finding) -> Iterator[str]:
-    """A row of the table as text."""
+    """Yield the cells of a row of the table."""
     yield from (str(finding.size), f"{finding.sent:,}", str(finding.attacked))
-    for key in ("labels", "labels_chance", "rows"):
-        yield _shown(getattr(finding, key), lambda value: f"{value:.0%}")
-    for key in ("error", "error_mean"):
-        yield _shown(getattr(finding, key), lambda value: f"{value:.3f}")
-    yield _shown(finding.recognised, lambda value: f"{value:.0%}")
-
-
-def _shown(value: float | None, form: Callable[[float], str]) -> str:
-    return "–" if value is None else form(value)
+    for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
+        value = getattr(finding, key)
+        yield "–" if value is None else f"{value:.3f}" if key.startswith("error") else f"{value:.0%}"
 
 
 def caption(audit: GradientAudit) -> str:
-    """What was done, in words."""
+    """Return a sentence about the audit."""
     total, (first, last) = sum(audit.counts.values()), audit.rounds
     below = sum(count for size, count in audit.counts.items() if size < 5)
     rounds = f"round {first}" if first == last else f"rounds {first} to {last}"
@@ -532,13 +495,18 @@ def caption(audit: GradientAudit) -> str:
 
 
 def to_markdown(audit: GradientAudit) -> str:
-    """Caption and table."""
+    """Return the caption and the table in Markdown."""
     lines = [caption(audit), "", "| " + " | ".join(HEADINGS) + " |", "|" + "---:|" * len(HEADINGS)]
     return "\n".join([*lines, *("| " + " | ".join(cells(one)) + " |" for one in audit.findings)]) + "\n"
 
 
+def print_table(audit: GradientAudit) -> None:
+    """Print the caption and the table."""
+    print(to_markdown(audit), end="")
+
+
 def to_json(audit: GradientAudit) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """Return all results as plain values."""
     return asdict(audit)
 
 

@@ -1,9 +1,9 @@
-"""An audit on paper: a table for the terminal and for Markdown, everything as JSON, and a contact sheet."""
+"""The report of an audit of prototypes: a table for the terminal and for Markdown, JSON, and a contact sheet."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,40 +12,32 @@ import torch
 
 from fedstrata.audits.attacks import ATTACKS
 from fedstrata.audits.prototypes import BASELINE, Audit, Finding
-from fedstrata.audits.similarity import Likeness
 from fedstrata.base.jsonl import replace_file, write_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import Tensor
 
 NAME = "prototypes"
 ROWS = 8
-"""Prototypes on the contact sheet, at most."""
-Pick = Callable[[Finding], "Likeness | None"]
-AGAINST: dict[str, Pick] = {
-    "mean": lambda f: f.mean,
-    "nearest": lambda f: f.nearest,
-    "stranger": lambda f: f.stranger,
-    "average": lambda f: f.average,
-}
-"""What a reconstruction is compared with: all images behind the feature, the nearest, the nearest stranger, their
-average."""
+"""Most prototypes on the contact sheet."""
+AGAINST = ("mean", "nearest", "stranger", "average")
+"""The attributes of a finding with its likeness to all images behind the feature (mean), to the nearest of them, to the
+nearest stranger, and to the average image."""
 HEADINGS = ("feature of", "attack", "PSNR mean", "nearest", "stranger", "average", "SSIM mean", "nearest", "stranger",
             "average", "feature error")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Row:
-    """One attack against all targets of one kind.
+    """One attack on all targets of one kind.
 
     Args:
-        feature: What the targets are.
+        feature: The kind of the targets.
         attack: The attack.
-        targets: How many there are.
-        psnr: Mean over the targets, in dB, by what a reconstruction is compared with.
-        ssim: The same for SSIM.
-        feature_error: The same for the relative error of the feature, where it has a length; None where none has.
+        targets: The number of targets.
+        psnr: Mean PSNR over the targets, in dB, by what a reconstruction is compared with.
+        ssim: Mean SSIM over the targets.
+        feature_error: Mean relative error of the feature over the targets whose feature is not 0; None if all are.
     """
 
     feature: str
@@ -57,7 +49,7 @@ class Row:
 
 
 def rows(audit: Audit) -> list[Row]:
-    """The table: controls from single images on, then the prototypes; in each the baseline, then the attacks."""
+    """Return the table: controls by their size, then prototypes; for each the baseline, then the attacks."""
     kinds = sorted({_kind(finding) for finding in audit.findings})
     return [
         _row(kind, attack, members)
@@ -68,38 +60,42 @@ def rows(audit: Audit) -> list[Row]:
 
 
 def _kind(finding: Finding) -> tuple[bool, int]:
-    """Prototypes last; controls by their size."""
+    """Return a key that sorts prototypes last, and controls by their size."""
     return finding.target.sent, 0 if finding.target.sent else finding.target.size
 
 
 def _row(kind: tuple[bool, int], attack: str, members: Sequence[Finding]) -> Row:
-    sizes = sorted({finding.target.size for finding in members})
-    span = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]}–{sizes[-1]}"
+    sizes = [finding.target.size for finding in members]
+    span = f"{min(sizes)}" if len(set(sizes)) == 1 else f"{min(sizes)}–{max(sizes)}"
     feature = f"prototype ({span} images)" if kind[0] else "1 image" if kind[1] == 1 else f"{kind[1]} images"
-    return Row(
-        feature,
-        attack,
-        len(members),
-        {key: _mean(of.psnr for f in members if (of := pick(f))) for key, pick in AGAINST.items()},
-        {key: _mean(of.ssim for f in members if (of := pick(f))) for key, pick in AGAINST.items()},
-        _mean(finding.feature_error for finding in members if finding.feature_error is not None),
-    )
+    scores = [_scores(finding) for finding in members]
+    psnr, ssim = ({key: _mean(score[name][key] for score in scores) for key in AGAINST} for name in ("psnr", "ssim"))
+    return Row(feature, attack, len(members), psnr, ssim, _mean(finding.feature_error for finding in members))
 
 
-def _mean(values: Iterable[float]) -> float | None:
-    known = list(values)
+def _scores(finding: Finding) -> dict[str, dict[str, float | None]]:
+    """Return PSNR and SSIM of a reconstruction, by what it is compared with."""
+    of = {key: getattr(finding, key) for key in AGAINST}
+    return {
+        "psnr": {key: each and each.psnr for key, each in of.items()},
+        "ssim": {key: each and each.ssim for key, each in of.items()},
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 def cells(row: Row) -> list[str]:
-    """A row of the table as text."""
+    """Return the cells of a row of the table."""
     psnr = ["–" if value is None else f"{value:.1f}" for value in row.psnr.values()]
     rest = ["–" if value is None else f"{value:.2f}" for value in (*row.ssim.values(), row.feature_error)]
     return [row.feature, row.attack, *psnr, *rest]
 
 
 def caption(audit: Audit) -> str:
-    """What was done, in one sentence."""
+    """Return a sentence about the audit."""
     who = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
     source = "the test set" if audit.held_out == "test" else "training samples that no client holds"
     return (
@@ -108,9 +104,11 @@ def caption(audit: Audit) -> str:
     )
 
 
-def to_rich(audit: Audit) -> Table:
-    """The main columns, for a terminal of 80 columns."""
+def print_table(audit: Audit) -> None:
+    """Print the caption, and the main columns for a terminal of 80 columns."""
+    import rich
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False)
     table.add_column("reconstruction from")
@@ -123,18 +121,19 @@ def to_rich(audit: Audit) -> Table:
             last = row.feature
         _, attack, *numbers = cells(row)
         table.add_row(f"  {attack}", *numbers[:3], *numbers[4:7])
-    return table
+    rich.print(Text(caption(audit)))
+    rich.print(table)
 
 
 def to_markdown(audit: Audit) -> str:
-    """The table for a page."""
+    """Return the caption and the table in Markdown."""
     lines = [HEADINGS, ["---"] * 2 + ["---:"] * (len(HEADINGS) - 2), *map(cells, rows(audit))]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return f"{caption(audit)}\n\n{table}\n\n![contact sheet]({NAME}.png)\n"
 
 
 def to_json(audit: Audit) -> dict[str, Any]:
-    """Settings, table and every single finding."""
+    """Return settings, table and all findings as plain values."""
     return {
         "method": audit.method,
         "data": audit.data,
@@ -153,8 +152,7 @@ def to_json(audit: Audit) -> dict[str, Any]:
                 "prototype": f.target.sent,
                 "images": f.target.size,
                 "attack": f.attack,
-                "psnr": {key: of.psnr if (of := pick(f)) else None for key, pick in AGAINST.items()},
-                "ssim": {key: of.ssim if (of := pick(f)) else None for key, pick in AGAINST.items()},
+                **_scores(f),
                 "feature_error": f.feature_error,
             }
             for f in audit.findings
@@ -171,7 +169,7 @@ def write(audit: Audit, out: Path) -> None:
 
 
 def draw_sheet(audit: Audit, path: Path) -> None:
-    """The contact sheet: what the attacks draw from prototypes, and from the feature of a single image of each."""
+    """Draw the contact sheet: reconstructions from prototypes, and from the feature of a single image of each."""
     from matplotlib.figure import Figure
 
     names = [name for name, _ in ATTACKS]
@@ -182,9 +180,9 @@ def draw_sheet(audit: Audit, path: Path) -> None:
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     grid = figure.subplots(len(pairs), len(widths), squeeze=False, width_ratios=widths)
     for line, (sent, single) in zip(grid, pairs, strict=True):
-        target, alone = sent[BASELINE].target, single[BASELINE].target
+        target = sent[BASELINE].target
         left = [target.own.mean(dim=0), sent[BASELINE].image, *(sent[name].image for name in names)]
-        right = [alone.own[0], *(single[name].image for name in names)]
+        right = [single[BASELINE].target.own[0], *(single[name].image for name in names)]
         for axes, image in zip(line, [*left, None, *right], strict=True):
             axes.axis("off")
             if image is not None:
@@ -200,15 +198,15 @@ def draw_sheet(audit: Audit, path: Path) -> None:
 
 
 def _pairs(audit: Audit) -> list[tuple[dict[str, Finding], dict[str, Finding]]]:
-    """Every prototype, and the first single image of the same client and class."""
-    found: dict[tuple[int, int, bool], dict[str, Finding]] = {}
+    """Return the findings of every prototype, with those of the first single image of the same client and class."""
+    targets: dict[tuple[int, int, bool], dict[str, Finding]] = {}
     for finding in audit.findings:
         target = finding.target
         if target.sent or target.size == 1:
-            found.setdefault((target.client, target.label, target.sent), {}).setdefault(finding.attack, finding)
+            targets.setdefault((target.client, target.label, target.sent), {}).setdefault(finding.attack, finding)
     return [
-        (members, found.get((client, label, False), members))
-        for (client, label, sent), members in found.items()
+        (members, targets.get((client, label, False), members))
+        for (client, label, sent), members in targets.items()
         if sent
     ]
 

@@ -1,4 +1,4 @@
-"""Images in [0, 1], in which attackers draw and errors are measured, and the same images as a model takes them."""
+"""Images with values in [0, 1], in which attackers draw, and the same images as inputs of a model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, Indices, Split
 
 SMALLEST = 7
-"""Pixels that an image needs each way: the window of SSIM."""
+"""Least height and width of an image: the window of SSIM."""
 
 
 @dataclass(frozen=True)
 class Pixels:
-    """The way between stored values, values in [0, 1] and a model's inputs.
+    """The map between stored values, values in [0, 1] and a model's inputs.
 
     Args:
         data: The data set, of images.
@@ -30,10 +30,10 @@ class Pixels:
 
     @classmethod
     def of(cls, data: Dataset) -> Pixels:
-        """Bytes are 0 … 255; other types range as the training set does.
+        """Make the map of a data set. Bytes range from 0 to 255, other types as in the training set.
 
         Raises:
-            SpecError: The samples are no images, or smaller than 7x7.
+            SpecError: The samples are not images of at least 7x7 pixels.
         """
         if len(data.shape) != 3 or min(data.shape[1:]) < SMALLEST:
             problem = f"the audit compares images of at least {SMALLEST}x{SMALLEST}; these samples are {data.shape}"
@@ -44,13 +44,13 @@ class Pixels:
         return cls(data, low, high if high > low else low + 1.0)
 
     def images(self, indices: Indices, split: Split = "train") -> Tensor:
-        """Samples as values in [0, 1], shape (B, C, H, W)."""
+        """Return samples as values in [0, 1], shape (B, C, H, W)."""
         stored = self.data.x_train if split == "train" else self.data.x_test
         taken = stored[indices].float()
         return ((taken - self.low) / (self.high - self.low)).clamp(0, 1).permute(0, 3, 1, 2).contiguous()
 
     def inputs(self, images: Tensor) -> Tensor:
-        """What a model sees of images in [0, 1]; differentiable."""
+        """Return a model's inputs of images in [0, 1]; differentiable."""
         values = images * (self.high - self.low) + self.low
         if self.data.shift is None or self.data.scale is None:
             return values

@@ -1,8 +1,8 @@
-"""What the prototypes of a run give away about clients' images (ReBaFL §5.6).
+"""The audit of prototypes: reconstruct clients' images from the prototypes that they sent (ReBaFL §5.6).
 
-Every attack meets the same targets: the prototypes that a client sent, and, as a control, means of the features of a
-few of its images, down to a single one, which no client sends. What can be drawn from the control and not from the
-prototypes is what averaging hides; what cannot be drawn from either, the attack does not see.
+Every attack has the same targets: the prototypes that a client sent and, as controls, means of the features of a few of
+its images, down to a single one. Clients do not send these. If an image can be drawn from a control and not from the
+prototype, averaging hides it. If it can be drawn from neither, the attack is too weak to tell.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fedstrata.runs.run_folder import prepare_again, spec_of
 
 HeldOut = Literal["test", "spare"]
 BASELINE = "class mean"
-"""The answer that needs no feature: the mean held-out image of the class."""
+"""The reconstruction that needs no feature: the mean held-out image of the class."""
 SIZES = (1, 5, 25)
-"""Images that a control is the mean feature of."""
+"""Numbers of images whose mean feature is a control."""
 DRAWS = 4
-"""Controls of each size for each class of a client."""
+"""Controls of each size per class of a client."""
 CLASSES = 4
-"""Classes of a client that are attacked, at most."""
+"""Most classes of a client that are attacked."""
 COMPARED = 1000
-"""Images of a client and class that a reconstruction is compared with, at most."""
+"""Most images of a client and class that a reconstruction is compared with."""
 MOST = 10_000
-"""Held-out images that are used, at most."""
+"""Most held-out images that are used."""
 FEWEST = 4 * TUNING
 DRIFT = 1e-3
 
@@ -57,10 +57,10 @@ class Target:
         client: Whose.
         label: Its class.
         size: Images that it is the mean feature of.
-        sent: Whether it is a prototype that was sent, and not a control.
+        sent: Whether it is a prototype that was sent, not a control.
         feature: h, (d,).
-        own: Those images, (n, C, H, W) in [0, 1].
-        unseen: As many of the same class that the client does not hold, or fewer where there are not as many.
+        own: The images behind the feature, (n, C, H, W) in [0, 1].
+        unseen: Strangers: up to n images of the same class that the client does not hold.
     """
 
     client: int
@@ -74,7 +74,7 @@ class Target:
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """How near one attack came to one target.
+    """The result of one attack on one target.
 
     Args:
         attack: Its name, or ``BASELINE``.
@@ -82,10 +82,10 @@ class Finding:
         image: The reconstruction, (C, H, W).
         mean: Mean likeness to the images behind the feature.
         nearest: Likeness to the nearest of them.
-        stranger: Likeness to the nearest of the strangers; None where there are none. An attack that learns nothing
-            about this client comes as near to a stranger as to an image of the client's own.
+        stranger: Likeness to the nearest of the strangers; None without strangers. A reconstruction by an attack that
+            learns nothing about this client is as near to a stranger as to one of the client's images.
         average: Likeness to the mean of the images behind the feature.
-        feature_error: ‖f(x) − h‖ / ‖h‖ of the reconstruction x; None where h = 0.
+        feature_error: ‖f(x) − h‖ / ‖h‖ of the reconstruction x; None if h = 0.
     """
 
     attack: str
@@ -100,18 +100,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the audit of a run found.
+    """The results of an audit of prototypes.
 
     Args:
         method: The run's method.
         data: Its data set.
         class_names: The names of the classes.
-        sent: What clients sent, and when.
-        held_out: Where the attacker's own images are from.
-        held_out_images: How many there are.
+        sent: The prototypes that clients sent.
+        held_out: The origin of the attacker's own images.
+        held_out_images: The number of these images.
         steps: Optimisation steps of each attack.
-        seed: Of all draws.
-        findings: One for every target and attack.
+        seed: The seed of all draws.
+        findings: The result for every target and attack.
     """
 
     method: str
@@ -139,16 +139,17 @@ def audit_prototypes(
 
     Args:
         run: The run's folder.
-        clients: Clients to attack, at most; drawn from those that sent prototypes since the checkpoint before the last.
+        clients: Most clients to attack, drawn from those that sent prototypes since the checkpoint before the last.
         steps: Optimisation steps of each attack.
-        seed: Of all draws; two audits with the same seed find the same.
+        seed: The seed of all draws. Two audits with the same seed have the same results.
         held_out: The attacker's own images: the test set, or the training samples that no client holds.
-        prepared: The run's experiment, where it had data or a model of your own.
-        watch: Told of the progress.
+        prepared: The run's experiment, if it had data or a model of your own.
+        watch: Is called with the progress.
 
     Raises:
-        SpecError: It is no run, sends or keeps no prototypes, or has no images.
-        CheckpointError: It has no checkpoint.
+        SpecError: The folder is not that of a run, the method does not send or keep prototypes, or the samples are not
+            images.
+        CheckpointError: The run has no checkpoint.
         ExtraMissingError: The extra ``audit`` is not installed.
     """
     folder = Path(run)
@@ -163,7 +164,7 @@ def audit_prototypes(
     pixels = Pixels.of(prepared.data)
     images, labels, theirs = _held_out(prepared, pixels, held_out, seed)
     findings: list[Finding] = []
-    # The rounds are the same to the bit only with as many threads as the run had.
+    # The rounds give the same bits only with the run's number of threads.
     with training_process(spec.training.threads):
         sent = replay(prepared, folder, clients, seed, watch)
         if (drift := max(one.difference for one in sent)) > DRIFT:
@@ -183,21 +184,12 @@ def audit_prototypes(
                     watch(place * parts + done, len(sent) * parts, f"client {client}: {text}")
 
                 findings += _attacked(view, targets, steps, seed, one.client, tell)
-    return Audit(
-        method=spec.method.name,
-        data=prepared.data.name,
-        class_names=prepared.data.class_names,
-        sent=sent,
-        held_out=held_out,
-        held_out_images=len(images),
-        steps=steps,
-        seed=seed,
-        findings=findings,
-    )
+    data = prepared.data
+    return Audit(spec.method.name, data.name, data.class_names, sent, held_out, len(images), steps, seed, findings)
 
 
 def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) -> tuple[Tensor, Tensor, Ints]:
-    """The attacker's images and their labels, in random order, and which of the training samples they are."""
+    """Return the attacker's images and labels, in random order, and their indices in the training set."""
     data = prepared.data
     split: Split = "test" if held_out == "test" else "train"
     spare = prepared.config.server_data or ServerData(data, prepared.assignment)
@@ -211,37 +203,30 @@ def _held_out(prepared: Prepared, pixels: Pixels, held_out: HeldOut, seed: int) 
 
 
 def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int) -> list[Target]:
-    """The client's prototypes, and controls from the same images; nobody's stranger is an image of the attacker's."""
+    """Return the client's prototypes, and controls of the same images. Strangers are not images of the attacker's."""
     generator = rng(seed, "audit-targets", client=sent.client)
     labels = prepared.data.y_train.numpy()
     mine = np.sort(prepared.assignment[sent.client])
     others = np.ones(len(labels), dtype=bool)
     others[mine] = others[theirs] = False
-    known = np.flatnonzero(sent.table["samples"].numpy() > 0)
-    found: list[Target] = []
-    for label in np.sort(generator.permutation(known)[:CLASSES]).tolist():
+    classes = np.flatnonzero(sent.table["samples"].numpy() > 0)
+    targets: list[Target] = []
+    for label in np.sort(generator.permutation(classes)[:CLASSES]).tolist():
         own, unseen = mine[labels[mine] == label], np.flatnonzero(others & (labels == label))
-        groups = [own] + [
-            generator.choice(own, size, replace=False) for size in SIZES if size < len(own) for _ in range(DRAWS)
-        ]
-        for number, group in enumerate(groups):
-            is_sent = number == 0
+        sizes = [size for size in SIZES if size < len(own) for _ in range(DRAWS)]
+        for number, group in enumerate([own, *(generator.choice(own, size, replace=False) for size in sizes)]):
             images = view.pixels.images(torch.from_numpy(group))
-            # A prototype is what arrived; a data sampler may have left some of these images out.
-            size = int(sent.table["samples"][label]) if is_sent else len(group)
-            feature = (
-                sent.table["means"][label]
-                if is_sent
-                else features_of(view.model, view.params, view.pixels, images).mean(dim=0)
-            )
-            shown = images if len(images) <= COMPARED else images[_some(len(images), generator)]
-            apart = torch.from_numpy(generator.permutation(unseen)[: len(shown)])
-            found.append(Target(sent.client, label, size, is_sent, feature, shown, view.pixels.images(apart)))
-    return found
-
-
-def _some(count: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    return np.sort(generator.choice(count, COMPARED, replace=False))
+            if is_sent := number == 0:
+                # The prototype as it was sent; a data sampler may have left some of these images out.
+                size, feature = int(sent.table["samples"][label]), sent.table["means"][label]
+            else:
+                size = len(group)
+                feature = features_of(view.model, view.params, view.pixels, images).mean(dim=0)
+            if len(images) > COMPARED:
+                images = images[np.sort(generator.choice(len(images), COMPARED, replace=False))]
+            strangers = torch.from_numpy(generator.permutation(unseen)[: len(images)])
+            targets.append(Target(sent.client, label, size, is_sent, feature, images, view.pixels.images(strangers)))
+    return targets
 
 
 def _attacked(
@@ -258,11 +243,11 @@ def _attacked(
         seen = features_of(view.model, view.params, view.pixels, images)
         apart, lengths = (seen - features).norm(dim=1).tolist(), features.norm(dim=1).tolist()
         for target, image, error, length in zip(targets, images, apart, lengths, strict=True):
-            yield found(name, target, image, error / length if length else None)
+            yield compare(name, target, image, error / length if length else None)
 
 
-def found(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
-    """Compare a reconstruction with everything that it could be like."""
+def compare(attack: str, target: Target, image: Tensor, feature_error: float | None) -> Finding:
+    """Compare a reconstruction with the images behind the feature, their mean, and strangers."""
     mean, nearest = likeness(image, target.own)
     _, average = likeness(image, target.own.mean(dim=0, keepdim=True))
     stranger = likeness(image, target.unseen)[1] if len(target.unseen) else None

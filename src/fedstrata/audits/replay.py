@@ -1,12 +1,12 @@
-"""What clients sent in a run: prototypes, and the models under which they were computed.
+"""The prototypes that clients sent in a run, and the models under which they were computed.
 
-A server sees both. A checkpoint holds the prototypes that a client sent last, not its model: so the rounds between
-the last two checkpoints are played again, exactly as they were, and what comes out is compared with what is stored.
+A server sees both. A checkpoint holds the prototypes that a client sent last, but not the client's model. So the rounds
+between the last two checkpoints are run again, and the new prototypes are compared with the stored ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import Simulation
 
 PROTOTYPES = "prototypes"
-"""What an objective calls its table in a message."""
+"""The key of an objective's table in a message."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Sent:
     """The last prototypes of one client.
 
     Args:
-        client: Whose.
-        round: When they were sent.
-        weights: The client's model, of whose features the prototypes are class means. It was sent with them, but for
-            BatchNorm's statistics where clients keep these (``training.batch_norm = "local"``): an attacker who has
-            them too knows more than the server does.
+        client: The client.
+        round: The round in which it sent them.
+        weights: The client's model; the prototypes are class means of its features. The client sent it with them,
+            except BatchNorm's statistics if clients keep these (``training.batch_norm = "local"``). An attacker who
+            has the statistics too knows more than the server.
         table: ``means`` (C, d) and ``samples`` (C,).
-        difference: Largest difference from what the run's checkpoint holds, relative to its largest entry: 0 where
-            the rounds played again were the same to the bit.
+        difference: Largest difference from the stored prototypes, relative to their largest entry. It is 0 if the
+            rounds gave the same bits as before.
     """
 
     client: int
@@ -50,44 +50,58 @@ class Sent:
 
 
 Watch = Callable[[int, int, str], None]
-"""Told how much is done, of how much, and what comes now."""
+"""A callback for progress: the steps done, the number of steps, and a text about the next step."""
 
 
 def replay(prepared: Prepared, folder: Path, clients: int, seed: int, watch: Watch) -> list[Sent]:
-    """What some clients sent last.
+    """Return the prototypes that some clients sent last.
 
     Args:
         prepared: The run's experiment.
         folder: The run's folder.
-        clients: How many clients at most; drawn from those that sent prototypes since the checkpoint before the last.
-        seed: Of that draw.
-        watch: Told of every round.
+        clients: Most clients, drawn from those that sent prototypes since the checkpoint before the last.
+        seed: The seed of that draw.
+        watch: Is called before every round.
 
     Raises:
-        SpecError: The run sends or keeps no prototypes.
+        SpecError: The run does not send or keep prototypes.
         CheckpointError: It has no checkpoint.
     """
     _require_prototypes(prepared)
+    before, last = last_checkpoints(folder)
+    stored = _stored_tables(last, before, clients, seed)
+    if not stored:
+        since = f"after round {before.round}" if before else f"up to round {last.round}"
+        problem = f"no client kept prototypes that it sent {since}; the audit needs true, and clients that returned"
+        raise SpecError("keep_prototypes", problem).under("method")
+    sent = _send_again(prepared, before, last.round, stored, watch)
+    if not sent:
+        first = before.round + 1 if before else 1
+        problem = "other clients sent prototypes now than then; was it run with data of its own, or by another version?"
+        raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be played again: {problem}")
+    return sent
+
+
+def last_checkpoints(folder: Path) -> tuple[Checkpoint | None, Checkpoint]:
+    """Return the last checkpoint of a run, after the one before it (None if there is only one).
+
+    Raises:
+        CheckpointError: The run has no checkpoint, or its clients' states are at sites.
+    """
     last = checkpoint.load(folder / "checkpoint")
     if last is None:
         raise CheckpointError(f"{folder} has no checkpoint; the audit needs a run with evaluation.checkpoint_every > 0")
     if last.remote:
         raise CheckpointError(f"{folder} is a run over sites, which keep what they sent; the audit needs a local run")
-    before = checkpoint.load(folder / "checkpoint", last=last.round - 1)
-    stored = _chosen(last, before, clients, seed)
-    if not stored:
-        since = f"after round {before.round}" if before else f"up to round {last.round}"
-        problem = f"no client kept prototypes that it sent {since}; the audit needs true, and clients that returned"
-        raise SpecError("keep_prototypes", problem).under("method")
-    heard = _play(prepared, before, last.round, stored, watch)
-    if not heard:
-        first = before.round + 1 if before else 1
-        problem = "other clients sent prototypes now than then; was it run with data of its own, or by another version?"
-        raise CheckpointError(f"rounds {first} to {last.round} of {folder} cannot be played again: {problem}")
-    return [
-        Sent(client, round, weights, table, _difference(table, stored[client]))
-        for client, (round, weights, table) in sorted(heard.items())
-    ]
+    return checkpoint.load(folder / "checkpoint", last=last.round - 1), last
+
+
+def step_until(simulation: Simulation, until: int, watch: Watch) -> None:
+    """Run the rounds of a simulation up to and including round ``until``."""
+    begin = simulation.round
+    while simulation.round < until:
+        watch(simulation.round - begin, until - begin, f"round {simulation.round + 1} again")
+        simulation.step()
 
 
 def _require_prototypes(prepared: Prepared) -> None:
@@ -98,45 +112,48 @@ def _require_prototypes(prepared: Prepared) -> None:
         raise SpecError("method", problem, spec.method.name)
 
 
-def _chosen(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int) -> dict[int, Table]:
-    """The stored tables of clients whose state changed after ``before``."""
+def _stored_tables(last: Checkpoint, before: Checkpoint | None, clients: int, seed: int) -> dict[int, Table]:
+    """Return the stored tables of some clients whose state changed after the checkpoint ``before``."""
     old = before.clients if before else {}
-    fresh = sorted(client for client, path in last.clients.items() if path != old.get(client))
-    found: dict[int, Table] = {}
-    for client in rng(seed, "audit-clients").permutation(fresh).tolist():
-        if len(found) == clients:
+    changed = sorted(client for client, path in last.clients.items() if path != old.get(client))
+    tables: dict[int, Table] = {}
+    for client in rng(seed, "audit-clients").permutation(changed).tolist():
+        if len(tables) == clients:
             break
         table = records.decode(last.clients[client].read_bytes()).get(OBJECTIVE)
         if isinstance(table, Mapping) and table.keys() == {"means", "samples"} and (table["samples"] > 0).any():
-            found[client] = dict(table)
-    return found
+            tables[client] = dict(table)
+    return tables
 
 
-def _play(
-    prepared: Prepared, before: Checkpoint | None, until: int, clients: Collection[int], watch: Watch
-) -> dict[int, tuple[int, Weights, Table]]:
-    heard: dict[int, tuple[int, Weights, Table]] = {}
+def _send_again(
+    prepared: Prepared, before: Checkpoint | None, until: int, stored: Mapping[int, Table], watch: Watch
+) -> list[Sent]:
+    """Run the rounds after a checkpoint again, and return what the clients of the stored tables sent last."""
+    last: dict[int, tuple[int, Weights, Table]] = {}
 
     def listen(round: int, replies: Mapping[int, Any]) -> None:
-        for client in replies.keys() & clients:
+        for client in replies.keys() & stored.keys():
             reply = replies[client]
             if isinstance(reply, FitReply) and PROTOTYPES in reply.message:
-                heard[client] = (round, reply.weights, reply.message[PROTOTYPES])
+                last[client] = (round, reply.weights, reply.message[PROTOTYPES])
 
-    begin = before.round if before else 0
-    with Simulation(prepared, found=before, listener=listen) as simulation:
-        while simulation.round < until:
-            done = simulation.round - begin
-            watch(done, until - begin, f"round {simulation.round + 1} again")
-            simulation.step()
-        return {
-            client: (round, _as_computed(simulation.store.get(client), weights), table)
-            for client, (round, weights, table) in heard.items()
-        }
+    with Simulation(prepared, "local", before, listener=listen) as simulation:
+        step_until(simulation, until, watch)
+        return [
+            Sent(
+                client,
+                round,
+                _as_computed(simulation.store.get(client), weights),
+                table,
+                _difference(table, stored[client]),
+            )
+            for client, (round, weights, table) in sorted(last.items())
+        ]
 
 
 def _as_computed(state: Mapping[str, Tree], weights: Weights) -> Weights:
-    """The model under which a client computed its prototypes: with its own statistics, where it keeps them."""
+    """Return the model under which a client computed its prototypes, with the statistics that the client keeps."""
     return Weights(weights.params, {**weights.buffers, **state[BUFFERS]}) if BUFFERS in state else weights
 
 

@@ -1,4 +1,4 @@
-"""How alike two images are: PSNR and SSIM as scikit-image computes them, on values in [0, 1]."""
+"""The similarity of images: PSNR and SSIM by scikit-image, on values in [0, 1]."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from fedstrata.base.errors import ExtraMissingError
 
 CEILING = 100.0
-"""The PSNR, in dB, from which on two images count as the same; that of an image with itself would be infinite."""
+"""Largest PSNR, in dB; the PSNR of an image with itself would be infinite."""
 
 
 def metrics() -> Any:
-    """``skimage.metrics``, imported when first needed.
+    """Import ``skimage.metrics``.
 
     Raises:
         ExtraMissingError: scikit-image is not installed.
@@ -29,7 +29,7 @@ def metrics() -> Any:
 
 @dataclass(frozen=True)
 class Likeness:
-    """How alike a reconstruction is to some images.
+    """The similarity of a reconstruction to some images.
 
     Args:
         psnr: Peak signal-to-noise ratio in dB, 10 log₁₀(1 / MSE); at most 100.
@@ -41,7 +41,7 @@ class Likeness:
 
 
 def psnr(one: Tensor, other: Tensor) -> float:
-    """PSNR of two images (C, H, W).
+    """Return the PSNR of two images (C, H, W).
 
     >>> import torch
     >>> black, grey = torch.zeros(1, 8, 8), torch.full((1, 8, 8), 0.1)
@@ -54,12 +54,12 @@ def psnr(one: Tensor, other: Tensor) -> float:
 
 
 def ssim(one: Tensor, other: Tensor) -> float:
-    """SSIM of two images (C, H, W), the mean over their channels."""
+    """Return the SSIM of two images (C, H, W), the mean over their channels."""
     return float(metrics().structural_similarity(_array(one), _array(other), data_range=1.0, channel_axis=0))
 
 
 def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
-    """Mean likeness of an image (C, H, W) to others (n, C, H, W), and that to the nearest, by each measure."""
+    """Return the mean likeness of an image (C, H, W) to others (n, C, H, W), and the largest by each measure."""
     ratios = [psnr(image, other) for other in others]
     similarities = [ssim(image, other) for other in others]
     mean = Likeness(float(np.mean(ratios)), float(np.mean(similarities)))
@@ -67,5 +67,5 @@ def likeness(image: Tensor, others: Tensor) -> tuple[Likeness, Likeness]:
 
 
 def _array(image: Tensor) -> np.ndarray[Any, Any]:
-    # In double precision: the same bits whatever PyTorch's flags are.
+    # Double precision gives the same bits with any of PyTorch's flags.
     return image.detach().double().numpy()
