@@ -239,7 +239,7 @@ def ideal(claim: Claim) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize(
-    "claim", [each for each in judging.claims() if "table" in each.about], ids=lambda claim: claim.says[:60]
+    "claim", [each for each in judging.claims() if "table" in each.about], ids=lambda claim: claim.statement[:60]
 )
 def test_every_claim_can_hold(claim):
     """With so few seeds, rounds or cells that nothing could show it, it would stand there for ever as not shown."""
@@ -272,4 +272,4 @@ def test_nothing_is_stated_before_anything_is_run():
     for claim in judging.claims():
         verdict = judged(claim, {}).verdict
         if claim.kind not in ("reading", "page", "untestable"):
-            assert verdict == "not yet", claim.says
+            assert verdict == "not yet", claim.statement

@@ -73,7 +73,7 @@ def test_a_table_has_the_papers_figure_ours_the_difference_and_what_may_be_said(
     assert "The paper's figure lies outside our interval: b with x." in text
     for claim in claims():
         if claim.paper == "rebafl":
-            assert text.count(f"| {claim.says} |") == 1
+            assert text.count(f"| {claim.statement} |") == 1
 
 
 def test_what_is_compared_beside_the_baseline_has_rows_of_its_own(monkeypatch):
@@ -136,7 +136,7 @@ def test_a_setting_that_nobody_timed_takes_as_long_as_its_epochs_and_clients(mon
 def test_the_first_page_has_every_claim_in_one_line():
     text = first_page({})
     for claim in claims():
-        assert len([line for line in text.splitlines() if f"| {claim.says} |" in line]) == 1
+        assert len([line for line in text.splitlines() if f"| {claim.statement} |" in line]) == 1
     for name in tables():
         assert f"`{name}`" in text
     assert "not yet" in text

@@ -126,7 +126,7 @@ def test_every_reading_says_what_the_review_of_the_rules_found():
         {"strata": 9.0e-4, "plain": 9.0e-4, "returning": 9.9e-4}, rel=0.02
     )
     assert [round(value, 1) for value in found["fedssar-bias"].values.values()] == [13.6, 12.7, 20.9]
-    assert all(each.figure and each.says for each in found.values())
+    assert all(each.figure and each.description for each in found.values())
 
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -150,7 +150,9 @@ def test_figures_in_the_text_of_the_documentation_are_the_computed_ones():
     assert f"p̃ to {0.1 * 600 / 99 / 0.1:.2f} p" in differs
 
 
-@pytest.mark.parametrize("claim", [each for each in claims() if each.kind == "page"], ids=lambda claim: claim.says[:40])
+@pytest.mark.parametrize(
+    "claim", [each for each in claims() if each.kind == "page"], ids=lambda claim: claim.statement[:40]
+)
 def test_what_other_pages_have_measured_is_on_them(claim):
     evidence = claim.about["evidence"]
     pages = " ".join((DOCS / page).read_text(encoding="utf-8") for page in re.findall(r"\]\(\.\./(\w+\.md)", evidence))

@@ -17,22 +17,16 @@ if TYPE_CHECKING:
 
 
 def add_reproduce(commands: Commands) -> None:
-    """``fedstrata reproduce``."""
+    """Add ``fedstrata reproduce``."""
     examples = """
         fedstrata reproduce --list
         fedstrata reproduce rebafl/fashion20 --seeds 0
         fedstrata reproduce --quick
     """
-    parser = common.add_command(
-        commands,
-        "reproduce",
-        "the tables of the four papers: run what is missing, judge, write",
-        examples,
-        imports=True,
-    )
-    parser.add_argument(
-        "tables", nargs="*", metavar="TABLE", help="PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"
-    )
+    help = "the tables of the four papers: run what is missing, judge, write"
+    parser = common.add_command(commands, "reproduce", help, examples, imports=True)
+    help = "PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
     parser.add_argument("--quick", action="store_true", help="at small scale, in minutes; says nothing of the papers")
     parser.add_argument("--seeds", help="comma-separated seeds (default: the tables')")
     parser.add_argument("--out", type=Path, help="pages and results (default: reproduced, with --quick quick)")
@@ -59,10 +53,8 @@ def _reproduce(options: argparse.Namespace) -> int:
         return 0
     failed: dict[str, str] = {}
     if not options.show:
-        seeds = common.seeds(options)
-        failed = running.run(
-            tables.values(), out, options.runs or out / "runs", quick=options.quick, seeds=seeds, show=_show(options)
-        )
+        runs, seeds, show = options.runs or out / "runs", common.seeds(options), _show(options)
+        failed = running.run(tables.values(), out, runs, quick=options.quick, seeds=seeds, show=show)
     written = pages.write(out, quick=options.quick)
     if options.json:
         common.print_json({"folder": out, "written": written, "failed": failed})
@@ -77,7 +69,7 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> Callable[[str], None]:
-    """Where cells are told of as they end: beside the result, where that is JSON."""
+    """Return a function that prints finished cells: to standard error if the result is JSON."""
     if options.quiet:
         return lambda text: None
     return partial(print, file=sys.stderr if options.json else sys.stdout, flush=True)

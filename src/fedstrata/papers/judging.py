@@ -1,4 +1,4 @@
-"""Verdicts on a paper's claims, from its tables' results; ``report.statistics`` has the procedure."""
+"""Verdicts on the claims of papers, from the results of their tables; see ``fedstrata.reporting.statistics``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
-from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from fedstrata.base.errors import SpecError
-from fedstrata.papers.readings import Reading, readings
+from fedstrata.papers.readings import readings
 from fedstrata.papers.running import Results
 from fedstrata.papers.tables import CLAIMS, PAPERS, Table, tables
 from fedstrata.reporting.statistics import MIN_SEEDS, Difference, Order, Range, planned_differences, t_interval
 from fedstrata.spec.experiment import parse_toml
 
 POINT = 0.01
-"""To what accuracies are rounded, in percent."""
+"""The rounding of accuracies, in percent."""
 POINTS: Range = (-100.0, 100.0)
-"""Between which two accuracies can differ."""
+"""The range of differences of two accuracies."""
 
 Verdict = Literal[
     "holds", "in part", "not", "not shown", "not yet", "cannot be tested with this data", "out of reach of two cores"
@@ -30,13 +30,13 @@ Cells = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
 
 class Comparison(NamedTuple):
-    """A row beside another one.
+    """A comparison of two rows.
 
     Args:
-        column: In which setting.
+        column: The column.
         row: The row.
-        than: What it is compared with.
-        difference: In points of the table's metric, as one of all comparisons of the table.
+        than: The row that it is compared with.
+        difference: The difference in the table's metric, corrected over all comparisons of the table.
     """
 
     column: str
@@ -46,7 +46,7 @@ class Comparison(NamedTuple):
 
 
 def difference_text(difference: Difference) -> str:
-    """Return a difference with its interval, or how many seeds it is of.
+    """Return a difference with its interval, or with its number of seeds if these are few.
 
     >>> difference_text(Difference(1.5, 3, (0.5, 2.5))), difference_text(Difference(-1.5, 1))
     ('+1.5 [+0.5, +2.5]', '−1.5 (1 seed)')
@@ -59,7 +59,7 @@ def difference_text(difference: Difference) -> str:
 
 
 def signed(value: float) -> str:
-    """A difference with its sign.
+    """Return a difference with its sign.
 
     >>> signed(-1.234), signed(-0.01)
     ('−1.2', '0.0')
@@ -69,13 +69,13 @@ def signed(value: float) -> str:
 
 
 def cells_of(table: Table, known: Results, *, quick: bool = False) -> Cells:
-    """The results of a table's cells."""
-    there = ((cell, known.get(cell.hash)) for cell in table.cells(quick=quick))
-    return {(cell.row, cell.column, cell.seed): result for cell, result in there if result is not None}
+    """Return the results of a table's cells that were run."""
+    cells = (cell for cell in table.cells(quick=quick) if cell.hash in known)
+    return {(cell.row, cell.column, cell.seed): known[cell.hash] for cell in cells}
 
 
 def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, float]:
-    """A metric's value of each seed that has one."""
+    """Return the values of a metric by seed."""
     return {
         seed: float(result[metric])
         for (r, c, seed), result in cells.items()
@@ -84,22 +84,20 @@ def over_seeds(cells: Cells, row: str, column: str, metric: str) -> dict[int, fl
 
 
 def compared(table: Table, cells: Cells) -> list[Comparison]:
-    """All comparisons that a table makes, run or not."""
+    """Return all comparisons of a table, also of cells that were not run."""
     comparisons = table.comparisons()
-    pairs = [
-        (over_seeds(cells, row, c, table.metric), over_seeds(cells, than, c, table.metric))
-        for c, row, than in comparisons
-    ]
-    found = planned_differences(pairs, resolution=POINT, bounds=POINTS)
-    return [Comparison(*each, difference) for each, difference in zip(comparisons, found, strict=True)]
+    values = partial(over_seeds, cells, metric=table.metric)
+    pairs = [(values(row, column), values(than, column)) for column, row, than in comparisons]
+    differences = planned_differences(pairs, resolution=POINT, bounds=POINTS)
+    return [Comparison(*each, difference) for each, difference in zip(comparisons, differences, strict=True)]
 
 
 def needed(seeds: int, comparisons: int) -> float:
-    """How many times its standard deviation over the seeds a difference must be for its order to be stated.
+    """Return the least difference whose order is stated, in standard deviations over the seeds.
 
     Args:
-        seeds: Pairs.
-        comparisons: That the table makes.
+        seeds: The number of seeds.
+        comparisons: The number of comparisons of the table.
 
     >>> round(needed(3, 1), 2), round(needed(5, 9), 2)
     (2.48, 2.43)
@@ -112,15 +110,15 @@ class Claim:
     """A quantitative claim of an abstract or a conclusion, in our words.
 
     Args:
-        paper: Whose.
-        says: What is claimed.
+        paper: The paper.
+        statement: The claim.
         where: ``abstract``, ``conclusion`` or both.
-        kind: How it is judged: see ``KINDS``.
-        about: What that needs to know.
+        kind: How it is judged: a key of ``TABLE_KINDS``, ``reading``, ``page`` or ``untestable``.
+        about: The arguments of that kind.
     """
 
     paper: str
-    says: str
+    statement: str
     where: str
     kind: str
     about: Mapping[str, Any]
@@ -128,13 +126,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Judgement:
-    """What became of a claim.
+    """The verdict on a claim.
 
     Args:
         claim: The claim.
         verdict: Whether it holds here.
         evidence: The figures.
-        command: What makes them.
+        command: The command that computes them.
     """
 
     claim: Claim
@@ -144,29 +142,71 @@ class Judgement:
 
 
 def claims() -> list[Claim]:
-    """All of them.
+    """Read the claims of all papers.
 
     Raises:
         SpecError: A file is wrong.
     """
-    found = []
+    claims = []
     for paper in PAPERS:
         content = parse_toml(files(__package__).joinpath(paper, CLAIMS).read_text(encoding="utf-8"))
         for each in content["claims"]:
-            about = {key: value for key, value in each.items() if key not in ("says", "where", "kind")}
+            about = {key: value for key, value in each.items() if key not in ("statement", "where", "kind")}
             if each["kind"] not in KINDS:
                 raise SpecError(f"{paper}/claims", f"expected one of {', '.join(KINDS)}", each["kind"])
-            found.append(Claim(paper, each["says"], each["where"], each["kind"], about))
-    return found
+            claims.append(Claim(paper, each["statement"], each["where"], each["kind"], about))
+    return claims
 
 
 def judged(claim: Claim, known: Results, *, quick: bool = False) -> Judgement:
-    """What becomes of a claim with these results."""
-    return KINDS[claim.kind](claim, known, quick)
+    """Judge a claim by the known results."""
+    about = claim.about
+    if claim.kind == "reading":
+        reading = readings()[about["reading"]]
+        verdict: Verdict = about["verdicts"][reading.holds] if "verdicts" in about else reading.holds
+        return Judgement(claim, verdict, reading.figure, "fedstrata reproduce --show")
+    if claim.kind == "page":
+        return Judgement(claim, about["verdict"], about["evidence"], about["command"])
+    if claim.kind == "untestable":
+        return Judgement(claim, about.get("verdict", "cannot be tested with this data"), about["why"], "–")
+    case = _Case(claim, known, quick)
+    return Judgement(claim, *TABLE_KINDS[claim.kind](case), f"fedstrata reproduce {case.name}")
+
+
+class _Case:
+    """A claim about a table, with the results of the table."""
+
+    def __init__(self, claim: Claim, known: Results, quick: bool) -> None:
+        self.claim, self.about, self.name = claim, claim.about, f"{claim.paper}/{claim.about['table']}"
+        self.table = tables()[self.name]
+        self.cells = cells_of(self.table, known, quick=quick)
+        self.row: str = self.about["row"]
+        than = self.about.get("than", [])
+        self.others: list[str] = [than] if isinstance(than, str) else than
+        self.other = self.others[0] if len(self.others) == 1 else "others"
+        """The name of the others in the evidence."""
+        self.columns: list[str] = self.about.get("columns", list(self.table.columns))
+
+    def has(self, column: str, *rows: str) -> bool:
+        """Return whether a column has these rows."""
+        return set(rows) <= set(self.table.rows_of(column))
+
+    def values(self, row: str, column: str, metric: str = "") -> dict[int, float]:
+        """Return a metric, by default that of the table, by seed."""
+        return over_seeds(self.cells, row, column, metric or self.table.metric)
+
+    def label(self, column: str, other: str, *, all_columns: int) -> str:
+        """Return the name of a comparison, without what all comparisons of the claim have in common."""
+        where = [column] * (bool(column) and all_columns > 1)
+        return " ".join(where + [f"− {other}"] * (len(self.others) > 1))
+
+
+Part = tuple[str, Difference]
+"""The name of a difference, and the difference."""
 
 
 def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
-    """Of comparisons that should all have one order.
+    """Return the verdict of comparisons that should all have one order.
 
     >>> _verdict(["above", "above"]), _verdict(["above", "not run"]), _verdict(["above", "below", "not run"])
     ('holds', 'not yet', 'in part')
@@ -185,15 +225,11 @@ def _verdict(orders: Sequence[Order], wanted: Order = "above") -> Verdict:
 
 
 MOST = 4
-"""Comparisons that a claim's evidence shows one by one."""
-
-
-Part = tuple[str, Difference]
-"""What a difference is of, and the difference."""
+"""Most comparisons that the evidence of a claim shows one by one."""
 
 
 def _listed(parts: Sequence[Part]) -> str:
-    """Differences by what they are of; of many, how many have which order, and the least and the largest."""
+    """Return differences by name; of many, the number of each order, and the smallest and the largest."""
     if all(difference.n == 0 for _, difference in parts):
         return "not run"
     if len(parts) <= MOST:
@@ -204,186 +240,137 @@ def _listed(parts: Sequence[Part]) -> str:
     return f"of {len(parts)}: {text}; from {signed(min(means))} to {signed(max(means))}"
 
 
-def _above(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A row above others in columns of a table."""
-    row, than = claim.about["row"], claim.about["than"]
-    others = [than] if isinstance(than, str) else than
-    table = tables()[f"{claim.paper}/{claim.about['table']}"]
-    columns = claim.about.get("columns", list(table.columns))
-    there = compared(table, cells_of(table, known, quick=quick))
-    found = [each for each in there if each.row == row and each.than in others]
-    found += [
-        Comparison(each.column, row, each.row, -each.difference)
-        for each in there
-        if each.than == row and each.row in others
-    ]
-    found = [each for each in found if each.column in columns]
-    if len(found) != len([1 for c in columns for o in others if {row, o} <= set(table.rows_of(c))]):
-        raise SpecError(f"{claim.paper}/claims", f"{claim.about['table']} does not compare them all", claim.says)
-    parts: list[Part] = []
-    for each in found:
-        where = [each.column] * (len(table.columns) > 1) + [f"− {each.than}"] * (len(others) > 1)
-        parts.append((" ".join(where), each.difference))
-    text = f"{row} − {others[0] if len(others) == 1 else 'others'}: {_listed(parts)}"
-    return Judgement(claim, _verdict([each.difference.order() for each in found]), text, _command(table))
+def _above(case: _Case) -> tuple[Verdict, str]:
+    """Judge whether a row is above others in columns of a table."""
+    row, others = case.row, case.others
+    comparisons = [each for each in compared(case.table, case.cells) if each.column in case.columns]
+    wanted = [each for each in comparisons if each.row == row and each.than in others]
+    reverse = [each for each in comparisons if each.than == row and each.row in others]
+    wanted += [Comparison(each.column, row, each.row, -each.difference) for each in reverse]
+    if len(wanted) != sum(case.has(column, row, other) for column in case.columns for other in others):
+        problem = f"{case.about['table']} does not compare them all"
+        raise SpecError(f"{case.claim.paper}/claims", problem, case.claim.statement)
+    count = len(case.table.columns)
+    parts = [(case.label(each.column, each.than, all_columns=count), each.difference) for each in wanted]
+    return _verdict([each.difference.order() for each in wanted]), f"{row} − {case.other}: {_listed(parts)}"
 
 
-def _near(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A row in some columns no worse than in another column by more than some points."""
-    table = tables()[f"{claim.paper}/{claim.about['table']}"]
-    row, reference, within = claim.about["row"], claim.about["reference"], float(claim.about["within"])
-    cells = cells_of(table, known, quick=quick)
-    columns = [column for column in table.columns if column != reference and row in table.rows_of(column)]
-    theirs = over_seeds(cells, row, reference, table.metric)
-    pairs = [(over_seeds(cells, row, column, table.metric), theirs) for column in columns]
-    found = planned_differences(pairs, resolution=POINT, bounds=POINTS)
-    parts = list(zip(columns, found, strict=True))
-    text = f"{row} − {row} with {reference}: {_listed(parts)}; as good: at most {within:g} below"
-    return Judgement(claim, _verdict([each.order(within) for _, each in parts]), text, _command(table))
+def _near(case: _Case) -> tuple[Verdict, str]:
+    """Judge whether a row is at most some points worse in each column than in a reference column."""
+    row, reference = case.row, case.about["reference"]
+    columns = [column for column in case.table.columns if column != reference and case.has(column, row)]
+    pairs = [(case.values(row, column), case.values(row, reference)) for column in columns]
+    differences = planned_differences(pairs, resolution=POINT, bounds=POINTS)
+    return _within(case, f"{row} with {reference}", list(zip(columns, differences, strict=True)))
 
 
-def _margin(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A row no more than some points below another, in all columns of a table."""
-    table = tables()[f"{claim.paper}/{claim.about['table']}"]
-    row, than, within = claim.about["row"], claim.about["than"], float(claim.about["within"])
-    parts = [
-        (each.column, each.difference)
-        for each in compared(table, cells_of(table, known, quick=quick))
-        if (each.row, each.than) == (row, than)
-    ]
-    text = f"{row} − {than}: {_listed(parts)}; as good: at most {within:g} below"
-    return Judgement(claim, _verdict([each.order(within) for _, each in parts]), text, _command(table))
+def _margin(case: _Case) -> tuple[Verdict, str]:
+    """Judge whether a row is at most some points below another row, in all columns of a table."""
+    comparisons = compared(case.table, case.cells)
+    parts = [(each.column, each.difference) for each in comparisons if (each.row, each.than) == (case.row, case.other)]
+    return _within(case, case.other, parts)
+
+
+def _within(case: _Case, other: str, parts: Sequence[Part]) -> tuple[Verdict, str]:
+    within = float(case.about["within"])
+    text = f"{case.row} − {other}: {_listed(parts)}; as good: at most {within:g} below"
+    return _verdict([each.order(within) for _, each in parts]), text
 
 
 COUNTED = {"bytes_up": "bytes of the clients' answers", "bytes_down": "bytes to the clients"}
-"""What is counted and not judged by seeds."""
+"""Metrics that are counted, not judged by seeds."""
 
 
-def _ratio(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A figure of a row at most, or at least, so many times another row's: nothing that chance decides."""
-    table = tables()[f"{claim.paper}/{claim.about['table']}"]
-    row, than, metric = claim.about["row"], claim.about["than"], claim.about["metric"]
-    cells = cells_of(table, known, quick=quick)
-    columns = [column for column in table.columns if {row, than} <= set(table.rows_of(column))]
-    both = [(over_seeds(cells, row, c, metric), over_seeds(cells, than, c, metric)) for c in columns]
-    by_column = [[mine[seed] / theirs[seed] for seed in mine if theirs.get(seed)] for mine, theirs in both]
-    ratios = [ratio for of in by_column for ratio in of]
+def _ratio(case: _Case) -> tuple[Verdict, str]:
+    """Judge whether a count of a row is at most, or at least, so many times that of another row."""
+    row, other, metric = case.row, case.other, case.about["metric"]
+    by_column = []
+    for column in case.table.columns:
+        if case.has(column, row, other):
+            theirs = case.values(other, column, metric)
+            mine = case.values(row, column, metric).items()
+            by_column.append([value / theirs[seed] for seed, value in mine if theirs.get(seed)])
+    ratios = [ratio for of_column in by_column for ratio in of_column]
     if not ratios:
-        return Judgement(claim, "not yet", "not run", _command(table))
-    text = f"{COUNTED[metric]}, {row} / {than}: {statistics.fmean(ratios):.3f}"
-    most, least = claim.about.get("most", max(ratios)), claim.about.get("least", min(ratios))
+        return "not yet", "not run"
+    text = f"{COUNTED[metric]}, {row} / {other}: {statistics.fmean(ratios):.3f}"
+    most, least = case.about.get("most", max(ratios)), case.about.get("least", min(ratios))
     within: Verdict = "holds" if least <= min(ratios) and max(ratios) <= most else "not"
-    return Judgement(claim, within if all(by_column) else "not yet", text, _command(table))
-
-
-def _sooner(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A row reaches the best accuracy of others in fewer rounds than they do."""
-
-    def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
-        best = max(other)
-        return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
-
-    row = claim.about["row"]
-    return _less(
-        claim, known, quick, rounds, 1.0, lambda whose: f"rounds to the best accuracy of {whose}, {row} − {whose}"
-    )
-
-
-def _steadier(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A row's accuracy deviates less over its last rounds than others' does."""
-    row, last = claim.about["row"], int(claim.about["rounds"])
-
-    def deviations(curve: Curve, other: Curve) -> tuple[float, float]:
-        return statistics.stdev(curve[-last:]), statistics.stdev(other[-last:])
-
-    says = f"deviation over the last {last} rounds, {row} −"
-    return _less(claim, known, quick, deviations, POINT, lambda whose: f"{says} {whose}")
+    return within if all(by_column) else "not yet", text
 
 
 Curve = Sequence[float]
 """Accuracies, round by round."""
 
 
-def _less(
-    claim: Claim,
-    known: Results,
-    quick: bool,
-    figures: Callable[[Curve, Curve], tuple[float, float]],
-    resolution: float,
-    says: Callable[[str], str],
-) -> Judgement:
-    """A figure of a row's curve is below that of others, in all columns that have both, or on average over them.
+def _sooner(case: _Case) -> tuple[Verdict, str]:
+    """Judge whether a row reaches the best accuracy of others in fewer rounds than they do."""
 
-    Where a few evaluations are all that a run has, no interval that holds over many columns can be short enough: such
-    claims are ``pooled``.
+    def rounds(curve: Curve, other: Curve) -> tuple[float, float]:
+        best = max(other)
+        return 1 + next((i for i, value in enumerate(curve) if value >= best), len(curve)), 1 + other.index(best)
+
+    return _less(case, rounds, 1.0, f"rounds to the best accuracy of {case.other}, {case.row} − {case.other}")
+
+
+def _steadier(case: _Case) -> tuple[Verdict, str]:
+    """Judge whether a row's accuracy deviates less over its last rounds than that of others."""
+    last = int(case.about["rounds"])
+
+    def deviations(curve: Curve, other: Curve) -> tuple[float, float]:
+        return statistics.stdev(curve[-last:]), statistics.stdev(other[-last:])
+
+    return _less(case, deviations, POINT, f"deviation over the last {last} rounds, {case.row} − {case.other}")
+
+
+def _less(
+    case: _Case, figures: Callable[[Curve, Curve], tuple[float, float]], resolution: float, description: str
+) -> tuple[Verdict, str]:
+    """Judge whether a figure of a row's curve is below that of others.
+
+    It must be in all columns that have both rows. If a run has few evaluations, no interval that holds over many
+    columns is short enough; such a claim is ``pooled``: the mean over the columns is judged.
 
     Args:
-        claim: The claim.
-        known: The results.
-        quick: At small scale.
-        figures: The row's figure and another one's, of their curves.
-        resolution: To what the figures are rounded.
-        says: What they are, of what they are compared with.
+        case: The claim.
+        figures: Returns the figures of a row and of another one, from their curves.
+        resolution: The rounding of the figures.
+        description: What the figures are.
     """
-    table = tables()[f"{claim.paper}/{claim.about['table']}"]
-    row, than = claim.about["row"], claim.about["than"]
-    others = [than] if isinstance(than, str) else than
-    cells = cells_of(table, known, quick=quick)
-    columns = claim.about.get("columns", list(table.columns))
-    has = {other: [c for c in columns if {row, other} <= set(table.rows_of(c))] for other in others}
-    if claim.about.get("pooled"):
-        groups = [("", other, there) for other, there in has.items()]
+    columns = {other: [c for c in case.columns if case.has(c, case.row, other)] for other in case.others}
+    if pooled := bool(case.about.get("pooled")):
+        groups = [("", other, of_both) for other, of_both in columns.items()]
     else:
-        groups = [(c, other, [c]) for c in columns for other in others if c in has[other]]
+        groups = [(c, other, [c]) for c in case.columns for other in case.others if c in columns[other]]
     pairs, labels = [], []
     for label, other, over in groups:
-        both: dict[int, list[tuple[float, float]]] = {}
-        for seed, column in product(table.seeds, over):
-            curve, baseline = (cells.get((r, column, seed), {}).get("curve") for r in (row, other))
-            if curve and baseline:
-                both.setdefault(seed, []).append(figures(curve, baseline))
-        whole = {seed: pairs for seed, pairs in both.items() if len(pairs) == len(over)}
-        mine, theirs = ({s: statistics.fmean(pair[i] for pair in of) for s, of in whole.items()} for i in (0, 1))
+        mine, theirs = dict[int, float](), dict[int, float]()
+        for seed in case.table.seeds:
+            curves = [
+                [case.cells.get((row, column, seed), {}).get("curve", ()) for row in (case.row, other)]
+                for column in over
+            ]
+            if curves and all(curve and baseline for curve, baseline in curves):
+                both = [figures(curve, baseline) for curve, baseline in curves]
+                mine[seed], theirs[seed] = map(statistics.fmean, zip(*both, strict=True))
         pairs.append((mine, theirs))
-        where = [label] * (bool(label) and len(columns) > 1) + [f"− {other}"] * (len(others) > 1)
-        labels.append(" ".join(where))
-    found = planned_differences(pairs, resolution=resolution)
-    text = f"{says(others[0] if len(others) == 1 else 'others')}: {_listed(list(zip(labels, found, strict=True)))}"
-    if claim.about.get("pooled"):
-        text += f"; mean over {', '.join(columns)}"
-    return Judgement(claim, _verdict([each.order() for each in found], "below"), text, _command(table))
+        labels.append(case.label(label, other, all_columns=len(case.columns)))
+    differences = planned_differences(pairs, resolution=resolution)
+    text = f"{description}: {_listed(list(zip(labels, differences, strict=True)))}"
+    if pooled:
+        text += f"; mean over {', '.join(case.columns)}"
+    return _verdict([each.order() for each in differences], "below"), text
 
 
-def _reading(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """A figure that is computed, not run."""
-    found: Reading = readings()[claim.about["reading"]]
-    verdict: Verdict = claim.about["verdicts"][found.holds] if "verdicts" in claim.about else found.holds
-    return Judgement(claim, verdict, found.figure, "fedstrata reproduce --show")
-
-
-def _page(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """What another page has measured."""
-    return Judgement(claim, claim.about["verdict"], claim.about["evidence"], claim.about["command"])
-
-
-def _untestable(claim: Claim, known: Results, quick: bool) -> Judgement:
-    """What would need other data or more than two cores."""
-    return Judgement(claim, claim.about.get("verdict", "cannot be tested with this data"), claim.about["why"], "–")
-
-
-def _command(table: Table) -> str:
-    return f"fedstrata reproduce {table.paper}/{table.name}"
-
-
-KINDS: Mapping[str, Callable[[Claim, Results, bool], Judgement]] = {
+TABLE_KINDS: Mapping[str, Callable[[_Case], tuple[Verdict, str]]] = {
     "above": _above,
     "near": _near,
     "margin": _margin,
     "ratio": _ratio,
     "sooner": _sooner,
     "steadier": _steadier,
-    "reading": _reading,
-    "page": _page,
-    "untestable": _untestable,
 }
-"""How claims are judged."""
+"""How claims about a table are judged."""
+
+KINDS = (*TABLE_KINDS, "reading", "page", "untestable")
+"""A reading is a figure that is computed, not run; a page has results of another page of the documentation."""

@@ -1,6 +1,6 @@
-"""What published code does otherwise, to see whether it explains figures that differ from ours.
+"""Variants of methods as in published code, to test whether they explain figures that differ from ours.
 
-Methods for specs, by their path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``. None is advisable.
+A spec names them by path: ``name = "fedstrata.papers.other_readings:PublishedSCAFFOLD"``. Do not use them otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Losing:
         return getattr(self._federation, name)
 
     def ask(self, clients: Iterable[int], request: Any, **options: Any) -> dict[int, Any]:
-        """The replies that arrive: from those who would have been there with ``bernoulli`` and the same p."""
+        """Return the replies that arrive: those of the clients that ``bernoulli`` with the same p has online."""
         replies = self._federation.ask(clients, request, **options)
         answered = np.array(list(replies), dtype=np.int64)
         arrives = Bernoulli(p=self._p).online(answered, self._federation.round, self._federation.config.seed)
@@ -41,7 +41,7 @@ class Losing:
 
 
 class Lost(Recipe):
-    """A client that drops out has trained: what it keeps goes on, and the server does not learn of it.
+    """A method whose clients drop out after training: their states change, and the server does not learn of it.
 
     Args:
         p: Probability that a reply arrives.
@@ -49,35 +49,35 @@ class Lost(Recipe):
 
     p: float = Field(default=0.5, gt=0, le=1)
 
+    @override
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """A round in which replies are lost."""
         losing: Any = Losing(federation, self.p)
         return super().run_round(losing, state)
 
 
 class LostSCAFFOLD(Lost, SCAFFOLD):
-    """SCAFFOLD whose control variates c_k go on without the server's c."""
+    """SCAFFOLD whose control variates c_k change without the server's c."""
 
 
 class LostFedDyn(Lost, FedDyn):
-    """FedDyn whose λ_k go on without the server's h."""
+    """FedDyn whose λ_k change without the server's h."""
 
 
 class PublishedScaffold(Scaffold):
     """SCAFFOLD's control variates as in the published code of ReBaFL.
 
-    The server's c moves by the mean of Δc_k, where Algorithm 1 of SCAFFOLD moves it by |S|/N times that: with half of
-    the clients there, by twice as much. Momentum and clipping are allowed, and c_k⁺ = c_k − c + (w_t − w) / (K η) all
-    the same, as if the steps were plain: with a momentum of β they are up to 1 / (1 − β) times as long.
+    The server's c changes by the mean of Δc_k. In Algorithm 1 of SCAFFOLD it changes by |S|/N times that, which is half
+    as much if half of the clients reply. Momentum and clipping are allowed, and c_k⁺ = c_k − c + (w_t − w) / (K η)
+    nevertheless assumes plain steps. With a momentum of β steps are up to 1 / (1 − β) times as long.
     """
 
     def check(self, config: FederationConfig) -> None:
-        """Anything goes."""
+        """Accept all settings."""
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """Sets c ← c + (1/|S|) Σ_{k∈S} Δc_k."""
+        """Set c ← c + (1/|S|) Σ_{k∈S} Δc_k."""
         return super().server_update(state, before, after, replies, max(len(replies), 1))
 
 

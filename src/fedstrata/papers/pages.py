@@ -1,10 +1,11 @@
-"""Pages about the papers' tables: what was published, what came out, what may be said of it."""
+"""Pages about the papers' tables: published figures, our results, and the verdicts on claims."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +61,18 @@ the test set is the same for all of them. A cell that is not run has its command
 
 
 def write(out: Path, *, quick: bool = False) -> list[str]:
-    """Write all pages of what there is.
+    """Write the pages of the known results.
 
     Args:
-        out: Where the results are, and where the pages go.
-        quick: Of results at small scale.
+        out: The folder of the results and the pages.
+        quick: Whether the results are at small scale.
 
     Returns:
-        The files' names.
+        The names of the files.
     """
-    found = known(out)
-    pages = {FIRST: first_page(found, quick=quick), READINGS: page_of_readings()}
-    pages |= {f"{paper}.md": page(paper, found, quick=quick) for paper in PAPERS}
+    results = known(out)
+    pages = {FIRST: first_page(results, quick=quick), READINGS: page_of_readings()}
+    pages |= {f"{paper}.md": page(paper, results, quick=quick) for paper in PAPERS}
     out.mkdir(parents=True, exist_ok=True)
     for name, text in pages.items():
         replace_file(out / name, text.encode())
@@ -79,15 +80,14 @@ def write(out: Path, *, quick: bool = False) -> list[str]:
 
 
 def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[str, str]:
-    """Files and figures that should be there and are not: what is wrong, by the file's or the cell's name.
+    """Return the problem of each missing file and figure, by the name of the file or the cell.
 
     Args:
         wanted: The tables that were run.
-        out: Where pages and results are.
-        quick: At small scale.
+        out: The folder of the results and the pages.
+        quick: Whether the results are at small scale.
     """
-    found, problems = known(out), dict[str, str]()
-    texts = {}
+    results, problems, texts = known(out), dict[str, str](), dict[str, str]()
     for name in [FIRST, READINGS, *(f"{paper}.md" for paper in PAPERS)]:
         path = out / name
         texts[name] = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -95,7 +95,7 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
             problems[str(path)] = "is missing"
     for table in wanted:
         for cell in table.cells(quick=quick):
-            result, name = found.get(cell.hash), f"{table.paper}/{table.name}/{cell.key}"
+            result, name = results.get(cell.hash), f"{table.paper}/{table.name}/{cell.key}"
             if result is None or table.metric not in result:
                 problems[name] = "has no result"
             elif quick and f"{result[table.metric]:.2f}" not in texts[f"{table.paper}.md"]:
@@ -103,8 +103,8 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
     return problems
 
 
-def first_page(found: Results, *, quick: bool = False) -> str:
-    """Every claim in one line."""
+def first_page(results: Results, *, quick: bool = False) -> str:
+    """Return the page with a line for each claim."""
     lines = [
         "# The four papers, claim by claim",
         QUICK if quick else "",
@@ -113,89 +113,96 @@ def first_page(found: Results, *, quick: bool = False) -> str:
         "|---|---|---|---|---|---|",
     ]
     for claim in claims():
-        each = judged(claim, found, quick=quick)
+        each = judged(claim, results, quick=quick)
         link = f"[{PAPERS[claim.paper].partition(' ')[0]}]({claim.paper}.md)"
         command = f"`{each.command}`" if each.command != "–" else "–"
-        lines.append(f"| {link} | {claim.says} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |")
+        lines.append(
+            f"| {link} | {claim.statement} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |"
+        )
     about = f"[{READINGS}]({READINGS}): biases, weights and privacy, computed."
     lines += ["", "## What follows from the rules alone", "", about]
-    lines += ["", "## What is run", "", overview(tables().values(), found, quick=quick)]
+    lines += ["", "## What is run", "", overview(tables().values(), results, quick=quick)]
     return "\n".join(lines) + "\n"
 
 
-def progress(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> list[dict[str, Any]]:
-    """How much of each table is there.
+def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> list[dict[str, Any]]:
+    """Return the progress of each table.
 
-    Its cells, those that are done, those left of which nobody knows how long they take, and the hours of the others.
+    It has the numbers of all cells, of finished cells, and of cells whose duration is unknown, and the expected hours
+    of the other missing cells.
     """
     rows = []
     for table in wanted:
         cells = list(table.cells(quick=quick))
-        left = [cell for cell in cells if cell.hash not in found]
-        seconds = speeds(table, found)
-        of = [(cell.row, cell.column, cell.spec["training"]["rounds"]) for cell in left]
-        hours = [seconds[row, column] * rounds / 3600 for row, column, rounds in of if (row, column) in seconds]
-        counts = {"cells": len(cells), "done": len(cells) - len(left), "unknown": len(left) - len(hours)}
+        missing = [cell for cell in cells if cell.hash not in results]
+        seconds = speeds(table, results)
+        hours = [
+            seconds[cell.row, cell.column] * cell.spec["training"]["rounds"] / 3600
+            for cell in missing
+            if (cell.row, cell.column) in seconds
+        ]
+        counts = {"cells": len(cells), "done": len(cells) - len(missing), "unknown": len(missing) - len(hours)}
         rows.append({"table": f"{table.paper}/{table.name}", **counts, "hours": sum(hours)})
     return rows
 
 
-def overview(wanted: Iterable[Table], found: Results, *, quick: bool = False) -> str:
-    """Tables, how much of each is there, and how long the rest takes."""
+def overview(wanted: Iterable[Table], results: Results, *, quick: bool = False) -> str:
+    """Return a Markdown table of the tables, their progress, and the time that the missing cells take."""
     lines = ["| table | cells | done | left, on one core |", "|---|---:|---:|---:|"]
-    for row in progress(wanted, found, quick=quick):
-        left = row["cells"] - row["done"]
+    for row in progress(wanted, results, quick=quick):
+        missing = row["cells"] - row["done"]
         text = duration(row["hours"]) + (" and more" if row["unknown"] else "")
-        text = "–" if not left else text if row["unknown"] < left else "?"
+        text = "–" if not missing else text if row["unknown"] < missing else "?"
         lines.append(f"| `{row['table']}` | {row['cells']} | {row['done']} | {text} |")
     return "\n".join(lines)
 
 
-def speeds(table: Table, found: Results) -> dict[tuple[str, str], float]:
-    """Seconds of one core that a round is expected to take, by row and column, where anything is known of it.
+def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
+    """Return the expected seconds per round on one core, by row and column, if anything is known about them.
 
-    By the cells of both that are done, else by those of the row, else by what the table says, else by its other rows;
-    from one column to another by how many epochs of how many clients there are.
+    The estimate is the first that is known: finished cells of the row and column, of the row, the table's own estimate,
+    and finished cells of other rows. Times of other columns are scaled by the numbers of epochs and clients.
     """
     measured: dict[tuple[str, str], list[float]] = {}
     work = {}
     for cell in table.cells():
         place, training = (cell.row, cell.column), cell.spec["training"]
         work[place] = training.get("local_epochs", 1) * training.get("clients_per_round", 1)
-        result = found.get(cell.hash, {})
+        result = results.get(cell.hash, {})
         if "seconds" in result:
             measured.setdefault(place, []).append(result["seconds"] / result["rounds"])
     expected = {}
+    of_all = {place: [speed / work[place] for speed in speeds] for place, speeds in measured.items()}
     for place in work:
-        of_row = [speed / work[other] for other in measured if other[0] == place[0] for speed in measured[other]]
-        of_all = [speed / work[other] for other in measured for speed in measured[other]]
+        of_row = [speed for other, speeds in of_all.items() if other[0] == place[0] for speed in speeds]
         if place in measured:
             expected[place] = statistics.fmean(measured[place])
         elif of_row:
             expected[place] = statistics.fmean(of_row) * work[place]
-        elif (said := table.seconds_of(place[0])) is not None:
-            expected[place] = said
+        elif (estimate := table.seconds_of(place[0])) is not None:
+            expected[place] = estimate
         elif of_all:
-            expected[place] = statistics.fmean(of_all) * work[place]
+            expected[place] = statistics.fmean(chain(*of_all.values())) * work[place]
     return expected
 
 
-def page(paper: str, found: Results, *, quick: bool = False) -> str:
-    """A paper's tables and where what we do differs from it."""
+def page(paper: str, results: Results, *, quick: bool = False) -> str:
+    """Return the page of a paper: claims, tables, and the differences of our experiments from the paper."""
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", f"What became of its claims ([more]({FIRST})):", ""]
     lines += ["| claim | here | figures |", "|---|---|---|"]
-    for each in (judged(claim, found, quick=quick) for claim in claims() if claim.paper == paper):
-        lines.append(f"| {each.claim.says} | **{each.verdict}** | {each.evidence} |")
+    for each in (judged(claim, results, quick=quick) for claim in claims() if claim.paper == paper):
+        lines.append(f"| {each.claim.statement} | **{each.verdict}** | {each.evidence} |")
     lines += ["", ABOUT_TABLES.strip()]
     for name, table in tables().items():
         if table.paper == paper:
-            lines += ["", f"## {table.title}", "", *_table(name, table, found, quick=quick)]
-    lines += ["", _differs(paper).strip()]
+            lines += ["", f"## {table.title}", "", *_table(name, table, results, quick=quick)]
+    differences = files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
+    lines += ["", differences.strip()]
     return "\n".join(lines) + "\n"
 
 
-def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]:
-    cells = cells_of(table, found, quick=quick)
+def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
+    cells = cells_of(table, results, quick=quick)
     lines = [f"Paper: {table.source}. Figures: {METRICS[table.metric]}, %. `fedstrata reproduce {name}`.", ""]
     lines += [table.notes.strip(), ""] if table.notes else []
     also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
@@ -205,7 +212,7 @@ def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]
     heads += [f"− {table.baseline}", "p", "what may be said"]
     lines += ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 3) + "---|"]
     comparisons = compared(table, cells)
-    seconds = speeds(table, found)
+    seconds = speeds(table, results)
     beside = {(each.column, each.row): each for each in comparisons if each.than == table.baseline}
     outside = []
     for column in table.columns:
@@ -237,7 +244,7 @@ def _table(name: str, table: Table, found: Results, *, quick: bool) -> list[str]
 
 
 def _published(table: Table, row: str, column: str) -> tuple[str, str]:
-    """The paper's figure, and its difference to that of the baseline."""
+    """Return the paper's figure, and its difference from that of the baseline."""
     figure, baseline = (table.published.get(each, {}).get(column) for each in (row, table.baseline))
     if figure is None:
         return "", ""
@@ -251,13 +258,13 @@ def _is_outside(published: float | None, estimate: Estimate) -> bool:
 
 
 def _seeds(cells: Cells, row: str, column: str) -> str:
-    """How many there are, with a mark where an earlier version made some of them."""
-    found = [result for (r, c, _), result in cells.items() if (r, c) == (row, column)]
-    return (str(len(found)) if found else "") + ("†" if any("source" in result for result in found) else "")
+    """Return the number of seeds, with a mark if an earlier version made some of the results."""
+    results = [result for (r, c, _), result in cells.items() if (r, c) == (row, column)]
+    return (str(len(results)) if results else "") + ("†" if any("source" in result for result in results) else "")
 
 
 def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
-    """What is said of cells that an earlier version made, and how near to them this one comes."""
+    """Return a note on cells that an earlier version made, and on their differences from this version."""
     if not results:
         return []
     sources = ", ".join(f"`{source}`" for source in sorted({str(result["source"]) for result in results}))
@@ -275,7 +282,7 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
 
 
 SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
-"""More columns of a table, where its cells have them."""
+"""Further columns of a table, if its cells have them."""
 
 
 def _mean(cells: Cells, row: str, column: str, key: str) -> str:
@@ -293,7 +300,7 @@ def _here(estimate: Estimate) -> str:
 
 
 def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str], float]) -> str:
-    """How to run what is not there, and how long it takes."""
+    """Return the command that runs a missing cell, and its expected duration."""
     rounds = next(cell.spec["training"]["rounds"] for cell in table.cells() if (cell.row, cell.column) == (row, column))
     a_round = seconds.get((row, column))
     takes = "time unknown" if a_round is None else duration(a_round * rounds * len(table.seeds) / 3600)
@@ -301,22 +308,20 @@ def _left(table: Table, row: str, column: str, seconds: Mapping[tuple[str, str],
 
 
 def _said(comparison: Comparison | None) -> list[str]:
-    """Difference, p, and words."""
+    """Return the difference, p, and the order in words."""
     if comparison is None:
         return ["", "", ""]
-    found = comparison.difference
-    difference = "" if found.mean is None else difference_text(found)
-    p = "" if found.corrected is None else "< 0.001" if found.corrected < 0.001 else f"{found.corrected:.3f}"
-    words = {
-        "above": f"above {comparison.than}",
-        "below": f"below {comparison.than}",
-        "not run": "no comparison yet",
-    }
-    return [difference, p, words.get(found.order(), found.order())]
+    difference, order = comparison.difference, comparison.difference.order()
+    text = "" if difference.mean is None else difference_text(difference)
+    corrected = difference.corrected
+    p = "" if corrected is None else "< 0.001" if corrected < 0.001 else f"{corrected:.3f}"
+    if order in ("above", "below"):
+        return [text, p, f"{order} {comparison.than}"]
+    return [text, p, "no comparison yet" if order == "not run" else order]
 
 
 def duration(hours: float) -> str:
-    """A time as one says it.
+    """Return a duration in words.
 
     >>> duration(0.04), duration(2.34)
     ('2 min', '2.3 h')
@@ -324,12 +329,8 @@ def duration(hours: float) -> str:
     return f"{max(1, round(60 * hours))} min" if hours < 1 else f"{hours:.1f} h"
 
 
-def _differs(paper: str) -> str:
-    return files(__package__).joinpath(paper, "differs.md").read_text(encoding="utf-8")
-
-
 def page_of_readings() -> str:
-    """What is computed."""
+    """Return the page of the readings."""
     lines = [
         "# What follows from the rules alone",
         "",
@@ -337,5 +338,5 @@ def page_of_readings() -> str:
         "",
     ]
     lines += ["| what | figure | does what the paper says of it hold? |", "|---|---|---|"]
-    lines += [f"| {each.says} | {each.figure} | {each.holds} |" for each in readings().values()]
+    lines += [f"| {each.description} | {each.figure} | {each.holds} |" for each in readings().values()]
     return "\n".join(lines) + "\n"

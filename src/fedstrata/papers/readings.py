@@ -1,4 +1,4 @@
-"""What follows from a paper's rules alone: biases, weights and privacy, computed in seconds."""
+"""Figures that follow from the rules of a paper: biases, weights and privacy, computed in seconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,9 @@ Ints = NDArray[np.int64]
 Holds = Literal["holds", "in part", "not"]
 DRAWS = 200_000
 FEW_MORE = 1.05
-"""Up to how many times the baseline's bytes or operations are called few more."""
+"""Largest ratio to the baseline's bytes or operations that counts as few more."""
 EXACT, DRAWN = 0.01, 0.05
-"""How far off, relative to what it should be, a figure may be to count as right: where it is worked out, and where it
-is an average of draws."""
+"""Largest relative error of a figure that counts as right: of an exact figure, and of an average of draws."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +35,22 @@ class Reading:
     """A figure that follows from a rule.
 
     Args:
-        name: What claims call it.
-        says: What is computed.
-        figure: What came out.
-        values: The same as numbers.
-        holds: Whether what the paper says of it holds.
+        name: Its name in claims.
+        description: What is computed.
+        figure: The result in words.
+        values: The result as numbers.
+        holds: Whether the paper's statement about it holds.
     """
 
     name: str
-    says: str
+    description: str
     figure: str
     values: Mapping[str, float]
     holds: Holds
 
 
 def verdict(right: Sequence[bool]) -> Holds:
-    """Of cases in which a rule should do what the paper says.
+    """Return the verdict over cases in which a rule should do what the paper says.
 
     >>> verdict([True, True]), verdict([True, False]), verdict([False])
     ('holds', 'in part', 'not')
@@ -60,29 +59,34 @@ def verdict(right: Sequence[bool]) -> Holds:
 
 
 def fedssar_bias(sizes: list[int], places: int = 10) -> float:
-    """How far the mean of FedSSAR's drawn updates is from (1/N) Σ Δ, relative to its length.
+    """Return the bias of the mean of FedSSAR's drawn updates, relative to the length of (1/N) Σ Δ.
 
-    The clients of a cluster are alike, and clusters as different as can be: updates are orthogonal and of one length.
-    A cluster then weighs m_h / m where it should weigh N_h / N.
+    The clients of a cluster have equal updates. Updates of different clusters are orthogonal, and all have the same
+    length. The weight of a cluster is m_h / m and should be N_h / N.
 
     Args:
-        sizes: Clients of each cluster, at most as many clusters as places.
+        sizes: Clients of each cluster; at most m clusters.
         places: m.
 
     >>> round(fedssar_bias([50, 30, 20]), 3), round(fedssar_bias([90, 5, 5]), 3)
     (0.0, 0.136)
     """
     counts = np.array(sizes, dtype=np.int64)
-    got = shares(places, counts, counts, np.random.default_rng(0)) / places
+    weights = shares(places, counts, counts, np.random.default_rng(0)) / places
+    return _relative_error(weights, counts)
+
+
+def _relative_error(weights: NDArray[Any], counts: Ints) -> float:
+    """Return the distance of the weights of groups from their shares of the clients, relative to the shares."""
     wanted = counts / counts.sum()
-    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    return float(np.linalg.norm(weights - wanted) / np.linalg.norm(wanted))
 
 
 def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple[list[int], float]:
-    """Neyman's allocation where strata may get none, and how far the stratum mean then is from (1/N) Σ Δ.
+    """Return Neyman's allocation if strata may have no draws, and the bias of the stratum mean.
 
-    Strata have orthogonal updates of one length, as in ``fedssar_bias``. FedSTS's mean leaves out those without a draw
-    and weights the others up.
+    Strata have orthogonal updates of equal length, as in ``fedssar_bias``. FedSTS's mean leaves out strata without
+    draws and increases the weights of the others.
 
     Args:
         sizes: N_h.
@@ -100,23 +104,22 @@ def neyman_bias(sizes: list[int], deviations: list[float], places: int) -> tuple
     chosen = draw(clients, strata, counts, allocation, alike, False, np.random.default_rng(0))
     everybody = np.arange(len(chosen.clients))
     weights = StratumMean().coefficients(chosen, everybody, np.ones_like(everybody))
-    got = np.bincount(chosen.stratum, weights=weights, minlength=len(counts))
-    wanted = counts / counts.sum()
-    return allocation.tolist(), float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+    of_strata = np.bincount(chosen.stratum, weights=weights, minlength=len(counts))
+    return allocation.tolist(), _relative_error(of_strata, counts)
 
 
 def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> float:
-    """The mean length of the aggregate of one draw from a stratum whose updates all have one direction.
+    """Return the mean length of the aggregate of one draw from a stratum whose updates have one direction.
 
-    Clients are drawn as FedSTS does, by the lengths of their gradients, which here are those of their updates.
+    Clients are drawn as in FedSTS, by the lengths of their gradients, which equal those of their updates here.
 
     Args:
-        lengths: Of every client's update, shape (N,).
-        aggregator: What weighs the draw.
+        lengths: The length of every client's update, shape (N,).
+        aggregator: The aggregator of the draw.
     """
     n = len(lengths)
     clients, strata = np.arange(n), np.zeros(n, dtype=np.int64)
-    # All of them at once: what is wanted is how likely each was to be the one.
+    # One draw of all clients gives the probability of each.
     all_drawn = draw(clients, strata, np.array([n]), np.array([n]), lengths, False, np.random.default_rng(0))
     total = 0.0
     for k in range(n):
@@ -134,27 +137,27 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
 
 
 def size_estimates(sizes: Ints, bound: int, epsilon: float, draws: int = DRAWS) -> NDArray[np.float64]:
-    """Estimates ñ of a total by randomised responses, before they are held above 1, shape (draws,).
+    """Return estimates ñ of a total by randomised responses, before they are clipped to at least 1, shape (draws,).
 
     Args:
         sizes: n_k of the participants, shape (m,).
         bound: M.
         epsilon: ε.
-        draws: How many.
+        draws: The number of estimates.
     """
     alpha = truth_probability(epsilon, bound)
     generator = np.random.default_rng(0)
     shape = (draws, len(sizes))
     clipped = np.clip(sizes, 1, bound - 1)
     answers = np.where(generator.random(shape) < alpha, clipped, generator.integers(1, bound, size=shape))
-    found: NDArray[np.float64] = (answers.sum(axis=1) - (1 - alpha) * bound * len(sizes) / 2) / alpha
-    return found
+    estimates: NDArray[np.float64] = (answers.sum(axis=1) - (1 - alpha) * bound * len(sizes) / 2) / alpha
+    return estimates
 
 
 def keep_errors(size: int, participants: int, bound: int, epsilon: float, fraction: float = 0.1) -> float:
-    """Root mean square of p̃ − p (FedSTaS, Lemma 2.2), with n* = q n.
+    """Return the root mean square of p̃ − p (FedSTaS, Lemma 2.2), with n* = q n.
 
-    p = q is the probability of keeping a sample that is wanted; p̃ = n*/ñ, at most 1, is what privacy makes of it.
+    p = q is the wanted probability of keeping a sample, and p̃ = n*/ñ, at most 1, is the one under privacy.
 
     Args:
         size: n_k of every participant.
@@ -163,7 +166,7 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
         epsilon: ε.
         fraction: q.
 
-    >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # nearly everybody tells the truth
+    >>> keep_errors(50, 10, 100, 50.0) < 1e-9  # nearly all clients tell the truth
     True
     """
     estimates = size_estimates(np.full(participants, size), bound, epsilon, max(DRAWS // participants, 200))
@@ -172,13 +175,13 @@ def keep_errors(size: int, participants: int, bound: int, epsilon: float, fracti
 
 
 def label_variance(labels: Ints, batch: int) -> float:
-    """The variance that labels bring into a batch's mean gradient: the mean of ‖its labels' shares − all shares‖².
+    """Return the variance of a batch's mean gradient by its labels: the mean of ‖shares in the batch − shares‖².
 
-    Gradients of different labels are orthogonal, and of length 1.
+    Gradients of different labels are orthogonal and have length 1.
 
     Args:
-        labels: Of the samples in the order in which they train, shape (L,).
-        batch: Samples in a batch; a last, smaller one is left out.
+        labels: The labels of the samples, in the order of training, shape (L,).
+        batch: Samples in a batch; a smaller last batch is left out.
 
     >>> label_variance(np.array([0, 1, 0, 1]), 2), label_variance(np.array([0, 0, 1, 1]), 2)
     (0.0, 0.5)
@@ -191,40 +194,41 @@ def label_variance(labels: Ints, batch: int) -> float:
 
 
 def uses_a_sample(counts: list[int], cap: int, batch: int = 10, seed: int = 0) -> list[float]:
-    """How often a sample of each client is used in an epoch of Stratify with uniform selection, on average.
+    """Return the mean number of uses per epoch of each client's samples, in Stratify with uniform selection.
 
-    One label. A client is drawn until it has no sample left that was not used in the epoch.
+    There is one label. A client is drawn until all its samples were used in the epoch.
 
     Args:
         counts: Samples of the label at each client.
-        cap: f_l is at most this.
+        cap: The largest f_l.
         batch: Positions in a batch.
-        seed: Of the draws.
+        seed: The seed of the draws.
 
     >>> uses_a_sample([500, 500], 1000)
     [1.0, 1.0]
     """
     generator = np.random.default_rng(seed)
     held = np.array(counts, dtype=np.int64)
-    left = held.copy()
+    unused = held.copy()
     wanted = int(frequencies(np.array([held.sum()]), "capped", cap)[0])
-    while wanted > 0 and left.any():
-        positions = np.zeros(min(batch, wanted, int(left.sum())), dtype=np.int64)
-        chosen = select_batch(positions, {0: np.flatnonzero(left)}, None, generator)
-        used = np.minimum(np.bincount(chosen, minlength=len(held)), left)  # who has run out is drawn again for others
-        left -= used
+    while wanted > 0 and unused.any():
+        positions = np.zeros(min(batch, wanted, int(unused.sum())), dtype=np.int64)
+        chosen = select_batch(positions, {0: np.flatnonzero(unused)}, None, generator)
+        # A draw of a client without unused samples is repeated.
+        used = np.minimum(np.bincount(chosen, minlength=len(held)), unused)
+        unused -= used
         wanted -= int(used.sum())
-    return [round(float(use), 2) for use in (held - left) / held]
+    return [round(float(use), 2) for use in (held - unused) / held]
 
 
 def training_operations(method: str, epochs: int, samples: int = 100) -> int:
-    """The floating-point operations of a run of one round of one client, nearly all of them those of its training.
+    """Return the floating-point operations of a run of one client and one round, nearly all of them in training.
 
-    Counted are products of matrices and convolutions, forward and backward, as PyTorch runs them; a multiplication and
-    an addition are two. The model is ReBaFL's for images of 28×28 pixels.
+    These are the operations of matrix products and convolutions, forward and backward; a multiplication and an addition
+    count as two. The model is ReBaFL's for images of 28×28 pixels.
 
     Args:
-        method: Its name.
+        method: The name of the method.
         epochs: E.
         samples: n_k.
     """
@@ -244,7 +248,7 @@ def training_operations(method: str, epochs: int, samples: int = 100) -> int:
 def _prototype_operations() -> Reading:
     once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
     epoch = {method: twice[method] - once[method] for method in once}
-    # What is not training, such as evaluations, is alike, so that it cancels out.
+    # Other operations, such as those of evaluations, are equal and cancel out.
     prototypes = (once["rebafl"] - epoch["rebafl"]) - (once["fedavg"] - epoch["fedavg"])
     values = {
         str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)
@@ -255,9 +259,9 @@ def _prototype_operations() -> Reading:
         f"under the trained one (Eq. 21), two passes where the text counts one; the augmented loss itself adds "
         f"{100 * (epoch['rebafl'] / epoch['fedavg'] - 1):.2f} %"
     )
-    says = "Floating-point operations of a client's round with ReBaFL, its network on images of 28×28 pixels"
+    description = "Floating-point operations of a client's round with ReBaFL, its network on images of 28×28 pixels"
     holds = verdict([value <= FEW_MORE for value in values.values()])
-    return Reading("rebafl-operations", says, text, values, holds)
+    return Reading("rebafl-operations", description, text, values, holds)
 
 
 def _clusters() -> Reading:
@@ -265,24 +269,24 @@ def _clusters() -> Reading:
     found = {name: 100 * fedssar_bias(sizes) for name, sizes in cases.items()}
     text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in found.items())
     whole = 100 * fedssar_bias([50, 30, 20])
-    says = "Bias of FedSSAR's mean for ten places, clusters with orthogonal updates"
+    description = "Bias of FedSSAR's mean for ten places, clusters with orthogonal updates"
     text = f"{text}; {whole:.0f} % for [50, 30, 20], where it is whole"
     return Reading(
-        "fedssar-bias", says, text, found, verdict([value <= 100 * EXACT for value in [*found.values(), whole]])
+        "fedssar-bias", description, text, found, verdict([value <= 100 * EXACT for value in [*found.values(), whole]])
     )
 
 
 def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) -> dict[str, float]:
-    """The variance of a client's weight in the mean of the drawn, averaged over the clients.
+    """Return the variance of a client's weight in the mean of the drawn clients, averaged over the clients.
 
     Args:
         clients: N.
         places: m, which divides N.
-        draws: Of each kind.
+        draws: The number of draws of each kind.
 
     Returns:
-        ``strata``: one of each of m equal clusters. ``plain``: m different ones of all, as FedAvg draws them.
-        ``returning``: m of all, each time from all of them.
+        ``strata``: one client of each of m equal clusters. ``plain``: m of all clients without replacement, as in
+        FedAvg. ``returning``: m of all clients with replacement.
     """
     generator = np.random.default_rng(0)
     groups = np.arange(clients).reshape(places, -1)
@@ -291,11 +295,11 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
         "plain": lambda: generator.choice(clients, places, replace=False),
         "returning": lambda: generator.choice(clients, places),
     }
-    found = {}
-    for kind, drawn in kinds.items():
-        weights = np.stack([np.bincount(drawn(), minlength=clients) for _ in range(draws)]) / places
-        found[kind] = float(weights.var(axis=0).mean())
-    return found
+    variances = {}
+    for kind, draw_once in kinds.items():
+        weights = np.stack([np.bincount(draw_once(), minlength=clients) for _ in range(draws)]) / places
+        variances[kind] = float(weights.var(axis=0).mean())
+    return variances
 
 
 def _weight_variance() -> Reading:
@@ -303,9 +307,9 @@ def _weight_variance() -> Reading:
     formula = (1 / (m * n)) * (1 - m / n)
     measured = weight_variances(n, m)["strata"]
     text = f"{measured:.3e} drawn, {formula:.3e} by Eq. 11; N = {n}, m = {m}"
-    says = "Variance of a client's weight with one draw from each of m equal clusters"
+    description = "Variance of a client's weight with one draw from each of m equal clusters"
     holds = verdict([abs(measured / formula - 1) <= EXACT])
-    return Reading("fedssar-variance", says, text, {"drawn": measured, "formula": formula}, holds)
+    return Reading("fedssar-variance", description, text, {"drawn": measured, "formula": formula}, holds)
 
 
 def _less_variance() -> Reading:
@@ -314,9 +318,9 @@ def _less_variance() -> Reading:
         f"{found['strata']:.2e} with strata; {found['returning']:.2e} by draws with replacement, with which the paper "
         f"compares (Eq. 10); {found['plain']:.2e} by draws without, which is how FedAvg draws"
     )
-    says = "The same beside draws without strata; N = 100, m = 10"
+    description = "The same beside draws without strata; N = 100, m = 10"
     holds = verdict([found["strata"] <= (1 - DRAWN) * found[other] for other in ("returning", "plain")])
-    return Reading("fedssar-less-variance", says, text, found, holds)
+    return Reading("fedssar-less-variance", description, text, found, holds)
 
 
 def _neyman() -> Reading:
@@ -327,22 +331,19 @@ def _neyman() -> Reading:
         f"for instance with S_h = {deviations}: m_h = {allocation}, and the mean is {100 * bias:.0f} % off; with one "
         f"draw for each stratum first, m_h = {one} whatever S_h is"
     )
-    return Reading(
-        "neyman-zero",
-        "Neyman's allocation of ten draws to ten strata of ten clients, strata with orthogonal updates",
-        text,
-        {"bias": 100 * bias},
-        verdict([bias <= EXACT]),
-    )
+    description = "Neyman's allocation of ten draws to ten strata of ten clients, strata with orthogonal updates"
+    return Reading("neyman-zero", description, text, {"bias": 100 * bias}, verdict([bias <= EXACT]))
 
 
 def _importance() -> Reading:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
     text = f"{drawn:.1f} on average where the mean is {mean:.1f}: {100 * (drawn / mean - 1):.0f} % too long"
-    says = "FedSTS's mean of one stratum of ten clients whose updates have one direction and lengths of 1, 2, … 10"
+    description = (
+        "FedSTS's mean of one stratum of ten clients whose updates have one direction and lengths of 1, 2, … 10"
+    )
     holds = verdict([abs(drawn / mean - 1) <= EXACT])
-    return Reading("importance-bias", says, text, {"drawn": drawn, "mean": mean}, holds)
+    return Reading("importance-bias", description, text, {"drawn": drawn, "mean": mean}, holds)
 
 
 def _privacy() -> Reading:
@@ -388,10 +389,10 @@ def _limit() -> Reading:
         f"{wanted} is wanted; with 600 samples each it is off by {errors[600][0]:.3f} and {errors[600][-1]:.3f}, for "
         f"sizes are cut at {bound - 1} and it tends to {clipped:.3f}"
     )
-    says = "Lemma 2.2: root mean square of p̃ − p at ε = 3, M = 100, n* = 0.1 n"
+    description = "Lemma 2.2: root mean square of p̃ − p at ε = 3, M = 100, n* = 0.1 n"
     values = {f"{size}, {m}": error for size, found in errors.items() for m, error in zip(counts, found, strict=True)}
     holds = verdict([found[-1] <= DRAWN * wanted for found in errors.values()])
-    return Reading("ldp-limit", says, text, values, holds)
+    return Reading("ldp-limit", description, text, values, holds)
 
 
 def _floored() -> Reading:
@@ -433,12 +434,12 @@ def _label_variance() -> Reading:
         f"{scheduled:.4f} by the schedule, {random:.4f} by random draws from all samples, {alone:.1f} at a client with "
         f"one of ten labels, for batches of {batch}"
     )
-    says = (
+    description = (
         "Variance that labels bring into the gradient of 64 samples: ten equal labels, orthogonal gradients of length 1"
     )
     values = {"schedule": scheduled, "random": random, "client": alone}
     holds = verdict([scheduled <= (1 - DRAWN) * other for other in (random, alone)])
-    return Reading("stratify-variance", says, text, values, holds)
+    return Reading("stratify-variance", description, text, values, holds)
 
 
 MADE: tuple[Callable[[], Reading], ...] = (
@@ -459,5 +460,5 @@ MADE: tuple[Callable[[], Reading], ...] = (
 
 @cache
 def readings() -> dict[str, Reading]:
-    """All of them by name."""
+    """Return all readings by name."""
     return {reading.name: reading for reading in (make() for make in MADE)}

@@ -1,4 +1,4 @@
-"""Cells are run once, each resumed from its checkpoint, by as many processes as there are; files keep the results."""
+"""Run the cells of tables, each once, from its checkpoint and in any number of processes; files keep the results."""
 
 from __future__ import annotations
 
@@ -16,48 +16,44 @@ from fedstrata.experiments.run import carry_out
 from fedstrata.papers.tables import Cell, Table, experiment_of
 
 Results = dict[str, dict[str, Any]]
-"""What is kept of a table's cells, by their key."""
+"""Results of a table's cells, by the key of the cell."""
 
 ALSO = ("samples", "expected_samples", "bytes_up", "bytes_down", "hops")
-"""Columns of a run whose mean over the rounds is kept."""
+"""Columns of a run whose means over the rounds are kept."""
 
 
 def results_file(out: Path, table: Table) -> Path:
-    """Where a table's results are."""
+    """Return the file with the results of a table."""
     return out / "cells" / table.paper / f"{table.name}.json"
 
 
 def read(path: Path) -> Results:
-    """A table's results by their cells' keys.
+    """Read the results of a table, by the keys of its cells.
 
     Raises:
         DataError: The file is damaged.
     """
-    if not path.is_file():
-        return {}
     try:
-        found: Results = json.loads(path.read_text(encoding="utf-8"))
+        results: Results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise DataError(f"{path} is no result file: {error}") from None
-    return found
+    return results
 
 
 def keep(out: Path, table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add results to a table's file; other processes may do so at the same time."""
+    """Add results to the file of a table; other processes may do so at the same time."""
     path = results_file(out, table)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        found = {**read(path), **results}
-        lines = [f"{json.dumps(key)}: {json.dumps(found[key], separators=(',', ':'))}" for key in sorted(found)]
+        all_results = sorted({**read(path), **results}.items())
+        lines = [f"{json.dumps(key)}: {json.dumps(result, separators=(',', ':'))}" for key, result in all_results]
         replace_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def known(out: Path) -> Results:
-    """All results by the hash of their spec: tables have some cells in common."""
-    found: Results = {}
-    for path in sorted((out / "cells").glob("*/*.json")):
-        found |= {result["spec_sha256"]: result for result in read(path).values()}
-    return found
+    """Read all results, by the hash of their spec, because tables have cells in common."""
+    paths = sorted((out / "cells").glob("*/*.json"))
+    return {result["spec_sha256"]: result for path in paths for result in read(path).values()}
 
 
 def run(
@@ -69,18 +65,18 @@ def run(
     seeds: Iterable[int] | None = None,
     show: Callable[[str], None] = print,
 ) -> dict[str, str]:
-    """Run what is missing.
+    """Run the missing cells of tables.
 
     Args:
-        tables: Which.
-        out: Where results are kept.
-        runs: Where the run folders are.
-        quick: At small scale.
-        seeds: These alone.
-        show: Is called with a line about every cell that ends.
+        tables: The tables.
+        out: The folder of the results.
+        runs: The folder of the run folders.
+        quick: Whether to run at small scale.
+        seeds: The seeds to run; None for all.
+        show: Is called with a line about every finished cell.
 
     Returns:
-        Why cells failed, by their names.
+        The errors of the cells that failed, by the name of the cell.
     """
     failed: dict[str, str] = {}
     wanted = None if seeds is None else set(seeds)
@@ -99,10 +95,13 @@ def run(
 
 
 def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] | None:
-    """Run a cell unless it is done or another process is at it; what is kept of it, or None.
+    """Run a cell, unless it is finished or another process runs it.
+
+    Returns:
+        Its results; None if it was not run.
 
     Raises:
-        FedstrataError: It failed.
+        FedstrataError: The run failed.
     """
     folder = runs / cell.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -113,15 +112,15 @@ def run_one(table: Table, cell: Cell, out: Path, runs: Path) -> dict[str, Any] |
             history = carry_out(experiment_of(cell), out=folder, resume=True)
             if history.warning:
                 raise FedstrataError(history.warning)
-            found = {**about(cell, folder), **figures(history)}
-            keep(out, table, {cell.key: found})
-            return found
+            result = {**about(cell, folder), **figures(history)}
+            keep(out, table, {cell.key: result})
+            return result
     except Timeout:
         return None
 
 
 def about(cell: Cell, folder: Path) -> dict[str, Any]:
-    """What a cell was made of: its spec, data, model and partition, and what they ran with."""
+    """Return the origin of a result: spec, data, model, partition and versions."""
     made = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     identity = made["identity"]
     return {
@@ -133,29 +132,29 @@ def about(cell: Cell, folder: Path) -> dict[str, Any]:
 
 
 def figures(history: History) -> dict[str, Any]:
-    """What tables need of a run, accuracies in percent.
+    """Return the results of a run, with accuracies in percent.
 
     Raises:
-        DataError: It has no accuracy.
+        DataError: The run has no accuracy.
     """
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
         raise DataError("the run has no accuracy")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "rounds": len(history),
         **of_curve(curve),
         "seconds": round(sum(record["seconds"] for record in history), 2),
     }
     for name in ALSO:
         if name in history.columns:
-            found[name] = round(float(history.column(name)[1].mean()), 1)
+            result[name] = round(float(history.column(name)[1].mean()), 1)
     if "strata_sizes" in history[0]:
-        found["strata"] = len(history[0]["strata_sizes"])
-    return {**found, "curve": curve}
+        result["strata"] = len(history[0]["strata_sizes"])
+    return {**result, "curve": curve}
 
 
 def of_curve(curve: list[float]) -> dict[str, float]:
-    """What tables are judged by, of accuracies in percent.
+    """Return the metrics of tables, from accuracies in percent.
 
     >>> of_curve([50.0, 80.0, 70.0])
     {'final': 70.0, 'last10': 66.67, 'best': 80.0, 'mean': 66.67}

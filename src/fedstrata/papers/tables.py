@@ -1,4 +1,4 @@
-"""What a paper's tables and figures are made of: cells, each of which is a spec."""
+"""Tables and figures of papers. Each consists of cells, and each cell is a run of a spec."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ METRICS = {
     "best": "accuracy of the best round",
     "mean": "mean accuracy over the rounds",
 }
-"""What a table is judged by, in percent."""
+"""Metrics of tables, in percent."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Cell:
     """One run of a table.
 
     Args:
-        paper: Whose table.
-        table: Its name.
-        row: A method.
-        column: A setting.
+        paper: The paper.
+        table: The name of the table.
+        row: The row, a method.
+        column: The column, a setting.
         seed: The seed.
-        spec: The run's spec.
-        version: The table's.
+        spec: The spec of the run.
+        version: The version of the table.
     """
 
     paper: str
@@ -58,22 +58,22 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """Its name in the table's results."""
+        """The name of the cell in the results."""
         return f"{self.row}/{self.column}/seed-{self.seed}"
 
     @property
     def folder(self) -> str:
-        """Its run's folder, below that of all runs."""
+        """The run folder, relative to the folder of all runs."""
         plain = "".join(letter if letter.isalnum() or letter in "-_./" else "_" for letter in self.key)
         return f"{self.paper}/{self.table}/{plain}"
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the spec and of the table's version: what was made with another one is made anew.
+        """SHA-256 of the spec and of the table's version. A cell whose hash has changed is run again.
 
-        Of the spec as it is given, not of what it leaves to defaults: these do not change without a new version.
+        It leaves out default values, which do not change without a new version.
         """
-        training = {key: value for key, value in self.spec["training"].items() if key != "workers"}  # moves no result
+        training = {key: value for key, value in self.spec["training"].items() if key != "workers"}
         text = json.dumps([self.version, {**self.spec, "training": training}], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -83,25 +83,24 @@ class Table:
     """A table or a figure of a paper.
 
     Args:
-        paper: Whose.
-        name: Its file's.
-        title: What is in it, with what stands in for data that are not there.
-        source: Where the paper has it.
-        metric: What it is judged by; see ``METRICS``.
-        seeds: Of every cell.
+        paper: The paper.
+        name: The name of the file.
+        title: The title, with the data that replace data that are not available.
+        source: The table's place in the paper.
+        metric: The metric; see ``METRICS``.
+        seeds: The seeds of every cell.
         baseline: The row that the others are compared with.
-        against: More comparisons, (row, row).
-        rows: What a row lays over the spec.
-        columns: What a column lays over it.
-        only: The rows of a column that has not all of them.
-        spec: What all cells share.
+        against: Further comparisons, (row, row).
+        rows: The changes of the spec by each row.
+        columns: The changes of the spec by each column.
+        only: The rows of a column that does not have all rows.
+        spec: The spec that all cells share.
         published: The paper's figures, by row and column, in percent.
-        seconds: A round's seconds on one core, by row; "" for all rows that are not named.
-        notes: What a reader must know.
-        order: Tables of a lower number run first.
-        quick: What ``--quick`` lays over every cell.
-        version: Raised by a commit that moves this table's results, beside ``identity.RESULTS``, with which the first
-            tables began: what was made before is made anew.
+        seconds: Seconds per round on one core, by row; "" for all rows that are not named.
+        notes: Notes for the reader.
+        order: Tables with a lower number run first.
+        quick: The changes of every cell by ``--quick``.
+        version: A commit that changes the results of this table raises it. Older results are then made again.
     """
 
     paper: str
@@ -124,69 +123,74 @@ class Table:
     version: int = 2
 
     def cells(self, *, quick: bool = False) -> Iterator[Cell]:
-        """All of them, column by column: an order in one needs all seeds of it."""
+        """Yield the cells, column by column."""
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
                     layers = [self.columns[column], self.rows[row], *([self.quick] if quick else [])]
                     spec = {"seed": seed, **copy.deepcopy(dict(self.spec))}
                     for layer in layers:
-                        spec = laid_over(spec, layer)
+                        spec = deep_merge(spec, layer)
                     yield Cell(self.paper, self.name, row, column, seed, spec, self.version)
 
     def rows_of(self, column: str) -> list[str]:
-        """The rows that a column has."""
+        """Return the rows of a column."""
         return [row for row in self.rows if row in self.only.get(column, self.rows)]
 
     def comparisons(self) -> list[tuple[str, str, str]]:
-        """Column, row and what the row is compared with: the family over which tests are corrected."""
-        found = [(c, row, self.baseline) for c in self.columns for row in self.rows_of(c) if row != self.baseline]
-        found = [each for each in found if self.baseline in self.rows_of(each[0])]
-        more = [(c, a, b) for c in self.columns for a, b in self.against if {a, b} <= set(self.rows_of(c))]
-        return found + [each for each in more if each not in found]
+        """Return all comparisons (column, row, other row). Statistical tests are corrected over all of them."""
+        rows = {column: self.rows_of(column) for column in self.columns}
+        base = [
+            (c, row, self.baseline)
+            for c in rows
+            for row in rows[c]
+            if row != self.baseline and self.baseline in rows[c]
+        ]
+        more = [(c, a, b) for c in rows for a, b in self.against if {a, b} <= set(rows[c])]
+        return list(dict.fromkeys(base + more))
 
     def seconds_of(self, row: str) -> float | None:
-        """A round's seconds on one core, where somebody measured them."""
+        """Return the measured seconds per round on one core, if they are known."""
         return self.seconds.get(row, self.seconds.get(""))
 
 
-def laid_over(spec: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """A spec with another on top; a section that names what it is replaces the one below.
+def deep_merge(spec: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge a layer into a spec; a section with a ``name`` replaces the section of the spec.
 
-    >>> laid_over({"method": {"name": "fedprox", "mu": 1.0}}, {"method": {"name": "fedavg"}})
+    >>> deep_merge({"method": {"name": "fedprox", "mu": 1.0}}, {"method": {"name": "fedavg"}})
     {'method': {'name': 'fedavg'}}
-    >>> laid_over({"training": {"lr": 0.1}}, {"training": {"rounds": 3}})
+    >>> deep_merge({"training": {"lr": 0.1}}, {"training": {"rounds": 3}})
     {'training': {'lr': 0.1, 'rounds': 3}}
     """
     result = dict(spec)
     for key, value in layer.items():
         below = result.get(key)
         merges = isinstance(value, Mapping) and isinstance(below, Mapping) and "name" not in value
-        result[key] = laid_over(below, value) if merges else value  # type: ignore[arg-type]  # both are mappings
+        result[key] = deep_merge(below, value) if merges else value  # type: ignore[arg-type]  # both are mappings
     return result
 
 
 @cache
 def tables() -> dict[str, Table]:
-    """All tables by ``PAPER/NAME``, those that run first at the beginning.
+    """Read all tables by ``PAPER/NAME``, in the order in which they run.
 
     Raises:
-        SpecError: A file says something that no table has, or a cell is no experiment.
+        SpecError: A file has an unknown key, row or column.
     """
-    found = [
+    tables = [
         read(paper, file.name.removesuffix(".toml"), file.read_text(encoding="utf-8"))
         for paper in PAPERS
         for file in sorted(files(__package__).joinpath(paper).iterdir(), key=lambda file: file.name)
         if file.name.endswith(".toml") and file.name != CLAIMS
     ]
-    return {f"{table.paper}/{table.name}": table for table in sorted(found, key=lambda table: table.order)}
+    return {f"{table.paper}/{table.name}": table for table in sorted(tables, key=lambda table: table.order)}
 
 
 def read(paper: str, name: str, text: str) -> Table:
-    """A table from its TOML.
+    """Read a table from its TOML.
 
     Raises:
-        SpecError: It is none.
+        SpecError: A key, row or column is unknown.
     """
     content = parse_toml(text)
     if unknown := [key for key in content if key not in Table.__dataclass_fields__ or key in ("paper", "name")]:
@@ -205,23 +209,23 @@ def read(paper: str, name: str, text: str) -> Table:
 
 
 def chosen(names: Sequence[str]) -> dict[str, Table]:
-    """The tables of some names, ``PAPER`` or ``PAPER/TABLE``; all of them without names.
+    """Return the tables with some names, ``PAPER`` or ``PAPER/TABLE``; all tables without names.
 
     Raises:
-        SpecError: There is no such table.
+        SpecError: A name is unknown.
     """
-    there = tables()
+    known = tables()
     for name in names:
-        if name not in PAPERS and name not in there:
-            raise SpecError("TABLE", f"there are: {', '.join([*PAPERS, *there])}{nearest(name, there)}", name)
-    return {key: table for key, table in there.items() if not names or key in names or table.paper in names}
+        if name not in PAPERS and name not in known:
+            raise SpecError("TABLE", f"there are: {', '.join([*PAPERS, *known])}{nearest(name, known)}", name)
+    return {key: table for key, table in known.items() if not names or key in names or table.paper in names}
 
 
 def experiment_of(cell: Cell) -> Experiment:
-    """The cell's experiment; errors name the cell.
+    """Return the experiment of a cell.
 
     Raises:
-        SpecError: Its spec is wrong.
+        SpecError: The spec is wrong; the error names the cell.
     """
     try:
         return Experiment.from_table(cell.spec)
