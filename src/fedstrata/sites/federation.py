@@ -8,14 +8,14 @@ from typing import Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from fedstrata.base.config import Setting, build
+from fedstrata.base.config import Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.runs.preparation import prepare
 from fedstrata.sites.directory import Fewer
 from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.policy import Policy
-from fedstrata.sites.settings import PATIENCE
-from fedstrata.spec.experiment import Experiment, placed, read_toml
+from fedstrata.sites.settings import PATIENCE, read_setting
+from fedstrata.spec.experiment import Experiment
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
 RESERVED = ("server", "admin", "authority", "result")
@@ -104,16 +104,12 @@ class Sites(Setting):
 
     @classmethod
     def read(cls, path: Path) -> Sites:
-        """From a TOML file.
+        """Read a federation from a TOML file.
 
         Raises:
-            SpecError: It is missing, no TOML, or a setting is wrong; the message names the line.
+            SpecError: The file is missing or not TOML, or a setting is wrong; the message names the line.
         """
-        table = read_toml(path, "--sites")
-        try:
-            return build(cls, table)
-        except SpecError as error:
-            raise placed(error, path) from None
+        return read_setting(cls, path, "--sites")
 
     def site_of_client(self, spec: Experiment) -> tuple[str, ...]:
         """The site of every client.

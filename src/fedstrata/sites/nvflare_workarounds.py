@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from functools import cache, wraps
+from importlib.resources import files
 from pathlib import Path
 from queue import PriorityQueue
 from types import SimpleNamespace
@@ -278,58 +279,9 @@ attempts, and the job is never tried again; so the interval is an integer. Seen 
 ``app_common/job_schedulers/job_scheduler.py``.
 """
 
-_PYTHON = """
-umask 077
-arguments="${*}"
-# Find the Python that has fedstrata: FEDSTRATA_PYTHON, that of the fedstrata command, or python3. The first line of
-# the command names its Python, or a shell if the path is too long; then Python lies beside the command.
-if [[ -z "${FEDSTRATA_PYTHON:-}" ]]; then
-  FEDSTRATA_PYTHON=python3
-  command="$(command -v fedstrata || true)"
-  if [[ -n "$command" ]]; then
-    named="$(head -n 1 "$command" | cut -c 3-)"
-    beside="$(dirname "$(readlink -f "$command")")/python"
-    if [[ -x "$named" && "$named" != */sh ]]; then
-      FEDSTRATA_PYTHON="$named"
-    elif [[ -x "$beside" ]]; then
-      FEDSTRATA_PYTHON="$beside"
-    fi
-  fi
-fi
-export FEDSTRATA_PYTHON
-# Messages arrive in many threads. With an arena per thread, the C library keeps ever more freed memory.
-export MALLOC_ARENA_MAX="${MALLOC_ARENA_MAX:-2}"
-# Each thread caches freed blocks: 240 KB for blocks up to 1 KiB, after hours. With a limit of 256 bytes it caches 15 KB
-# and training is as fast as before; without a cache training is slower.
-export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.tcache_max=256}"
-"""
-_START = """
-# Write the process number first, so that the party can be stopped from now on.
-if [[ "$doOnce" == "true" ]]; then
-  own="$WORKSPACE/pid.fl"
-else
-  check_daemon
-  own="$WORKSPACE/daemon_pid.fl"
-fi
-echo $$ > "$own"
-"$FEDSTRATA_PYTHON" -m fedstrata.sites.start "$WORKSPACE" $arguments || { code=$?; rm -f "$own"; exit $code; }
 
-SECONDS=0
-"""
-_WRITTEN_LATE = '\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n'
-_CHECK = """
-  kit="$(cd "$DIR/.." && pwd)"
-  "$FEDSTRATA_PYTHON" -m fedstrata.sites.start "$kit" --check || exit $?
-  "$DIR/sub_start.sh" $arguments --checked &
-  # Wait until it has ended or written its process number, so that it can be stopped.
-  for _ in {1..50}; do
-    kill -0 $! 2> /dev/null || break
-    grep -qx $! "${NVFL_WORKSPACE:-$kit}/daemon_pid.fl" 2> /dev/null && break
-    sleep 0.1
-  done"""
-_STOP = """
-"$FEDSTRATA_PYTHON" -m fedstrata.sites.stop "$WORKSPACE"
-"""
+def _kit_text(name: str) -> str:
+    return "\n" + files(__package__).joinpath("kit", name).read_text(encoding="utf-8")
 
 
 def adapt_script(name: str, text: str) -> str:
@@ -345,11 +297,12 @@ def adapt_script(name: str, text: str) -> str:
         text: NVFlare's text.
     """
     first, _, rest = text.partition("\n")
-    rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ').replace("\nSECONDS=0\n", _START)
-    rest = rest.replace("\n  $DIR/sub_start.sh &", _CHECK)
-    rest = rest.replace(_WRITTEN_LATE, "")
-    # With --once there is no daemon: then the number in pid.fl is that of the script, and must stay.
+    rest = rest.replace("python3 ", '"$FEDSTRATA_PYTHON" ')
+    rest = rest.replace("\nSECONDS=0\n", f"{_kit_text('sub_start.sh')}SECONDS=0\n")
+    rest = rest.replace("\n  $DIR/sub_start.sh &", _kit_text("start.sh").rstrip())
+    # sub_start.sh above writes the number earlier, and with --once the number in pid.fl is that of the script.
+    rest = rest.replace('\ncheck_daemon\n\necho $BASHPID > "$WORKSPACE/daemon_pid.fl"\n', "")
     rest = rest.replace('directly"\n  rm -f "$WORKSPACE/pid.fl"', 'directly"\n  rm -f')
     if name == "stop_fl.sh":
-        rest = rest.partition('echo "Please use FL admin console')[0] + _STOP
-    return f"{first}\n{_PYTHON}{rest}"
+        rest = rest.partition('echo "Please use FL admin console')[0] + _kit_text("stop_fl.sh")
+    return f"{first}\n{_kit_text('python.sh')}{rest}"

@@ -10,11 +10,12 @@ from typing import Literal
 import tomli_w
 from pydantic import PositiveFloat, PositiveInt
 
-from fedstrata.base.config import Setting, build
+from fedstrata.base.config import Setting
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.federation.settings import Privacy
 from fedstrata.sites.disclosure import UNDECLARED, Declaration
-from fedstrata.spec.experiment import line_of, placed, read_toml
+from fedstrata.sites.settings import read_setting
+from fedstrata.spec.experiment import line_of
 
 FILE = Path("local") / "policy.toml"
 """Inside a site's folder; never part of a job."""
@@ -129,19 +130,12 @@ class Policy(Setting):
 
     @classmethod
     def read(cls, root: Path) -> Policy:
-        """From a site's folder; the defaults where there is no file.
+        """Read the policy of a site's folder; the defaults if it has no file.
 
         Raises:
-            SpecError: The file is no TOML, a key is unknown or a value is wrong; the message names the line.
+            SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.
         """
-        path = root / FILE
-        if not path.exists():
-            return cls()
-        table = read_toml(path, "policy")
-        try:
-            return build(cls, table)
-        except SpecError as error:
-            raise placed(error, path) from None
+        return read_setting(cls, root / FILE, "policy") if (root / FILE).exists() else cls()
 
     def to_toml(self) -> str:
         """As a file, each key with what it is for; reading it back gives an equal policy."""

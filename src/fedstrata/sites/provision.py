@@ -1,4 +1,4 @@
-"""Make a federation's certificates, start-up kits and job, one folder for everybody who takes part."""
+"""Make the certificates, start-up kits and the job of a federation: one folder for each party."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import tomli_w
@@ -30,36 +32,27 @@ from fedstrata.sites.simulator import require_nvflare
 from fedstrata.spec.experiment import Experiment
 
 SERVER, ADMIN, JOB = "server", "admin", "job"
-"""Folders beside those of the sites; the job is the administrator's."""
+"""Folders beside those of the sites; the job is in the administrator's folder."""
 
 GATE = "fedstrata.sites.gate.Gate"
 
 _RIGHTS = {
     "format_version": "1.0",
     "permissions": {
-        "lead": {
-            "submit_job": "any",
-            "manage_job": "any",
-            "download_job": "any",
-            "view": "any",
-            "operate": "none",
-            "shell_commands": "none",
-            "clone_job": "none",
-            "byoc": "none",
-            "server-predeployed-flwr": "none",
-        }
+        "lead": dict.fromkeys(("submit_job", "manage_job", "download_job", "view"), "any")
+        | dict.fromkeys(("operate", "shell_commands", "clone_job", "byoc", "server-predeployed-flwr"), "none")
     },
 }
 
 
 def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | None = None) -> None:
-    """Write ``out/server``, ``out/admin`` (with the job) and one folder a site, each with a README.
+    """Write ``out/server``, ``out/admin`` (with the job) and one folder per site, each with a README.
 
     Args:
-        spec: What to run.
-        sites: Where.
-        out: A folder that does not exist yet, or is empty.
-        base_dir: For a trial on this machine: data files are looked for from here.
+        spec: The experiment.
+        sites: The federation.
+        out: A folder that is empty or does not exist.
+        base_dir: For a trial on this machine: the base of relative paths of data files.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
@@ -89,38 +82,22 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     _certify(sites, out)
     run = run_of(spec.to_toml())
     direct = sites.relay == "direct"
-    plan = JobSpec(
-        "run.toml",
-        run,
-        len(site_of_client),
-        site_of_client,
-        sites.own_data,
-        sites.patience,
-        direct,
-        sites.least,
-        sites.fewer,
-    )
+    clients, waits = len(site_of_client), (sites.patience, direct, sites.least, sites.fewer)
+    plan = JobSpec("run.toml", run, clients, site_of_client, sites.own_data, *waits)
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server)
     for name, site in sites.site.items():
-        settings = SiteSettings(
-            data=_path(site.data, base_dir),
-            keys=_path(site.keys, base_dir),
-            patience=sites.patience,
-            secure=True,
-            allow=site.allow,
-            catalog=site.catalog,
-            tells=site.tells,
-        )
-        _write_settings(out / name, settings)
+        paths = {"data": _path(site.data, base_dir), "keys": _path(site.keys, base_dir)}
+        rights = {"allow": site.allow, "catalog": site.catalog, "tells": site.tells}
+        _write_settings(out / name, SiteSettings(patience=sites.patience, secure=True, **paths, **rights))
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
     write_members(out / SERVER, sites.site)
     if sites.own_data:
         for client, name in enumerate(site_of_client):
             (out / name / SPEC).write_text(spec.to_toml(), encoding="utf-8")
-            part = {"client": client, "clients": len(site_of_client), "tests": sites.server.data is None}
+            part = {"client": client, "clients": clients, "tests": sites.server.data is None}
             write_json(out / name / PART, part)
     for name in (SERVER, ADMIN, *sites.site):
         finish(out / name)
@@ -129,8 +106,8 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
 
 
 def _certify(sites: Sites, out: Path) -> None:
-    """NVFlare's own provisioning, in a process of its own: it changes whoever calls it."""
-    everybody = [{"name": name, "type": "client", "org": "fedstrata"} for name in sites.site]
+    """Run NVFlare's provisioning, in a separate process, because it changes the state of its process."""
+    clients = [{"name": name, "type": "client", "org": "fedstrata"} for name in sites.site]
     server = {"name": sites.server.host, "type": "server", "org": "fedstrata", "fed_learn_port": sites.server.port}
     admin = {"name": USER, "type": "admin", "org": "fedstrata", "role": "lead"}
     parts: list[tuple[str, dict[str, Any]]] = [
@@ -143,7 +120,7 @@ def _certify(sites: Sites, out: Path) -> None:
         "api_version": 3,
         "name": sites.federation,
         "description": "made by fedstrata deploy",
-        "participants": [server, *everybody, admin],
+        "participants": [server, *clients, admin],
         "builders": [{"path": f"nvflare.lighter.impl.{path}", "args": args} for path, args in parts],
     }
     with tempfile.TemporaryDirectory(prefix="fedstrata-provision-") as place:
@@ -156,15 +133,14 @@ def _certify(sites: Sites, out: Path) -> None:
             raise FedstrataError(f"NVFlare cannot make the start-up kits: {(done.stdout + done.stderr).strip()}")
         for kit, name in [(sites.server.host, SERVER), (USER, ADMIN), *((name, name) for name in sites.site)]:
             shutil.move(kits / kit, out / name)
-        # The root's private key makes new certificates: it stays with whoever provisions.
+        # The root's private key signs new certificates, so it stays here. The keys of the parties are in their folders.
         state = json.loads((root / "kits" / sites.federation / "state" / "cert.json").read_text(encoding="utf-8"))
-        # Those of the parties are in their own folders, and nowhere else.
         (out / "authority").mkdir()
         write_json(out / "authority" / "cert.json", {key: state[key] for key in ("root_cert", "root_pri_key")})
 
 
 def _write_settings(folder: Path, settings: SiteSettings) -> None:
-    """What a site decides: its data, which classes a job may name, and what an administrator may do there."""
+    """Write a party's settings: its data, the classes that a job may name, and the administrator's rights."""
     (folder / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     local = folder / LOCAL.parent
     text = (local / "resources.json.default").read_text(encoding="utf-8")
@@ -172,7 +148,7 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     resources["class_allow_list"] = list(CLASSES)
     resources["allow_log_streaming"] = False
     for server in resources.get("servers", []):
-        server["heart_beat_timeout"] = 120  # one that was stopped for a minute is not gone
+        server["heart_beat_timeout"] = 120  # seconds, so that a site that is stopped for a minute is not lost
     if "snapshot_persistor" in resources:  # the server's
         resources["components"].append({"id": "gate", "path": GATE, "args": {"records": f"/{RECORDS}/"}})
     for component in resources.get("components", []):
@@ -190,47 +166,35 @@ def _path(given: str | None, base_dir: Path | None) -> Path | None:
 
 
 def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
-    install = "pip install 'fedstrata[nvflare]'"
-    where = f"{sites.server.host}:{sites.server.port}"
-    secret = "Keep this folder to yourself: it holds a private key."
-    common = f"{secret} Stop with `bash startup/stop_fl.sh`.\n"
-    names = ", ".join(sites.site)
     code = (
         "A spec may name classes of fedstrata's; of a package of yours only if you list it in "
         '`local/fedstrata.toml`: `allow = ["my_package"]`.'
     )
-    texts = {
-        SERVER: f"# Server of {sites.federation}\n\n1. On the machine that sites reach as `{sites.server.host}`, with "
-        f"port {sites.server.port} open: `{install}`. {code}\n"
-        f"2. `bash startup/start.sh`\n\nRuns are in `fedstrata/{run}`. "
-        f"After a crash start it again the same way: the run goes on from its last checkpoint.\n{common}",
-        ADMIN: f"# Administrator of {sites.federation}\n\n1. `{install}`\n2. When the server and the sites ({names}) "
-        f"have started: `fedstrata submit . --out result`\n\nIt waits, takes in sites that join late or come back, and "
-        f"fetches the result: leave it running. Started again it goes on with the same job. How far it is: `fedstrata "
-        f"status . --watch`. Needs to reach {where}.\n{secret}\n",
+    data = ""
+    if sites.own_data:
+        data = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.csv"`. '
+        data += f"It is {_described(spec)}. The file is read here and never leaves.\n"
+    values = {
+        "federation": sites.federation,
+        "host": sites.server.host,
+        "port": sites.server.port,
+        "sites": ", ".join(sites.site),
+        "run": run,
+        "install": "pip install 'fedstrata[nvflare]'",
+        "code": code,
+        "secret": "Keep this folder to yourself: it holds a private key.",
+        "data": data,
+        "check": 4 if data else 3,
+        "start": 5 if data else 4,
     }
-    own = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.csv"`. '
-    own += f"It is {_described(spec)}. The file is read here and never leaves.\n"
-    for name in sites.site:
-        data = own if sites.own_data else ""
-        texts[name] = (
-            f"# Site {name} of {sites.federation}\n\n1. `{install}`: this, and no code that comes with a job, "
-            f"is what runs here. {code}\n"
-            f"2. The machine must be able to connect to {where}; no port needs to be open here.\n"
-            f"{data}{4 if data else 3}. `fedstrata check .` says what is wrong before it starts.\n"
-            f"{5 if data else 4}. `bash startup/start.sh`; how it goes: `fedstrata status .`\n\n"
-            f"What this site accepts, whatever a job says, is in `local/policy.toml`: read it first. "
-            f"What the job asks, in plain English: `fedstrata asks SPEC`. "
-            f"A changed one runs here once `fedstrata approve SPEC --kit .` lets it.\n\n"
-            f"What a job may name is listed in `local/resources.json`, what an administrator may do in "
-            f"`local/authorization.json`.\n{common}"
-        )
-    for name, text in texts.items():
-        (out / name / "README.md").write_text(text, encoding="utf-8")
+    kinds = {SERVER: SERVER, ADMIN: ADMIN} | dict.fromkeys(sites.site, "site")
+    for name, kind in kinds.items():
+        template = Template(files(__package__).joinpath("kit", f"README-{kind}.md").read_text(encoding="utf-8"))
+        (out / name / "README.md").write_text(template.substitute(values, name=name), encoding="utf-8")
 
 
 def _described(spec: Experiment) -> str:
-    """What a site's file is, in words."""
+    """Describe the data file of a site."""
     schema, data = spec.data.schema, spec.data
     if schema is None:
         return f"a .npz file: `x_train` (samples of shape {list(data.shape or ())}) and `y_train` (0 … {data.classes})"

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import PositiveFloat
 
@@ -33,6 +33,27 @@ def run_of(spec: str) -> str:
         spec: The experiment as TOML.
     """
     return hashlib.sha256(spec.encode()).hexdigest()[:16]
+
+
+S = TypeVar("S", bound=Setting)
+
+
+def read_setting(kind: type[S], path: Path, key: str) -> S:
+    """Read a setting from a TOML file.
+
+    Args:
+        kind: The class of the setting.
+        path: The file.
+        key: The name of the file in errors.
+
+    Raises:
+        SpecError: The file is missing or not TOML, a key is unknown or a value is wrong; the message names the line.
+    """
+    table = read_toml(path, key)
+    try:
+        return build(kind, table)
+    except SpecError as error:
+        raise placed(error, path) from None
 
 
 @dataclass(frozen=True)
@@ -123,18 +144,11 @@ class SiteSettings(Setting):
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:
-        """From a site's folder; the defaults where there is no file.
+        """Read the settings of a party's folder; the defaults if it has no file.
 
         Raises:
-            SpecError: The file is no TOML, a key is unknown or a value is wrong; the message names the line.
+            SpecError: The file is not TOML, a key is unknown or a value is wrong; the message names the line.
         """
-        path = root / LOCAL
-        if not path.exists():
-            return cls()
-        table = read_toml(path, "settings")
-        try:
-            settings = build(cls, table)
-        except SpecError as error:
-            raise placed(error, path) from None
-        given = {key: getattr(settings, key) for key in ("data", "keys", "states")}
-        return settings.model_copy(update={key: root / file.expanduser() for key, file in given.items() if file})
+        settings = read_setting(cls, root / LOCAL, "settings") if (root / LOCAL).exists() else cls()
+        paths = {key: getattr(settings, key) for key in ("data", "keys", "states")}
+        return settings.model_copy(update={key: root / path.expanduser() for key, path in paths.items() if path})

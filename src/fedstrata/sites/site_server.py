@@ -28,6 +28,7 @@ from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
+from fedstrata.sites import wire
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
 from fedstrata.sites.disclosure import Declaration, declaration_of
 from fedstrata.sites.guard import DataTrials, Guard, Match, Quota, admitted
@@ -36,31 +37,7 @@ from fedstrata.sites.ledger import Entry, Ledger
 from fedstrata.sites.manifest import fingerprint
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.sums import SiteGroup
-from fedstrata.sites.wire import (
-    Answers,
-    Ask,
-    Begin,
-    Begun,
-    Commit,
-    Done,
-    Envelope,
-    Failed,
-    Fetch,
-    Hop,
-    HopCommit,
-    Hopped,
-    More,
-    Part,
-    Refused,
-    RelayEnd,
-    Save,
-    SiteLostError,
-    SiteRefusedError,
-    Survey,
-    Surveyed,
-    Unmoved,
-    read,
-)
+from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 from fedstrata.spec.experiment import Experiment, parse_toml
 from fedstrata.stratify.masking.key_store import KeyRing
 
@@ -84,7 +61,7 @@ HARMLESS = (
 )
 """What tells others of their own messages and of the spec, and of data the column and the rule that they break."""
 
-BEGINNINGS = (Survey.__name__, Begin.__name__)
+BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__)
 """Questions of which the ledger has also those that failed: their answers depend on whether the data fit the spec."""
 
 
@@ -144,9 +121,9 @@ class SiteServer:
         what = "a message"
         try:
             if caller != SERVER:
-                what = Fetch.__name__
-                return self._leaving(self._part_of_relay(caller, read(data, Fetch)))
-            envelope: Envelope = read(data, Envelope)
+                what = wire.Fetch.__name__
+                return self._leaving(self._part_of_relay(caller, read(data, wire.Fetch)))
+            envelope: wire.Envelope = read(data, wire.Envelope)
             what = type(envelope.body).__name__
             return self.request_cache.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
@@ -162,9 +139,9 @@ class SiteServer:
             except Exception as unwritten:
                 error = unwritten
             for_good = isinstance(error, RuleError) and error.for_good
-            return records.encode(Refused(self.message_of(error), for_good))
+            return records.encode(wire.Refused(self.message_of(error), for_good))
 
-    def _answered(self, envelope: Envelope) -> bytes:
+    def _answered(self, envelope: wire.Envelope) -> bytes:
         if self._run is not None:
             # Each thread that answers has a number of its own, and sums depend on it.
             torch.set_num_threads(self._run.context.config.training.threads)
@@ -174,14 +151,14 @@ class SiteServer:
 
     def _leaving(self, answer: Message) -> bytes:
         """The bytes of an answer, if the policy lets so many leave; the ledger has it before it does."""
-        if self._run is not None and not isinstance(answer, Surveyed):  # which was counted for its own job
+        if self._run is not None and not isinstance(answer, wire.Surveyed):  # which was counted for its own job
             try:
                 self._run.guard.leave(records.size(answer))
             except RuleError as error:
                 self._nothing_left(error.rule)
                 raise
         head = self._write()
-        if isinstance(answer, (Answers, Hopped)):
+        if isinstance(answer, (wire.Answers, wire.Hopped)):
             answer = dataclasses.replace(answer, ledger=head)
         return records.encode(answer)
 
@@ -264,34 +241,34 @@ class SiteServer:
         LOG.error("site %s: %s", self.name, reason, exc_info=error)
         return f"{type(error).__name__}; the log of site {self.name} says more"
 
-    def _answer(self, envelope: Envelope) -> Message:
+    def _answer(self, envelope: wire.Envelope) -> Message:
         body = envelope.body
-        if isinstance(body, Begin):
+        if isinstance(body, wire.Begin):
             if self._run is not None:
                 self._run.guard.quota.save()
             self._run = None
             self._run, round, lost = SiteRun.begin(self, body)
             own = body.statistics is not None
-            return Begun(round, lost, fingerprint(self.data, self.folder) if own else "")
-        if isinstance(body, Survey):
+            return wire.Begun(round, lost, fingerprint(self.data, self.folder) if own else "")
+        if isinstance(body, wire.Survey):
             return self._surveyed(body)
         run = self._running()
         for ack in envelope.acks:
             run.learn(ack)
-        if isinstance(body, Fetch):
+        if isinstance(body, wire.Fetch):
             return self._part_of_relay(SERVER, body)
-        if isinstance(body, Ask):
+        if isinstance(body, wire.Ask):
             return run.ask(body)
-        if isinstance(body, More):
+        if isinstance(body, wire.More):
             return run.more(body)
-        if isinstance(body, Hop):
+        if isinstance(body, wire.Hop):
             return run.hop(body)
-        if isinstance(body, Save):
+        if isinstance(body, wire.Save):
             run.save(body.round)
-            return Done()
+            return wire.Done()
         raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
 
-    def _surveyed(self, survey: Survey) -> Surveyed:
+    def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
         """What the site's own data come to: under a policy once for each job, and the same bytes again."""
         require_home(survey.clients, survey.total)
         asked = self.admit(survey.spec, survey.total, own_data=True)
@@ -307,9 +284,9 @@ class SiteServer:
         known = None if guard is None else guard.quota.survey
         if known is None:
             with self._reading(asked.job, survey):
-                surveyed = Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
+                surveyed = wire.Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
         else:
-            surveyed = read(known, Surveyed)
+            surveyed = read(known, wire.Surveyed)
             if surveyed.fingerprint != fingerprint(self.data, self.folder):
                 problem = "the site's data are other ones than when this job asked what they come to"
                 raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
@@ -321,17 +298,17 @@ class SiteServer:
                 guard.leave(size)
                 guard.quota.survey = records.encode(surveyed)
             guard.quota.save()
-        self.note(Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
+        self.note(wire.Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
         return surveyed
 
-    def _refuse_differences(self, surveyed: Surveyed, guard: Guard) -> None:
+    def _refuse_differences(self, surveyed: wire.Surveyed, guard: Guard) -> None:
         """Jobs that hold out other samples are told sums whose difference is these samples': of so many at most.
 
         Raises:
             RuleError: There were as many answers already, and none of them is this one.
         """
         assert self.policy is not None
-        before = [read(answer, Surveyed).statistics for answer in guard.quota.surveys()]
+        before = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
         differ = {records.encode(statistics) for statistics in before if statistics.samples}
         new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
         if new and len(differ) >= self.policy.surveys and guard.declaration.job not in self.policy.approved:
@@ -340,7 +317,7 @@ class SiteServer:
             accepted = f"accepted: {self.policy.surveys} answer(s) that differ; {approve}"
             raise RuleError("policy.surveys", f"{problem}; {accepted}")
 
-    def _part_of_relay(self, caller: str, fetch: Fetch) -> Weights:
+    def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
         """The model that a hop left, for the one whose turn it is."""
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
@@ -355,7 +332,7 @@ class SiteServer:
             "bytes": records.size(result.weights),
             "to": "" if caller == SERVER else caller,
         }
-        self.note(Fetch.__name__, client=result.client, round=run.guard.round, **about)
+        self.note(wire.Fetch.__name__, client=result.client, round=run.guard.round, **about)
         return result.weights
 
     def _running(self) -> SiteRun:
@@ -363,16 +340,16 @@ class SiteServer:
             raise FedstrataError(f"site {self.name} has not begun a run")
         return self._run
 
-    def _reading(self, job: str, question: Survey | Begin) -> AbstractContextManager[None]:
+    def _reading(self, job: str, question: wire.Survey | wire.Begin) -> AbstractContextManager[None]:
         """Read the site's own data for a job in a block, by the policy."""
         if self.policy is None:
             return nullcontext()
-        if isinstance(question, Begin):  # one that goes on asks the same of the data
+        if isinstance(question, wire.Begin):  # one that goes on asks the same of the data
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
         return DataTrials(self.folder, self.policy, job).reading(description, records.encode(question))
 
-    def context(self, begin: Begin, job: str) -> ClientContext:
+    def context(self, begin: wire.Begin, job: str) -> ClientContext:
         """What the clients of this site share."""
         with self._reading(job, begin) if begin.statistics is not None else nullcontext():
             context = context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
@@ -397,7 +374,7 @@ class SiteRun:
         self._matches: dict[ClientId, Match | None] = {}
 
     @classmethod
-    def begin(cls, site_server: SiteServer, begin: Begin) -> tuple[SiteRun, int, list[ClientId]]:
+    def begin(cls, site_server: SiteServer, begin: wire.Begin) -> tuple[SiteRun, int, list[ClientId]]:
         """A run with the clients' states after ``begin.round``, or after the last round before it that is there.
 
         Returns:
@@ -442,17 +419,17 @@ class SiteRun:
 
     def learn(self, ack: object) -> None:
         """What became of an earlier answer; again, where it is known already."""
-        if isinstance(ack, Commit):
+        if isinstance(ack, wire.Commit):
             if ack.exchange == self._exchange:
                 self.engine.commit(ack.clients)
-        elif isinstance(ack, HopCommit):
+        elif isinstance(ack, wire.HopCommit):
             self.leg.keep(ack)
-        elif isinstance(ack, RelayEnd):
+        elif isinstance(ack, wire.RelayEnd):
             self.leg.end(ack)
         else:
             raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
 
-    def ask(self, ask: Ask) -> Answers:
+    def ask(self, ask: wire.Ask) -> wire.Answers:
         """The answers of the clients of this site."""
         self._next(ask.exchange)
         different = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
@@ -471,7 +448,7 @@ class SiteRun:
             self._part_bytes = 0
             outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
             if self._part_bytes:
-                self.site_server.note(Part.__name__, round=self.guard.round, bytes=self._part_bytes)
+                self.site_server.note(wire.Part.__name__, round=self.guard.round, bytes=self._part_bytes)
         for client, request in allowed.items():
             outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
         self._waiting = [outcomes[client] for client in ask.clients]
@@ -482,7 +459,7 @@ class SiteRun:
         try:
             self.guard.leave(len(part))
         except RuleError as error:
-            self.site_server.refused(error, Part.__name__)
+            self.site_server.refused(error, wire.Part.__name__)
             raise
         self._part_bytes += len(part)
         return self.site_server.send(SERVER, part)
@@ -502,14 +479,14 @@ class SiteRun:
             except RuleError as error:
                 refused[client] = self._refusal(client, request, error)
         if together and refused:
-            void = Failed("another client of its group was refused", bystander=True)
+            void = wire.Failed("another client of its group was refused", bystander=True)
             return {}, {client: refused.get(client, void) for client in requests}
         return allowed, refused
 
-    def _refusal(self, client: ClientId, request: Request, error: RuleError) -> Failed:
+    def _refusal(self, client: ClientId, request: Request, error: RuleError) -> wire.Failed:
         """A question that is not answered, in the site's ledgers and for the server."""
         self.site_server.refused(error, type(request).__name__, SERVER, client)
-        return Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
+        return wire.Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
     def _told(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
         """An outcome as it travels, once the ledger has it."""
@@ -518,7 +495,7 @@ class SiteRun:
         if match is not None:
             about |= {"phase": match.allowed.rule.phase}
         travels = self._outcome(outcome)
-        if not isinstance(travels, Failed):
+        if not isinstance(travels, wire.Failed):
             self.guard.answered(match, travels)
             epsilon = None if match is None else match.allowed.rule.epsilon
             about |= {"samples": samples, "bytes": records.size(travels), "epsilon": epsilon}
@@ -530,13 +507,13 @@ class SiteRun:
         self.site_server.note(type(request).__name__ if match is None else match.allowed.label, **about)
         return travels
 
-    def more(self, more: More) -> Answers:
+    def more(self, more: wire.More) -> wire.Answers:
         """Those answers of the last exchange that did not fit into the messages before."""
         if more.exchange != self._exchange:
             raise WireError(f"the answers of exchange {more.exchange} are gone")
         return self._next_answers()
 
-    def _next_answers(self) -> Answers:
+    def _next_answers(self) -> wire.Answers:
         """As many answers as one message may hold, at least one."""
         size = count = 0
         for outcome in self._waiting:
@@ -545,9 +522,9 @@ class SiteRun:
                 break
             count += 1
         answers, self._waiting = self._waiting[:count], self._waiting[count:]
-        return Answers(answers, len(self._waiting))
+        return wire.Answers(answers, len(self._waiting))
 
-    def hop(self, hop: Hop) -> Hopped | Unmoved:
+    def hop(self, hop: wire.Hop) -> wire.Hopped | wire.Unmoved:
         """One task of a relay."""
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
@@ -558,24 +535,24 @@ class SiteRun:
             self.guard.hop(hop.relay_id, back=hop.back, brought=hop.weights is not None and hop.base >= 0)
             match = self.guard.check(hop.client, task, relay=True)
         except RuleError as error:
-            return Hopped(self._refusal(hop.client, task, error), None)
+            return wire.Hopped(self._refusal(hop.client, task, error), None)
         self._matches = {hop.client: match}
         if hop.back:
             assert hop.weights is not None
             self.guard.take(match)
             outcome = self.engine.hop(hop.client, task, hop.weights)
             weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
-            return Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
+            return wire.Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
         if self.leg.number != hop.relay_id:
             self.leg = RelayLeg(hop.relay_id, self.context, self.store)
         try:
             weights = self._weights(hop)
         except (FedstrataError, OSError) as error:
-            return Unmoved(self.site_server.message_of(error))
+            return wire.Unmoved(self.site_server.message_of(error))
         self.guard.take(match)
-        return Hopped(self._told(hop.client, task, self.leg.work(hop, task, weights), self.leg.samples), None)
+        return wire.Hopped(self._told(hop.client, task, self.leg.work(hop, task, weights), self.leg.samples), None)
 
-    def _weights(self, hop: Hop) -> Weights:
+    def _weights(self, hop: wire.Hop) -> Weights:
         """The travelling model: sent along, left here, or fetched from the site that has it."""
         if hop.weights is not None:
             weights = hop.weights
@@ -586,7 +563,7 @@ class SiteRun:
             return result.weights
         else:
             weights = read(
-                self.site_server.send(hop.holder, records.encode(Fetch(hop.relay_id, hop.base, hop.key))), Weights
+                self.site_server.send(hop.holder, records.encode(wire.Fetch(hop.relay_id, hop.base, hop.key))), Weights
             )
         model = self.context.config.model
         if defect := defect_of(weights, lambda brought: brought.require_like(Weights(model.params(), model.buffers()))):
@@ -600,10 +577,10 @@ class SiteRun:
                 # What could not be read there would take the answers of all other clients of this site with it.
                 records.require_types(outcome)
             except (WireError, AttributeError, KeyError) as error:
-                return Failed(str(error), False, True)
+                return wire.Failed(str(error), False, True)
             return outcome
         reason = outcome.reason if outcome.error is None else self.site_server.message_of(outcome.error, outcome.reason)
-        return Failed(reason, outcome.bystander, outcome.refused)
+        return wire.Failed(reason, outcome.bystander, outcome.refused)
 
     def _next(self, exchange: int) -> None:
         if exchange <= self._exchange:
@@ -650,7 +627,7 @@ class RelayLeg:
         self.samples = 0
         """Samples behind the last part."""
 
-    def work(self, hop: Hop, task: Request, weights: Weights) -> Any:
+    def work(self, hop: wire.Hop, task: Request, weights: Weights) -> Any:
         """One client's part."""
         self._new = None
         known = self._states.get(hop.client)
@@ -665,14 +642,14 @@ class RelayLeg:
         self._new = HopResult(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
         return reply
 
-    def keep(self, ack: HopCommit) -> None:
+    def keep(self, ack: wire.HopCommit) -> None:
         """The last part counts."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
             self._kept, self._new = new, None
 
-    def end(self, ack: RelayEnd) -> None:
+    def end(self, ack: wire.RelayEnd) -> None:
         """Keep the states of those whose parts count, and forget the model."""
         if ack.relay_id != self.number:
             return

@@ -1,0 +1,1 @@
+"$FEDSTRATA_PYTHON" -m fedstrata.sites.stop "$WORKSPACE"
