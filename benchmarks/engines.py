@@ -157,7 +157,7 @@ def main() -> None:
             own = {"allow": ["engines"]}
             table = {"server": {"port": 18542, **own}, "policy": {"min_samples": 1}, "site": {"a": own, "b": own}}
             folder = try_out(
-                _echo(2), Sites.model_validate(table), Path(place) / "fed", base_dir=HERE, tell=lambda line: None
+                _echo(2), Sites.model_validate(table), Path(place) / "fed", base_dir=HERE, report=lambda line: None
             )
             _show("mutual TLS, 2", fs.History.load(folder))
     for sites, (here, there) in batches.items():

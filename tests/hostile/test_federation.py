@@ -56,7 +56,7 @@ def test_what_a_hostile_server_gets_from_real_sites(tmp_path: Path, monkeypatch:
                     found = [str(PARTY), str(PARTY.parent), os.environ.get("PYTHONPATH", "")]
                     patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, found)))
                 processes.start(name)
-        result = submit(kits / ADMIN, tmp_path / "result", sites=2, lost=60.0, tell=lambda text: None)
+        result = submit(kits / ADMIN, tmp_path / "result", sites=2, lost=60.0, report=lambda text: None)
     loot = json.loads((result / "loot.json").read_text())
     prepared = prepare(SPEC)
     theirs = sorted(set(prepared.data.y_train[prepared.assignment[1]].tolist()))

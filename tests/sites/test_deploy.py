@@ -407,7 +407,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         monkeypatch.setattr(flare_api, "new_secure_session", lambda *_, **__: session._answer("login", session))
         monkeypatch.setattr(submit, "POLL", 0.01)
         told: list[str] = []
-        submit.submit(tmp_path / "admin", tmp_path / "out", wait=0.5, tell=told.append)
+        submit.submit(tmp_path / "admin", tmp_path / "out", wait=0.5, report=told.append)
         return (tmp_path / "out" / "of").read_text(), session, told
 
     return go

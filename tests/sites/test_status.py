@@ -18,7 +18,7 @@ from fedstrata.sites.configuration import ERROR, described
 from fedstrata.sites.live import serving
 from fedstrata.sites.progress import STATUS
 from fedstrata.sites.status import Source, source_of
-from fedstrata.sites.submit import Tell
+from fedstrata.sites.submit import Report
 
 
 class _Session:
@@ -78,7 +78,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> _Session:
     return session
 
 
-Look = Callable[[Path, Tell], Source]
+Look = Callable[[Path, Report], Source]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from fedstrata.base.jsonl import jsonable
 from fedstrata.reporting.html import assets, render, template
 from fedstrata.reporting.runs import load_runs
 from fedstrata.sites.status import Source, source_of
-from fedstrata.sites.submit import POLL, Tell
+from fedstrata.sites.submit import POLL, Report
 
 LOOPBACK = "127.0.0.1"
 
@@ -26,23 +26,23 @@ SCRIPTS = ("uPlot.iife.min.js", "base.js", "live.js")
 _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plain; charset=utf-8"
 
 
-def serve(folder: Path, port: int, tell: Tell = print) -> None:
+def serve(folder: Path, port: int, report: Report = print) -> None:
     """Serve the page until the process is told to end.
 
     Args:
         folder: See ``fedstrata.sites.status.source_of``.
         port: 0 for one that is free.
-        tell: Is told in a line where the page is.
+        report: Is called with the address of the page.
 
     Raises:
         SpecError: It is no such folder, or the port cannot be had.
         DataError: What the run wrote down is damaged.
         FedstrataError: The server refuses.
     """
-    source = source_of(folder, tell)
+    source = source_of(folder, report)
     try:
         with serving(source, port) as (address, look):
-            tell(f"{address} shows the run, on this machine alone; Ctrl-C ends it")
+            report(f"{address} shows the run, on this machine alone; Ctrl-C ends it")
             while True:
                 look()
                 time.sleep(POLL)

@@ -10,11 +10,11 @@ from pathlib import Path
 from fedstrata.sites.federation import Sites
 from fedstrata.sites.processes import end, start
 from fedstrata.sites.provision import ADMIN, SERVER, provision
-from fedstrata.sites.submit import Tell, submit
+from fedstrata.sites.submit import Report, submit
 from fedstrata.spec.experiment import Experiment
 
 
-def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, tell: Tell = print) -> Path:
+def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report: Report = print) -> Path:
     """Provision, start server and sites, submit, wait, fetch the run folder and shut down.
 
     Args:
@@ -22,7 +22,7 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, tell: 
         sites: Where; the server's host must be this machine, ``localhost``.
         out: See ``provision``.
         base_dir: Data files are looked for from here.
-        tell: Is told in a line what happens.
+        report: Is called with a line about each event.
 
     Returns:
         The run folder, ``out/result``.
@@ -31,8 +31,8 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, tell: 
     with Processes(out) as processes:
         for name in (SERVER, *sites.site):
             processes.start(name)
-        tell(f"started the server and {len(sites.site)} sites; what they say is in {out}/*/console.txt")
-        return submit(out / ADMIN, out / "result", sites=len(sites.site), lost=60.0, tell=tell)
+        report(f"started the server and {len(sites.site)} sites; what they say is in {out}/*/console.txt")
+        return submit(out / ADMIN, out / "result", sites=len(sites.site), lost=60.0, report=report)
 
 
 class Processes:

@@ -19,7 +19,7 @@ from fedstrata.sites.nvflare_workarounds import silence_client
 from fedstrata.sites.progress import STATUS, Progress, shown
 from fedstrata.sites.provision import JOB
 from fedstrata.sites.simulator import require_nvflare
-from fedstrata.sites.submit import COMPLETED, POLL, Tell, Watch, refuse_expired
+from fedstrata.sites.submit import COMPLETED, POLL, Report, Watch, refuse_expired
 
 NOTHING = "no run is at work"
 
@@ -41,13 +41,13 @@ class Source(Protocol):
         """Look no more."""
 
 
-def source_of(folder: Path, tell: Tell = print) -> Source:
+def source_of(folder: Path, report: Report = print) -> Source:
     """What a folder tells.
 
     Args:
         folder: The administrator's, who asks the server; that of the server or of a site, which write their part down;
             or a run folder.
-        tell: Is told in a line what happens.
+        report: Is called with a line about each event.
 
     Raises:
         SpecError: It is no such folder.
@@ -56,7 +56,7 @@ def source_of(folder: Path, tell: Tell = print) -> Source:
     if (folder / JOB / "meta.json").is_file():
         require_nvflare()
         silence_client()
-        return _Asked(folder, tell)
+        return _Asked(folder, report)
     if (folder / "startup").is_dir():
         return _Written(folder)
     if (folder / SPEC).is_file() and (folder / METRICS).is_file():
@@ -199,9 +199,9 @@ class _Written:
 class _Asked:
     """The administrator's folder: the server is asked, and when the run is over its folder is fetched."""
 
-    def __init__(self, kit: Path, tell: Tell) -> None:
-        refuse_expired(kit, tell)
-        self._watch = Watch(kit, math.inf, tell)
+    def __init__(self, kit: Path, report: Report) -> None:
+        refuse_expired(kit, report)
+        self._watch = Watch(kit, math.inf, report)
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}
         self._job = ""

@@ -1,4 +1,4 @@
-"""Bring a job to the server, stay with it until it is done, and fetch the result."""
+"""Submit a job to the server, watch it until it ends, and fetch the result."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,44 +28,43 @@ from fedstrata.sites.simulator import require_nvflare
 
 RESULT = "fedstrata"
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
-"""What NVFlare calls a job that does not come again; any other that is finished does."""
+"""NVFlare's status of a job that is not submitted again; a job with any other FINISHED status is."""
 POLL = 2.0
 TELL = 10.0
-"""Seconds between two lines about rounds."""
+"""Seconds between two reports about rounds."""
 QUIET = 10.0
-"""Seconds for which a site that did not answer an administrator is not asked again."""
+"""Seconds until a site that did not answer the administrator is asked again."""
 REJOIN = 20.0
-"""Seconds for which all sites are waited for before a job that broke off is brought again."""
+"""Most seconds to wait for all sites before a job that broke off is submitted again."""
 ENDS = 180.0
-"""Seconds for which a job that says nothing more after its last round may be ending: NVFlare waits for sites."""
+"""Seconds that the end of a job may take after its last round, because NVFlare waits for sites."""
 MISSED = 5
-"""Looks in a row at which a site that is connected does not work on the job before the job is brought again."""
+"""Polls in a row in which a connected site does not work on the job, before the job is submitted again."""
 AGAIN = 3
-"""How often the job is brought again because of one site that does not take part then either, or because it breaks off
-and gets no further."""
+"""Most times that the job is submitted again for the same site, or because it breaks off without progress."""
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def submit(
-    admin: Path, out: Path, *, sites: int = 0, wait: float = 60.0, lost: float = 600.0, tell: Tell = print
+    admin: Path, out: Path, *, sites: int = 0, wait: float = 60.0, lost: float = 600.0, report: Report = print
 ) -> Path:
     """Submit the administrator's job, wait for its end and fetch the run folder.
 
-    The server goes on from its last checkpoint whenever the job comes again. So that is what is done after the server
-    was down, and when a site is there that does not take part: one that joined late, or was started again.
+    The job is submitted again after the server was down, and when a connected site does not take part because it joined
+    late or was restarted. The server then resumes the run from its last checkpoint.
 
     Args:
         admin: The administrator's folder, as ``provision`` wrote it.
-        out: Where the run folder goes.
-        sites: How many sites are waited for before the first submission.
-        wait: Seconds; afterwards those that are there begin.
-        lost: Seconds without the server after which we give up.
-        tell: Is told in a line what happens.
+        out: The run folder to write.
+        sites: The number of sites to wait for before the first submission; 0 for all.
+        wait: Most seconds to wait for them.
+        lost: Seconds without the server after which an error is raised.
+        report: Is called with a line about each event.
 
     Raises:
         ExtraMissingError: NVFlare is not installed.
-        SpecError: ``admin`` is no such folder, or ``out`` exists.
+        SpecError: ``admin`` is not such a folder, or ``out`` exists.
         FedstrataError: The server cannot be reached, or refuses the job, or the run ended early.
     """
     require_nvflare()
@@ -73,8 +73,8 @@ def submit(
         raise SpecError("ADMIN", "no administrator's folder: it has no job", str(admin))
     if out.exists():
         raise SpecError("--out", "exists already", str(out))
-    refuse_expired(admin, tell)
-    watch = Watch(admin, lost, tell)
+    refuse_expired(admin, report)
+    watch = Watch(admin, lost, report)
     try:
         watch.wait_for_sites(sites, wait)
         while not (watch.finished() and watch.fetch(out)):
@@ -84,206 +84,210 @@ def submit(
         watch.close()
 
 
-def refuse_expired(admin: Path, tell: Tell) -> None:
-    """Say it where an administrator's certificate ends soon; with one that ended no server could be asked.
+def refuse_expired(admin: Path, report: Report) -> None:
+    """Check the administrator's certificate, and report if it expires soon.
 
     Raises:
-        FedstrataError: It ended, or is not of this federation.
+        FedstrataError: It has expired, or is not of this federation.
     """
-    has_one = (admin / "startup" / "client.crt").exists()
-    for ends, text in faults(admin) if has_one else ():
-        if ends:
+    has_certificate = (admin / "startup" / "client.crt").exists()
+    for fatal, text in faults(admin) if has_certificate else ():
+        if fatal:
             raise FedstrataError(f"{admin}: {text}")
-        tell(text)
+        report(text)
 
 
 class Watch:
-    """An administrator's connection that survives the server's absence."""
+    """The administrator's connection to the server and its job; it waits while the server is away.
 
-    def __init__(self, admin: Path, lost: float, tell: Tell) -> None:
-        self.admin, self.lost, self.tell = admin, lost, tell
+    Args:
+        admin: The administrator's folder.
+        lost: Seconds without the server after which an error is raised.
+        report: Is called with a line about each event.
+    """
+
+    def __init__(self, admin: Path, lost: float, report: Report) -> None:
+        self.admin, self.lost, self.report = admin, lost, report
         self._session: Any = None
         self._job: str | None = None
         self._status = ""
-        self._missed: Counter[str] = Counter()
-        self._again: Counter[str] = Counter()
-        self._worked: Counter[str] = Counter()
-        self._since: float | None = None
-        self._over, self._heard = False, -math.inf
-        self._quiet: dict[str, float] = {}
-        self._said = self._broke_off = ""
+        meta = json.loads((admin / JOB / "meta.json").read_text(encoding="utf-8"))
+        self._name = str(meta["name"])
+        self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
+        self._resubmissions: Counter[str] = Counter()
+        """Submissions without progress since, by cause: a site, or the server."""
+        self._idle_polls: Counter[str] = Counter()
+        self._working_polls: Counter[str] = Counter()
+        self._away_since: float | None = None
+        self._over, self._last_progress = False, -math.inf
+        self._ask_again: dict[str, float] = {}
+        self._reported_away = self._broke_off = ""
         self.away = ""
-        """Why the server did not answer when it was asked last; empty where it did."""
-        self._round, self._furthest, self._last_line = 0, 0, -math.inf
+        """The error of the last request to the server; empty if it answered."""
+        self._round, self._furthest, self._last_report = 0, 0, -math.inf
         self._given_up: set[str | None] = set()
-        self._sites: dict[str, str] = {}
+        self._states: dict[str, str] = {}
 
     def wait_for_sites(self, count: int, wait: float) -> None:
-        """Wait until so many are connected; 0 for all that the job names."""
-        named = set(self._named())
+        """Wait until so many sites are connected; 0 for all that the job names."""
         end, before = time.monotonic() + wait, ""
         while time.monotonic() < end:
-            there = self._do(lambda session: session.get_connected_client_list())
-            if there is not None:
-                names = {site.name for site in there}
-                if names and (named <= names or 0 < count <= len(names)):
+            if (names := self._connected()) is not None:
+                if names and (self._named <= names or 0 < count <= len(names)):
                     return
-                if (why := f"not connected yet: {', '.join(sorted(named - names))}") != before:
-                    self.tell(why)
-                before = why
+                if (text := f"not connected yet: {', '.join(sorted(self._named - names))}") != before:
+                    self.report(text)
+                before = text
             time.sleep(POLL)
 
-    def _named(self) -> list[str]:
-        meta = json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))
-        return [site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")]
+    def _connected(self) -> set[str] | None:
+        """Return the sites that are connected to the server; None if it is away."""
+        sites = self._call(lambda session: session.get_connected_client_list())
+        return None if sites is None else {site.name for site in sites}
 
     def finished(self) -> bool:
-        """Look once; bring the job where it is not at work."""
+        """Poll once: submit the job if it is not running, and return whether it has a result."""
         if self._job is None:
-            if self._given_up:  # sites come back one after another when their server does
+            if self._given_up:  # after a restart of the server, sites come back one after another
                 self.wait_for_sites(0, REJOIN)
-            if brought := self._do(self._bring):
-                self._job, how = brought
-                self.tell(how)
+            if submitted := self._call(self._submit):
+                self._job, text = submitted
+                self.report(text)
             return False
-        status = self._do(lambda session: session.get_job_status(self._job))
+        status = self._call(lambda session: session.get_job_status(self._job))
         if status is None:
             return False
         if status != self._status:
-            self.tell(f"the job is {status}")
+            self.report(f"the job is {status}")
             self._status = status
         if status == COMPLETED:
             return True
         if status.startswith("FINISHED"):
             if status != ABORTED and self._over:
-                # At its end NVFlare missed a site, which need not be there to fetch what came of it.
-                whole = self._whole()
-                if whole or self.away:
-                    return whole
-            # Abandoned is what a server calls the jobs that it finds when it starts again.
-            if status == ABORTED or (status != "FINISHED:ABANDONED" and self._again["server"] >= AGAIN):
+                # NVFlare missed a site at the end of the job, but the result may be complete.
+                complete = self._has_result()
+                if complete or self.away:
+                    return complete
+            # A server that was restarted marks the jobs that it finds as ABANDONED.
+            if status == ABORTED or (status != "FINISHED:ABANDONED" and self._resubmissions["server"] >= AGAIN):
                 raise FedstrataError(f"the job ended as {status}; see the server's log.txt")
-            self._bring_again("server", f"the job ended as {status}")
+            self._give_up_job("server", f"the job ended as {status}")
         elif status == "RUNNING":
-            states = self._tell_progress()
+            states = self._report_progress()
             if states is not None:
                 self._look_for_idle_sites(states)
         return False
 
     def progress(self) -> dict[str, Any] | None:
-        """What the server says of the job at work; None where it says nothing yet."""
+        """Return the progress of the running job, as its server reports it; None if there is none yet."""
         jobs = [] if self._job is None else [self._job]
         if not jobs:
-            listed = self._do(lambda session: session.list_jobs()) or []
+            listed = self._call(lambda session: session.list_jobs()) or []
             jobs = [str(job["job_id"]) for job in listed if job["status"] == "RUNNING"]
         for job in jobs:
-            stats = self._do(partial(_stats, job=job)) or {}
+            stats = self._call(partial(_stats, job=job)) or {}
             table = (stats.get("server") or {}).get(FEDSTRATA)
             if isinstance(table, dict):
                 return table
         return None
 
     def ended(self) -> tuple[str, str]:
-        """The number of the job that was brought last, and what became of it.
+        """Return the number and the status of the job that was submitted last.
 
-        Without a number where it has not ended, or broke off and comes again. Both are empty where there was none.
+        The number is empty if the job has not ended, or broke off. Both are empty if no job was submitted.
         """
-        listed = self._do(lambda session: session.list_jobs()) or []
-        name = self._name()
-        same = [job for job in listed if job["job_name"] == name]
+        listed = self._call(lambda session: session.list_jobs()) or []
+        same = [job for job in listed if job["job_name"] == self._name]
         last = max(same, key=lambda job: str(job.get("submit_time") or ""), default=None)
-        job, how = (str(last["job_id"]), str(last["status"])) if last else ("", "")
-        if how in (COMPLETED, ABORTED):
-            return job, how
-        if how.startswith("FINISHED") and job != self._broke_off:
+        job, status = (str(last["job_id"]), str(last["status"])) if last else ("", "")
+        if status in (COMPLETED, ABORTED):
+            return job, status
+        if status.startswith("FINISHED") and job != self._broke_off:
             self._broke_off = job
-            self.tell(f"the job broke off as {how}; 'fedstrata submit' brings it again")
-        return "", how
+            self.report(f"the job broke off as {status}; 'fedstrata submit' brings it again")
+        return "", status
 
-    def _name(self) -> str:
-        return str(json.loads((self.admin / JOB / "meta.json").read_text(encoding="utf-8"))["name"])
+    def _report_progress(self) -> dict[str, str] | None:
+        """Report new rounds and changed states of sites, and return the states; empty if they are not known.
 
-    def _tell_progress(self) -> dict[str, str] | None:
-        """Rounds as they come, and sites whose part has changed; the state of each, where that is known.
-
-        None where the run is over: its job ends as soon as NVFlare has given up waiting for a site that is away.
+        Return None if the run is over: its job ends when NVFlare has given up waiting for a missing site.
         """
         table = self.progress()
         now = time.monotonic()
-        if table is None:  # a server that was started again does not know the job, and calls it RUNNING for ever
-            return None if self._over and now - self._heard < ENDS else {}
-        self._heard, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
+        if table is None:  # a restarted server does not know the job, and its status stays RUNNING
+            return None if self._over and now - self._last_progress < ENDS else {}
+        self._last_progress, self._over = now, bool(table.get("over")) or table["round"] == table["rounds"]
         if table.get("over"):
             return None
-        for site, (state, why) in table["sites"].items():
-            if self._sites.get(site, "in") != state:
-                self.tell(f"site {site}: {state}{', ' if why else ''}{why}")
-            self._sites[site] = state
+        for site, (state, reason) in table["sites"].items():
+            if self._states.get(site, "in") != state:
+                self.report(f"site {site}: {state}{', ' if reason else ''}{reason}")
+            self._states[site] = state
         if table["round"] > self._furthest:
             self._furthest = table["round"]
-            self._again.pop("server", None)  # it got further than ever: what breaks off later is another matter
-        if table["round"] != self._round and (now - self._last_line > TELL or table["round"] == table["rounds"]):
-            self._round, self._last_line = table["round"], now
-            self.tell(headline(table))
+            self._resubmissions.pop("server", None)  # it made progress
+        if table["round"] != self._round and (now - self._last_report > TELL or table["round"] == table["rounds"]):
+            self._round, self._last_report = table["round"], now
+            self.report(headline(table))
         return {site: state for site, (state, _) in table["sites"].items()}
 
-    def _bring(self, session: Any) -> tuple[str, str]:
-        """Submit the job, unless this very job was submitted before and is still at work.
+    def _submit(self, session: Any) -> tuple[str, str]:
+        """Submit the job, unless it runs already; return its number and a report.
 
-        So it is when the server went away after it had taken the job, and before it had said so.
+        It may run already if the server went away before it confirmed the submission.
         """
-        name = self._name()
         for job in session.list_jobs():
             number, status = str(job["job_id"]), str(job["status"])
-            if job["job_name"] == name and number not in self._given_up and not status.startswith("FINISHED"):
+            if job["job_name"] == self._name and number not in self._given_up and not status.startswith("FINISHED"):
                 return number, f"{number} is at work already"
         number = str(session.submit_job(str((self.admin / JOB).absolute())))
         return number, f"submitted as {number}"
 
     def _look_for_idle_sites(self, states: Mapping[str, str]) -> None:
-        """Bring the job again for a site that is there and does not work on it.
+        """Submit the job again for a site that is connected and does not work on it.
 
         Args:
-            states: How each site takes part, as the job's server says; nothing where it says nothing yet.
+            states: The state of each site, as the job's server reports it; empty if it is not known yet.
         """
-        # Who takes part need not be asked. One that is stopped does not answer: asked together with the others it
-        # would keep theirs from us.
-        away = [site for site, state in states.items() if state != "in"]
-        if away:  # whom the server cannot reach it complains of, in a line each time
-            there = {site.name for site in self._do(lambda session: session.get_connected_client_list()) or []}
-            away = [site for site in away if site in there and self._quiet.get(site, -math.inf) < time.monotonic()]
+        working = {site for site, state in states.items() if state == "in"}
+        # A request to several sites has no answer if one of them is stopped, so each site is asked separately.
+        # The server logs a line for each request to a site that is not connected.
+        away = states.keys() - working
+        connected = (away and self._connected()) or set()
+        now = time.monotonic()
+        away = sorted(site for site in away & connected if self._ask_again.get(site, -math.inf) < now)
         asked: list[list[str] | None] = [[site] for site in away] if states else [None]
         listed: list[Any] = []
         for sites in asked:
-            entries = self._do(partial(_jobs_of, sites=sites)) or []
+            entries = self._call(partial(_jobs_of, sites=sites)) or []
             listed += entries
             if sites and not entries:
-                self._quiet[sites[0]] = time.monotonic() + QUIET
-        working = {entry.get("client_name") for entry in listed if entry.get("job_id") == self._job}
-        working |= {site for site, state in states.items() if state == "in"}
+                self._ask_again[sites[0]] = time.monotonic() + QUIET
+        working |= {entry.get("client_name") for entry in listed if entry.get("job_id") == self._job}
         idle = {entry.get("client_name") for entry in listed if entry.get("status") == "no_jobs"}
-        for name in (idle & set(self._named() or idle)) - working:
-            self._missed[name] += 1
-            if self._missed[name] >= MISSED and self._again[name] < AGAIN:
-                self._do(lambda session: session.abort_job(self._job))
-                self._bring_again(name, f"site {name} is there and takes no part")
+        for name in (idle & (self._named or idle)) - working:
+            self._idle_polls[name] += 1
+            if self._idle_polls[name] >= MISSED and self._resubmissions[name] < AGAIN:
+                self._call(lambda session: session.abort_job(self._job))
+                self._give_up_job(name, f"site {name} is there and takes no part")
                 return
         for name in working:
-            self._missed.pop(name, None)
-            self._worked[name] += 1
-            if self._worked[name] >= MISSED:
-                self._again.pop(name, None)  # it took part: what comes later is another matter
+            self._idle_polls.pop(name, None)
+            self._working_polls[name] += 1
+            if self._working_polls[name] >= MISSED:
+                self._resubmissions.pop(name, None)
 
-    def _bring_again(self, cause: str, why: str) -> None:
-        self.tell(f"{why}: the job comes again and goes on from the last checkpoint")
-        self._again[cause] += 1
+    def _give_up_job(self, cause: str, reason: str) -> None:
+        """Let the next poll submit the job again."""
+        self.report(f"{reason}: the job comes again and goes on from the last checkpoint")
+        self._resubmissions[cause] += 1
         self._given_up.add(self._job)
-        self._missed.clear()
-        self._worked.clear()
+        self._idle_polls.clear()
+        self._working_polls.clear()
         self._job, self._status, self._over = None, "", False
 
-    def _whole(self) -> bool:
-        """Whether the job at hand left a whole result, whatever NVFlare calls its end."""
+    def _has_result(self) -> bool:
+        """Return whether the job has a complete result, although NVFlare reports a failure."""
         with tempfile.TemporaryDirectory(prefix="fedstrata-submit-") as place:
             try:
                 return self.fetch(Path(place) / "run") and (Path(place) / "run" / WEIGHTS).exists()
@@ -291,13 +295,13 @@ class Watch:
                 return False
 
     def fetch(self, out: Path, job: str = "") -> bool:
-        """Fetch the run folder of a job, by default of the one at hand; False while the server is away."""
+        """Fetch the run folder of a job, by default of the current one; return False while the server is away."""
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as place:
-            places = self._do(lambda session: [session.download_job_result(job or self._job, place)])
-            if places is None:
+            fetched = self._call(lambda session: [session.download_job_result(job or self._job, place)])
+            if fetched is None:
                 return False
-            runs = [path for path in Path(places[0] or place).rglob(RESULT) if path.is_dir()]
+            runs = [path for path in Path(fetched[0] or place).rglob(RESULT) if path.is_dir()]
             if not runs:
                 raise FedstrataError("the job's result holds no run")
             if (runs[0] / ERROR).exists():
@@ -307,7 +311,7 @@ class Watch:
             sign(out, self.admin)
         events = read_jsonl(out / EVENTS) if (out / EVENTS).exists() else []
         for reason in dict.fromkeys(str(event["reason"]) for event in events if event["kind"] == "absent"):
-            self.tell(reason)
+            self.report(reason)
         return True
 
     def close(self) -> None:
@@ -316,39 +320,33 @@ class Watch:
             quiet_call(self._session.close)
             self._session = None
 
-    def _do(self, work: Callable[[Any], Any]) -> Any:
-        """What ``work`` gives; None while the server is away, or has not got that far."""
+    def _call(self, work: Callable[[Any], Any]) -> Any:
+        """Return the result of ``work`` with a session; None while the server is away or not ready."""
         try:
             if self._session is None:
                 self._session = quiet_call(partial(open_session, USER, self.admin))
             outcome = quiet_call(partial(work, self._session))
-            self._since, self._said, self.away = None, "", ""
+            self._away_since, self._reported_away, self.away = None, "", ""
         except Exception as error:
-            known = self._session is not None
-            self._forget()
+            known, session, self._session = self._session is not None, self._session, None
+            with suppress(Exception):
+                quiet_call(session.close)
             if not is_temporary(error, known):
                 raise FedstrataError(f"the server refuses: {type(error).__name__}: {error}") from error
             self.away = " ".join(f"{type(error).__name__}: {error}".split())
-            self._since = self._since or time.monotonic()
-            if time.monotonic() - self._since > self.lost:
+            self._away_since = self._away_since or time.monotonic()
+            if time.monotonic() - self._away_since > self.lost:
                 raise FedstrataError(f"the server cannot be reached: {self.away}") from error
-            if (why := f"waiting for the server ({self.away})") != self._said:
-                self.tell(why)
-            self._said = why
+            if (text := f"waiting for the server ({self.away})") != self._reported_away:
+                self.report(text)
+            self._reported_away = text
             time.sleep(POLL)
             return None
         return outcome
 
-    def _forget(self) -> None:
-        """End the session, whatever state it is in."""
-        try:
-            self.close()
-        except Exception:
-            self._session = None
-
 
 def _stats(session: Any, *, job: str) -> dict[str, Any]:
-    """What the job's server says of itself; nothing while it begins or ends."""
+    """Return the statistics of a job's server; empty while the job begins or ends."""
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 
     try:
@@ -359,7 +357,7 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
 
 
 def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
-    """What sites, or all of them, are at work on; nothing of one that does not answer."""
+    """Return the jobs that sites (None for all) work on; empty if a site does not answer."""
     from nvflare.fuel.flare_api.api_spec import InvalidTarget, NoConnection, NoReply
 
     try:
@@ -367,5 +365,5 @@ def _jobs_of(session: Any, *, sites: list[str] | None) -> list[dict[str, Any]]:
     except (InvalidTarget, NoConnection, NoReply):
         if sites is None:
             raise
-        return []  # it is away, or stopped, which says nothing of the server
+        return []  # the site is away or stopped, not the server
     return entries

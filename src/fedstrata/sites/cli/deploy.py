@@ -1,4 +1,4 @@
-"""``fedstrata deploy``, ``submit``, ``status`` and ``keys``: real sites."""
+"""Commands for real sites: ``fedstrata deploy``, ``submit``, ``status``, ``check``, ``asks`` and others."""
 
 from __future__ import annotations
 
@@ -28,26 +28,20 @@ if TYPE_CHECKING:
 
 
 def add_deploy(commands: Commands) -> None:
-    """``fedstrata deploy``."""
+    """Add ``fedstrata deploy``."""
     examples = """
         fedstrata deploy spec.toml --sites sites.toml --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
-    parser = add_command(
-        commands, "deploy", "certificates, start-up kits and the job for real sites (NVFlare)", examples, imports=True
-    )
+    help = "certificates, start-up kits and the job for real sites (NVFlare)"
+    parser = add_command(commands, "deploy", help, examples, imports=True)
     parser.add_argument("spec", help="a TOML file")
     add_overrides(parser)
     parser.add_argument("--sites", type=Path, required=True, metavar="TOML", help="the server and the sites")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="the folder; one inside it for everybody"
-    )
-    parser.add_argument(
-        "--try",
-        action="store_true",
-        dest="trial",
-        help="start all of it on this machine, run the experiment, fetch the result to DIR/result and shut down",
-    )
+    help = "the folder; one inside it for everybody"
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
+    help = "start all of it on this machine, run the experiment, fetch the result to DIR/result and shut down"
+    parser.add_argument("--try", action="store_true", dest="trial", help=help)
     add_output(parser, progress=False)
     parser.set_defaults(work=_deploy)
 
@@ -59,22 +53,26 @@ def _deploy(options: argparse.Namespace) -> int:
     from fedstrata.sites.provision import provision
 
     spec = experiment(options)
-    sites = Sites.read(options.sites)
-    if not options.trial:
-        located(options, lambda: provision(spec, sites, options.out))
-        if options.json:
-            print_json({"folder": str(options.out)})
-            return 0
-        print(f"{options.out}: give everybody the folder of their name; its README.md says what to do there")
-        return 0
-    folder = located(
-        options, lambda: try_out(spec, sites, options.out, base_dir=options.sites.parent, tell=_tell(options))
-    )
-    return show_run(History.load(folder), options.json)
+    sites, out, base_dir = Sites.read(options.sites), options.out, options.sites.parent
+    if options.trial:
+        folder = located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
+        return show_run(History.load(folder), options.json)
+    located(options, lambda: provision(spec, sites, out))
+    text = f"{out}: give everybody the folder of their name; its README.md says what to do there"
+    return _show(options, {"folder": str(out)}, text)
+
+
+def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
+    """Print a result: a table with ``--json``, otherwise lines. Return the exit code 0."""
+    if options.json:
+        print_json(table)
+    else:
+        print("\n".join(lines))
+    return 0
 
 
 def add_submit(commands: Commands) -> None:
-    """``fedstrata submit``."""
+    """Add ``fedstrata submit``."""
     examples = """
         fedstrata submit kits/admin --out result
         fedstrata submit kits/admin --out result --wait 600
@@ -92,51 +90,37 @@ def _submit(options: argparse.Namespace) -> int:
     from fedstrata.evaluation.history import History
     from fedstrata.sites.submit import submit
 
-    folder = submit(options.admin, options.out, wait=options.wait, tell=_tell(options))
+    folder = submit(options.admin, options.out, wait=options.wait, report=_report(options))
     return show_run(History.load(folder), options.json)
 
 
-def _tell(options: argparse.Namespace) -> Callable[[str], None]:
-    """Where to say what happens: beside the result, where that is JSON."""
+def _report(options: argparse.Namespace) -> Callable[[str], None]:
+    """Return a function that prints what happens: to standard error if the result is JSON."""
 
-    def tell(text: str) -> None:
-        with suppress(BrokenPipeError):  # whoever reads no more still wants the result
+    def report(text: str) -> None:
+        with suppress(BrokenPipeError):  # the result is wanted even if the output is not read any more
             print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    return tell
+    return report
 
 
 def add_status(commands: Commands) -> None:
-    """``fedstrata status``."""
+    """Add ``fedstrata status``."""
     examples = """
         fedstrata status kits/admin
         fedstrata status kits/hospital-a --watch
         fedstrata status kits/server --serve
         fedstrata status result --serve 8080
     """
-    parser = add_command(
-        commands, "status", "how far a deployment's run is: round, accuracy, sites, time left", examples
-    )
-    parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="DIR",
-        help="the administrator's or server's folder, a site's for its part, or a run",
-    )
+    help = "how far a deployment's run is: round, accuracy, sites, time left"
+    parser = add_command(commands, "status", help, examples)
+    help = "the administrator's or server's folder, a site's for its part, or a run"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=help)
     how = parser.add_mutually_exclusive_group()
-    how.add_argument(
-        "--watch",
-        action="store_true",
-        help="look again every two seconds, until the run is over; at a site until Ctrl-C",
-    )
-    how.add_argument(
-        "--serve",
-        type=_port,
-        nargs="?",
-        const=0,
-        metavar="PORT",
-        help="a page with live curves, for this machine alone (default: a free port)",
-    )
+    help = "look again every two seconds, until the run is over; at a site until Ctrl-C"
+    how.add_argument("--watch", action="store_true", help=help)
+    help = "a page with live curves, for this machine alone (default: a free port)"
+    how.add_argument("--serve", type=_port, nargs="?", const=0, metavar="PORT", help=help)
     parser.add_argument("--json", action="store_true", help="as a table for programs; with --watch a line each")
     parser.set_defaults(work=_status)
 
@@ -150,7 +134,7 @@ def _port(text: str) -> int:
 def _status(options: argparse.Namespace) -> int:
     if options.serve is not None and options.json:
         raise SpecError("--json", "not with --serve, whose page is no table")
-    with suppress(KeyboardInterrupt, Terminated):  # how one ends looking
+    with suppress(KeyboardInterrupt, Terminated):  # the usual end of the command
         if options.serve is not None:
             from fedstrata.sites.live import serve
 
@@ -163,13 +147,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def add_check(commands: Commands) -> None:
-    """``fedstrata check``."""
-    examples = """
-        fedstrata check kits/hospital-a
-    """
-    parser = add_command(
-        commands, "check", "whether a site can take part: settings, data, certificates, server, clock", examples
-    )
+    """Add ``fedstrata check``."""
+    help = "whether a site can take part: settings, data, certificates, server, clock"
+    parser = add_command(commands, "check", help, "fedstrata check kits/hospital-a")
     parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
     add_output(parser, progress=False)
     parser.set_defaults(work=_check)
@@ -179,19 +159,13 @@ def _check(options: argparse.Namespace) -> int:
     from fedstrata.sites.check import check
 
     findings = check(options.kit)
-    if options.json:
-        print_json([each._asdict() for each in findings])
-    else:
-        for each in findings:
-            print(each)
+    _show(options, [each._asdict() for each in findings], *map(str, findings))
     return int(any(each.state == "problem" for each in findings))
 
 
 def add_renew(commands: Commands) -> None:
-    """``fedstrata renew``."""
-    examples = """
-        fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365
-    """
+    """Add ``fedstrata renew``."""
+    examples = "fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365"
     parser = add_command(commands, "renew", "new certificates for the same keys, in place of old ones", examples)
     parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="the folder of the root's private key")
     parser.add_argument("certificates", type=Path, nargs="+", metavar="CRT", help="what a party has in startup/")
@@ -204,20 +178,15 @@ def _renew(options: argparse.Namespace) -> int:
     from fedstrata.sites.certificates import renew
 
     ends = {path: renew(options.authority, path, options.days) for path in options.certificates}
-    if options.json:
-        print_json({path: end.isoformat() for path, end in ends.items()})
-        return 0
-    for path, end in ends.items():
-        print(f"{path}: valid until {end:%d %B %Y}; put it into the party's folder startup, and start that again")
-    return 0
+    then = "put it into the party's folder startup, and start that again"
+    lines = [f"{path}: valid until {end:%d %B %Y}; {then}" for path, end in ends.items()]
+    return _show(options, {path: end.isoformat() for path, end in ends.items()}, *lines)
 
 
 def add_revoke(commands: Commands) -> None:
-    """``fedstrata revoke``."""
-    examples = """
-        fedstrata revoke kits/server hospital-a
-    """
-    parser = add_command(commands, "revoke", "strike a site off the server's list of who may connect", examples)
+    """Add ``fedstrata revoke``."""
+    help = "strike a site off the server's list of who may connect"
+    parser = add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a")
     parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
     parser.add_argument("site", metavar="SITE", help="the site's name")
     parser.add_argument("--undo", action="store_true", help="put it on the list again")
@@ -229,25 +198,16 @@ def _revoke(options: argparse.Namespace) -> int:
     from fedstrata.sites.members import revoke
 
     names = revoke(options.server, options.site, undo=options.undo)
-    if options.json:
-        print_json({"members": names})
-    else:
-        print(f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
-    return 0
+    return _show(options, {"members": names}, f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
 
 
 def add_verify(commands: Commands) -> None:
-    """``fedstrata verify``."""
-    examples = """
-        fedstrata verify result --kit kits/hospital-a
-    """
-    parser = add_command(
-        commands, "verify", "whether a result is as the administrator signed it, and what it was made from", examples
-    )
+    """Add ``fedstrata verify``."""
+    help = "whether a result is as the administrator signed it, and what it was made from"
+    parser = add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a")
     parser.add_argument("run", type=Path, metavar="RESULT", help="the folder that 'fedstrata submit' wrote")
-    parser.add_argument(
-        "--kit", type=Path, required=True, metavar="DIR", help="any party's folder, for the federation's root"
-    )
+    help = "any party's folder, for the federation's root"
+    parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help=help)
     add_output(parser, progress=False)
     parser.set_defaults(work=_verify)
 
@@ -256,18 +216,13 @@ def _verify(options: argparse.Namespace) -> int:
     from fedstrata.sites.manifest import verify
 
     table = verify(options.run, options.kit)
-    if options.json:
-        print_json(table)
-        return 0
-    print(f"{options.run}: signed by the administrator; {', '.join(table['result']) or 'no file'} as signed")
-    print(f"spec {table['spec']}")
-    for site, fingerprint in table["sites"].items():
-        print(f"data of {site} {fingerprint}")
-    return 0
+    signed = f"{options.run}: signed by the administrator; {', '.join(table['result']) or 'no file'} as signed"
+    sites = [f"data of {site} {fingerprint}" for site, fingerprint in table["sites"].items()]
+    return _show(options, table, signed, f"spec {table['spec']}", *sites)
 
 
 def add_keys(commands: Commands) -> None:
-    """``fedstrata keys``."""
+    """Add ``fedstrata keys``."""
     examples = """
         fedstrata keys
         fedstrata keys --out /secure/keys
@@ -282,15 +237,12 @@ def _keys(options: argparse.Namespace) -> int:
     from fedstrata.stratify.masking.key_store import VARIABLE, Keys
 
     path = Keys.make().write(options.out)
-    if options.json:
-        print_json({"file": path, "variable": VARIABLE})
-        return 0
-    print(f"{path}: copy it to every client's site and set {VARIABLE} to its folder there; never give it to the server")
-    return 0
+    then = f"copy it to every client's site and set {VARIABLE} to its folder there; never give it to the server"
+    return _show(options, {"file": path, "variable": VARIABLE}, f"{path}: {then}")
 
 
 def add_asks(commands: Commands) -> None:
-    """``fedstrata asks``."""
+    """Add ``fedstrata asks``."""
     examples = """
         fedstrata asks spec.toml
         fedstrata asks spec.toml --policy kits/hospital-a --json
@@ -298,9 +250,8 @@ def add_asks(commands: Commands) -> None:
     parser = add_command(commands, "asks", "what a job asks of each site, in plain English", examples)
     add_spec(parser)
     parser.add_argument("--json", action="store_true", help="as a table for programs")
-    parser.add_argument(
-        "--policy", type=Path, metavar="KIT", help="say whether a site with this folder would accept it"
-    )
+    help = "say whether a site with this folder would accept it"
+    parser.add_argument("--policy", type=Path, metavar="KIT", help=help)
     add_trust(parser)
     parser.set_defaults(work=_asks)
 
@@ -337,7 +288,7 @@ def _by_kit(kit: Path | None, options: argparse.Namespace) -> Iterator[None]:
 
 
 def add_approve(commands: Commands) -> None:
-    """``fedstrata approve``."""
+    """Add ``fedstrata approve``."""
     examples = """
         fedstrata approve spec.toml --kit kits/hospital-a
         fedstrata approve 0123456789abcdef --kit kits/hospital-a
@@ -354,15 +305,12 @@ def _approve(options: argparse.Namespace) -> int:
     from fedstrata.sites.policy import FILE, approve, require_hash
     from fedstrata.spec.experiment import Experiment
 
-    file = Path(options.job)
+    spec = Path(options.job)
     with _by_kit(options.kit, options):
-        job = hash_of(Experiment.from_toml(file)) if file.is_file() else require_hash(options.job)
-    new = approve(options.kit, job)
-    if options.json:
-        print_json({"job": job, "file": options.kit / FILE, "new": new})
-        return 0
-    print(f"{options.kit / FILE}: job {job} is {'now' if new else 'already'} approved; it is read when a job begins")
-    return 0
+        job = hash_of(Experiment.from_toml(spec)) if spec.is_file() else require_hash(options.job)
+    new, file = approve(options.kit, job), options.kit / FILE
+    text = f"{file}: job {job} is {'now' if new else 'already'} approved; it is read when a job begins"
+    return _show(options, {"job": job, "file": file, "new": new}, text)
 
 
 COMMANDS = (

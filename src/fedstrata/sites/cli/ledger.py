@@ -1,4 +1,4 @@
-"""``fedstrata ledger``: what a site answered."""
+"""``fedstrata ledger``: the answers of a site."""
 
 from __future__ import annotations
 
@@ -18,25 +18,19 @@ COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "byt
 
 
 def add_ledger(commands: Commands) -> None:
-    """``fedstrata ledger``."""
+    """Add ``fedstrata ledger``."""
     examples = """
         fedstrata ledger kits/hospital-a
         fedstrata ledger kits/hospital-a --verify --told result
         fedstrata ledger kits/hospital-a --csv
     """
-    parser = add_command(
-        commands, "ledger", "what a site answered, from its own ledger, and whether that is whole", examples
-    )
+    help = "what a site answered, from its own ledger, and whether that is whole"
+    parser = add_command(commands, "ledger", help, examples)
     parser.add_argument("kit", type=Path, metavar="KIT", help="the site's folder")
-    parser.add_argument(
-        "--verify", action="store_true", help="check every checksum and the head; exit code 1 if one is off"
-    )
-    parser.add_argument(
-        "--told",
-        type=Path,
-        metavar="RUN",
-        help="with --verify: also what the server was told, by a run's folder or its ledgers.jsonl",
-    )
+    help = "check every checksum and the head; exit code 1 if one is off"
+    parser.add_argument("--verify", action="store_true", help=help)
+    help = "with --verify: also what the server was told, by a run's folder or its ledgers.jsonl"
+    parser.add_argument("--told", type=Path, metavar="RUN", help=help)
     parser.add_argument("--site", metavar="NAME", help="the site's name there; that of the folder unless given")
     parser.add_argument("--csv", action="store_true", help="every entry as a line of CSV")
     add_output(parser, progress=False)
@@ -58,11 +52,12 @@ def _ledger(options: argparse.Namespace) -> int:
         writer.writerows(checked.entries)
     elif not options.verify:
         for row in totals(checked.entries):
-            without = "".join(f", {row[key]} {key}" for key in ("refused", "failed") if row[key])
-            fewest = f", each of {row['fewest_samples']} samples or more" if row["fewest_samples"] is not None else ""
-            spent = f", ε = {row['epsilon']:g} in all" if row["epsilon"] else ""
-            print(f"{row['run']}  {row['question']}: {row['answers']} answers{without}{fewest}", end="")
-            print(f", {row['bytes']} bytes{spent}")
+            parts = [f"{row['run']}  {row['question']}: {row['answers']} answers"]
+            parts += [f"{row[key]} {key}" for key in ("refused", "failed") if row[key]]
+            fewest, epsilon = row["fewest_samples"], row["epsilon"]
+            parts += [f"each of {fewest} samples or more"] if fewest is not None else []
+            parts += [f"{row['bytes']} bytes", *([f"ε = {epsilon:g} in all"] if epsilon else [])]
+            print(", ".join(parts))
     for note in checked.notes:
         print(f"note: {note}", file=sys.stderr)
     for problem in checked.problems:
