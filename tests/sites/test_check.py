@@ -18,7 +18,7 @@ import pytest
 
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.cli import main
-from fedstrata.sites.certificates import faults, own, read, renew
+from fedstrata.sites.certificates import faults, key_pair, read, renew
 from fedstrata.sites.check import check
 from fedstrata.sites.members import members, revoke
 from fedstrata.sites.start import start
@@ -148,7 +148,7 @@ def test_a_foreign_certificate_is_told_from_ours(fed: Path, made: Path) -> None:
 
 
 def test_a_certificate_is_renewed_without_its_key(fed: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, key = own(fed / "server")
+    path, key = key_pair(fed / "server")
     before = read(path)
     renew(fed / "authority", path, 2)
     assert [ends for ends, _ in faults(fed / "server")] == [False]
@@ -175,7 +175,7 @@ def test_the_authority_keeps_no_partys_key(fed: Path) -> None:
 
 def test_a_kit_whose_certificate_has_ended_does_not_start(fed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It printed nothing, and tried again for ever."""
-    path, _ = own(fed / "a")
+    path, _ = key_pair(fed / "a")
     assert start(fed / "a", verbose=False) == 0
     assert capsys.readouterr().out == ""
     renew(fed / "authority", path, 20)
@@ -217,7 +217,7 @@ def serve(kit: Path, ahead: float = 0.0) -> HTTPServer:
     target = json.loads((kit.parent / "a" / "startup" / "fed_client.json").read_text())["servers"][0]
     port = int(target["service"]["target"].rpartition(":")[2])
     server = HTTPServer(("localhost", port), type("Answers", (Hello,), {"ahead": ahead}))
-    path, key = own(kit)
+    path, key = key_pair(kit)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(path, key)
     context.load_verify_locations(path.with_name("rootCA.pem"))

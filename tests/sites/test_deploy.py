@@ -176,6 +176,9 @@ class _Line:
     def there(self, site: str) -> bool:
         return True
 
+    def struck(self, site: str) -> bool:
+        return False
+
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
         return self.sites[site].call("server", data)
 

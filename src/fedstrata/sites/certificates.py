@@ -1,4 +1,4 @@
-"""The certificates of a federation: what is wrong with a party's, and new ones for the same keys."""
+"""The certificates of a federation: checks of a party's certificate, and new ones for the same keys."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
 ROOT_DAYS = 3650
-"""How long a federation's root is valid: longer than the certificates that it signs, so that they can be renewed."""
+"""Days that a federation's root is valid: longer than the certificates that it signs, so that they can be renewed."""
 
 WARNED = timedelta(days=30)
-"""Before a certificate ends its party is warned."""
+"""Time before the end of a certificate from which its party is warned."""
 
 ROOT = "rootCA.pem"
 
 
-def own(kit: Path) -> tuple[Path, Path]:
-    """A party's certificate and its private key.
+def key_pair(kit: Path) -> tuple[Path, Path]:
+    """Return the paths of a party's certificate and private key.
 
     Raises:
-        FedstrataError: It has none.
+        FedstrataError: The party has none.
     """
     for name in ("server", "client"):
         path = kit / "startup" / f"{name}.crt"
@@ -37,14 +37,14 @@ def own(kit: Path) -> tuple[Path, Path]:
 
 
 def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]:
-    """What is wrong with a party's certificates, and whether that ends all.
+    """Yield the problems of a party's certificates: whether it cannot take part with the problem, and a text.
 
     Args:
-        kit: Its folder.
-        now: When.
+        kit: The party's folder.
+        now: The time; by default the present.
     """
     now = now or datetime.now(UTC)
-    path, key = own(kit)
+    path, key = key_pair(kit)
     try:
         certificate, root = read(path), read(path.with_name(ROOT))
     except DataError as error:
@@ -59,22 +59,20 @@ def faults(kit: Path, now: datetime | None = None) -> Iterator[tuple[bool, str]]
     for one, name in ((certificate, path.name), (root, ROOT)):
         begin, end = one.not_valid_before_utc, one.not_valid_after_utc
         if now < begin:
-            yield True, f"{name} is valid from {begin:%d %B %Y %H:%M} UTC only, and it is {now:%d %B %Y %H:%M} here: "\
-                "look at this machine's clock"  # fmt: skip
+            text = f"valid from {begin:%d %B %Y %H:%M} UTC only, and it is {now:%d %B %Y %H:%M} here"
+            yield True, f"{name} is {text}: look at this machine's clock"
         elif now > end:
             yield True, f"{name} has been invalid since {end:%d %B %Y}: ask for a new one (fedstrata renew)"
         elif now > end - WARNED:
-            yield (
-                False,
-                f"{name} ends on {end:%d %B %Y}, in {(end - now).days} days: ask for a new one (fedstrata renew)",
-            )
+            days = f"{end:%d %B %Y}, in {(end - now).days} days"
+            yield False, f"{name} ends on {days}: ask for a new one (fedstrata renew)"
 
 
 def read(path: Path) -> Certificate:
-    """A certificate.
+    """Read a certificate.
 
     Raises:
-        DataError: There is none.
+        DataError: It cannot be read.
     """
     from cryptography import x509
 
@@ -90,10 +88,10 @@ def renew(authority: Path, path: Path, days: int) -> datetime:
     Args:
         authority: The folder of the root's private key.
         path: The old certificate; its private key is not needed.
-        days: How long the new one is valid.
+        days: The days that the new one is valid.
 
     Returns:
-        Until when it is.
+        The end of its validity.
 
     Raises:
         DataError: One of them cannot be read.

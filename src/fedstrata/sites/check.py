@@ -1,4 +1,4 @@
-"""What a party can find out before it starts: about its settings, policy, data, certificates, and its server."""
+"""Checks of a party before it starts: settings, policy, data, certificates, and the server."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from typing import NamedTuple
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.loading import only_from
-from fedstrata.sites.certificates import ROOT, faults, own
+from fedstrata.sites.certificates import ROOT, faults, key_pair
 from fedstrata.sites.policy import FILE as POLICY
 from fedstrata.sites.policy import Policy, RuleError
 from fedstrata.sites.settings import SiteSettings
 
 PART = Path("local") / "part.json"
-"""In a site's folder: the number of its client, how many there are, and whether it must have test samples."""
+"""The file in a site's folder with its client's number, the number of clients, and whether it needs test samples."""
 
 SPEC = Path("local") / "spec.toml"
-"""Beside it: the experiment."""
+"""The file in a site's folder with the experiment."""
 
 CLOCKS = 60.0
-"""Seconds by which two clocks may differ."""
+"""Seconds that two clocks may differ."""
 
 SECONDS = 10.0
-"""For the server to answer."""
+"""Seconds for the server to answer."""
 
 
 class Finding(NamedTuple):
-    """What was looked at.
+    """The result of a check.
 
     Args:
-        state: ``ok``, ``warning``, or ``problem``: with one the party cannot take part.
-        text: In words.
+        state: ``ok``, ``warning``, or ``problem``, with which the party cannot take part.
+        text: The result in words.
     """
 
     state: str
@@ -48,33 +48,33 @@ class Finding(NamedTuple):
 
 
 def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]:
-    """Look at everything that can keep a party from taking part.
+    """Check everything that a party needs to take part.
 
     Args:
-        kit: Its folder.
+        kit: The party's folder.
         server: Whether to call the server.
-        data: Whether to read its data, too. Then a job that its policy refuses is a problem. Otherwise it is a warning:
-            the party may start, for another job.
+        data: Whether to read the data. With ``data``, a job that the policy refuses is a problem. Without, it is a
+            warning, because the party may start for another job.
 
     Raises:
-        FedstrataError: It is no party's folder.
+        FedstrataError: It is not a party's folder.
     """
-    own(kit)
+    key_pair(kit)
     site = (kit / "startup" / "fed_client.json").exists()
-    findings = _asked(lambda: _settings(kit))
+    findings = _outcome(lambda: _settings(kit))
     if site:
-        findings += _asked(lambda: _policy(kit))
+        findings += _outcome(lambda: _policy(kit))
     if (kit / SPEC).exists() and all(each.state == "ok" for each in findings):
-        findings += _asked(lambda: _job(kit), "problem" if data else "warning")
+        findings += _outcome(lambda: _job(kit), "problem" if data else "warning")
     findings += _certificates(kit)
     if data and (kit / PART).exists():
-        findings += _asked(lambda: _data(kit))
+        findings += _outcome(lambda: _data(kit))
     if server and site:
         findings += _server(kit)
     return findings
 
 
-def _asked(work: Callable[[], str], otherwise: str = "problem") -> list[Finding]:
+def _outcome(work: Callable[[], str], otherwise: str = "problem") -> list[Finding]:
     try:
         return [Finding("ok", work())]
     except (FedstrataError, ValueError, OSError) as error:
@@ -89,7 +89,7 @@ def _settings(kit: Path) -> str:
 
 
 def _policy(kit: Path) -> str:
-    """A slip in it would be found only when a job begins."""
+    """Read the policy, which otherwise happens only when a job begins."""
     if not (kit / POLICY).exists():
         return f"policy: there is no {POLICY}: the defaults hold, by which no job is approved"
     Policy.read(kit)
@@ -97,7 +97,7 @@ def _policy(kit: Path) -> str:
 
 
 def _job(kit: Path) -> str:
-    """What the site would say to the job that its folder was made for."""
+    """Check whether the site accepts the job that its folder was made for."""
     from fedstrata.sites.guard import admitted
 
     settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")
@@ -118,7 +118,7 @@ def _certificates(kit: Path) -> Iterator[Finding]:
 
 
 def _data(kit: Path) -> str:
-    """What the first question of a run would be answered."""
+    """Compute the answer to the first question of a run."""
     from fedstrata.sites.data_schema import UnusableDataError, survey_of
     from fedstrata.sites.wire import Survey
 
@@ -130,20 +130,20 @@ def _data(kit: Path) -> str:
         with only_from(settings.packages):
             survey_of(survey, data)
     except UnusableDataError as error:
-        raise DataError(str(error.__cause__)) from None  # at its own site all of it is told
+        raise DataError(str(error.__cause__)) from None  # the site itself may see the whole error
     return f"data: {data} is what the spec says"
 
 
 def _server(kit: Path) -> Iterator[Finding]:
     target = json.loads((kit / "startup" / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]
     host, _, port = target["service"]["target"].rpartition(":")
-    path, key = own(kit)
+    path, key = key_pair(kit)
     where = f"server {host}:{port}"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(path.with_name(ROOT))
         context.load_cert_chain(path, key)
-        line = socket.create_connection((host, int(port)), timeout=SECONDS)
+        connection = socket.create_connection((host, int(port)), timeout=SECONDS)
     except ssl.SSLError as error:
         yield Finding("problem", f"{where}: these certificates cannot be used: {error.reason or error}")
         return
@@ -153,7 +153,7 @@ def _server(kit: Path) -> Iterator[Finding]:
         )
         return
     try:
-        with closing(context.wrap_socket(line, server_hostname=host)) as secured:
+        with closing(context.wrap_socket(connection, server_hostname=host)) as secured:
             secured.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             answer = secured.recv(4096).decode("latin-1")
     except ssl.SSLCertVerificationError as error:

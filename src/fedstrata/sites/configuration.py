@@ -1,4 +1,4 @@
-"""Jobs as NVFlare reads them, and the errors that come back from them."""
+"""The configuration of jobs as NVFlare reads it, and errors as JSON."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ CLASSES = (
     "fedstrata.sites.job.Server",
     "fedstrata.sites.job.Site",
 )
-"""All that a job of ours may name; a site that allows nothing else runs nothing else."""
+"""The classes that a job may name. Sites allow no others."""
 
 ERROR = "error.json"
-"""Beside a run folder's records: why the run ended early."""
+"""The file in a run folder with the error that ended the run."""
 
 
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
-    """Write a job as NVFlare reads it: a few lines of JSON that name installed classes, and no source.
+    """Write a job as NVFlare reads it: JSON that names installed classes, without source code.
 
     Args:
-        folder: Where to.
-        plans: What its server runs.
-        specs: The experiment of each plan as TOML. Files of their own, where a site's reviewer can read them, and
-            where NVFlare does not take braces for its variables.
+        folder: The folder of the job.
+        plans: The experiments that its server runs.
+        specs: The spec of each plan as TOML. They are separate files, so that a site can review them, and NVFlare does
+            not replace braces in them.
     """
     config = folder / "app" / "config"
     config.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
         config / "config_fed_server.json",
         common
         | {
-            # Made in this order: ours first, which sees to the threads of the other's pools.
+            # NVFlare creates components first; ours prepares the thread pools of the controller.
             "components": [{"id": "server_", "path": server, "args": {"plans": [plan.table() for plan in plans]}}],
             "workflows": [{"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}],
         },
@@ -58,29 +58,29 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
             "executors": [{"tasks": ["*"], "executor": runner}],
         },
     )
-    # Only those that a plan names get the job: whoever else has a certificate is told nothing.
+    # Other sites with a certificate do not receive the job.
     named = sorted({site for plan in plans for site in plan.sites})
     places = ["server", *named] if named else ["@ALL"]
-    # NVFlare begins a job when so many are connected. Where fewer may do the run itself decides.
+    # NVFlare begins a job when so many sites are connected; otherwise the run decides whether fewer suffice.
     least = min(plan.least if plan.fewer == "wait" else 1 for plan in plans)
     meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": places}}
     _write(folder / "meta.json", meta)
 
 
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
-    """A job's name, which tells whether a job at work is this one: another spec or plan, another name."""
+    """Return the name of a job, which depends on its specs and plans, so that a running job can be recognised."""
     content = json.dumps([[plan.table(), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def described(error: Exception) -> dict[str, Any]:
-    """An error as JSON, from which ``raised`` makes it again."""
+    """Return an error as JSON; ``raised`` restores it."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
     return {"kind": type(error).__name__, "arguments": [_packed(one) for one in arguments], "message": str(error)}
 
 
 def raised(path: Path) -> FedstrataError:
-    """The error that a server wrote."""
+    """Return the error that a server wrote to a file."""
     table = json.loads(path.read_text(encoding="utf-8"))
     kind = getattr(errors, str(table["kind"]), None)
     if isinstance(kind, type) and issubclass(kind, FedstrataError):
@@ -89,7 +89,7 @@ def raised(path: Path) -> FedstrataError:
 
 
 class _Shown(str):
-    """A value that JSON cannot hold, of which a message needs no more than how it is shown."""
+    """The text of a value that JSON cannot hold, for the message of an error."""
 
     __slots__ = ()
 
@@ -98,7 +98,7 @@ class _Shown(str):
 
 
 def _packed(value: object) -> dict[str, Any]:
-    """A value as JSON; nothing stands for ``...``, by which an error knows that there is no value."""
+    """Return a value as JSON. An empty table means ``...``, with which an error marks a missing value."""
     if value is ...:
         return {}
     try:

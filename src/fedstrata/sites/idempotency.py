@@ -1,4 +1,4 @@
-"""A site's questions one after another, and what it tells meanwhile: that it lives, and at which question it is."""
+"""A site's answers, each computed once, and its heartbeats."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ HEARTBEAT = 1.0
 """Seconds between two heartbeats of a site."""
 
 AT_WORK = -1
-"""The size of an answer that is not there yet."""
+"""The size of an answer that is not ready yet."""
 
 
 class LateError(WireError):
-    """A question came when nobody waits for its answer any more."""
+    """A question arrived after a later one, so that its answer is not wanted any more."""
 
 
 class RequestCache:
-    """Every question is answered once; who asks it again, because the answer was lost, is given the same bytes."""
+    """Answers every question once; a repeated question, whose answer was lost, gets the same bytes."""
 
     def __init__(self) -> None:
         self._turn, self._lock = threading.Lock(), threading.Lock()
         self._newest, self._answer = 0, Future[bytes]()
         self.pulse = (0, 0)
-        """The number of the last question that was begun, and the bytes of its answer, or ``AT_WORK``."""
+        """The number of the last question that was begun, and the size of its answer, or ``AT_WORK``."""
 
     def answer(self, number: int, work: Callable[[], bytes]) -> bytes:
-        """What ``work`` gives, or gave when the question came first.
+        """Return the result of ``work``, or of its first call for this question.
 
         Args:
-            number: Of the question, ascending; 0 for one that is never asked again.
-            work: Makes the answer.
+            number: The number of the question, ascending; 0 for a question that is never repeated.
+            work: Computes the answer.
 
         Raises:
-            LateError: A later question came already.
+            LateError: A later question was asked already.
         """
         with self._lock:
             first = number == 0 or number > self._newest
@@ -59,24 +59,24 @@ class RequestCache:
         return answer.result()
 
 
-def heartbeat(cache: RequestCache, tell: Callable[[int, int], object], over: type[BaseException]) -> threading.Thread:
-    """Tell the server every second that this site lives, whatever else it does.
+def heartbeat(cache: RequestCache, send: Callable[[int, int], object], over: type[BaseException]) -> threading.Thread:
+    """Send a heartbeat every second from a thread.
 
     Args:
-        cache: Where the site is.
-        tell: Carries that to the server; waits for no answer.
-        over: What ``tell`` raises when the job is over.
+        cache: The questions of the site.
+        send: Sends a heartbeat, with the cache's ``pulse``, without waiting for an answer.
+        over: The exception of ``send`` when the job is over.
     """
     ended = threading.Event()
 
     def work() -> None:
         while not ended.wait(HEARTBEAT):
             try:
-                tell(*cache.pulse)
+                send(*cache.pulse)
             except over:
                 return
             except Exception as error:
-                # The server may be away for a while. That is no reason to stop.
+                # The server may be away for a while.
                 LOG.debug("no heartbeat: %s", error)
 
     thread = threading.Thread(target=work, name="heartbeat", daemon=True)

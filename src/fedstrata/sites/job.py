@@ -1,4 +1,4 @@
-"""What runs inside NVFlare's processes: the server's loop and a site, mounted on the Collab API."""
+"""The components that run in NVFlare's processes, by its Collab API: the server of a job, and a site."""
 
 from __future__ import annotations
 
@@ -42,18 +42,17 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 RESULT = "fedstrata"
-"""The run folder inside the result of a deployed job."""
+"""The name of the run folder in the result of a deployed job."""
 
 FETCH = 10.0
-"""Seconds in which a site begins to give another one the model of a relay, for which it computes nothing; asked again
-where it does not."""
+"""Seconds in which a site must begin to send the model of a relay; otherwise it is asked again."""
 
 
 class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
-    """The server's part of a job: runs one experiment after another.
+    """The server of a job: runs one experiment after another.
 
     Args:
-        plans: What to run; see ``JobSpec``. As tables of plain values, because a job's configuration is JSON.
+        plans: The experiments, as tables of ``JobSpec``, because a job's configuration is JSON.
     """
 
     def __init__(self, plans: list[dict[str, Any]]) -> None:
@@ -65,19 +64,19 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         self._progress: Progress | None = None
 
     def handle_event(self, event_type: str, fl_ctx: Any) -> None:
-        """Say how far the run is when an administrator asks."""
+        """Report the progress when an administrator asks."""
         if event_type == InfoCollector.EVENT_TYPE_GET_STATS and self._progress is not None:
             fl_ctx.get_prop(InfoCollector.CTX_KEY_STATS_COLLECTOR).set_info(FEDSTRATA, self._progress.table())
 
     @collab.publish  # type: ignore[untyped-decorator]
     def heartbeat(self, number: int, size: int) -> None:
-        """A site lives, and is at this question."""
+        """Receive a heartbeat: a site lives, and works on this question."""
         if self._transport is not None and not self._transport.struck(collab.caller):
             self._transport.hear(collab.caller, number, size)
 
     @collab.publish  # type: ignore[untyped-decorator]
     def add_up(self, data: bytes) -> bytes:
-        """A site brings its clients' parts of a sum, and waits for the others."""
+        """Receive the parts of a sum of a site's clients; return when those of the other sites are there."""
         if self._sums is None or self._transport is None:
             raise FedstrataError("no run has begun")
         if self._transport.struck(collab.caller):
@@ -86,7 +85,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     @collab.main  # type: ignore[untyped-decorator]
     def main(self) -> None:
-        """Run all plans; what goes wrong with one is written beside it, and the next one runs."""
+        """Run all plans. An error of one is written to its folder, and the next one runs."""
         end = JobEnd(collab.fl_ctx.get_run_abort_signal())
         calls = {site.name: _caller(site, end) for site in collab.clients}
         root, job = Path(collab.workspace.get_root_dir()), collab.fl_ctx.get_job_id()
@@ -105,7 +104,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                     with only_from(settings.packages):
                         self._run(plan, text, folder, transport, settings)
                 except (RunAborted, SiteLostError):
-                    raise  # The run is not over: it goes on when the job comes again.
+                    raise  # the run is resumed when the job is submitted again
                 except Exception as error:
                     folder.mkdir(parents=True, exist_ok=True)
                     write_json(folder / ERROR, described(error))
@@ -113,7 +112,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                         raise
                 finally:
                     if plan.sites and folder.is_dir():
-                        # What an administrator fetches is the job's own folder.
+                        # The administrator fetches the folder of the job.
                         without = shutil.ignore_patterns("checkpoint")
                         shutil.copytree(folder, results / RESULT, ignore=without, dirs_exist_ok=True)
         finally:
@@ -121,11 +120,11 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
     def _run(self, plan: JobSpec, text: str, folder: Path, transport: CollabTransport, settings: SiteSettings) -> None:
         spec = Experiment.from_table(tomllib.loads(text))
-        if not settings.simulated:  # a job does not say where this server writes, nor whom it tells
+        if not settings.simulated:  # a job must not decide where this server writes
             spec = spec.model_copy(update={"tracking": Tracking()})
         resume = (folder / SPEC).exists()
         if resume and is_over(folder, spec.training.rounds):
-            return  # its job was ended before it was fetched, and no site need be there for that
+            return  # only the result was not fetched; that needs no sites
         site_of_client = plan.site_of_client(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
@@ -146,8 +145,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS
 
         def status(site: str) -> tuple[str, str]:
-            revoked = isinstance(transport, CollabTransport) and transport.struck(site)
-            return ("revoked", STRUCK) if revoked else engine.directory.status(site)
+            return ("revoked", STRUCK) if transport.struck(site) else engine.directory.status(site)
 
         progress = Progress(spec.training.rounds, site_of_client, status, before, path, run=folder.name)
         self._progress = progress
@@ -157,7 +155,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
                     prepared = surveyed(prepared, engine, folder, resume=resume)
                 run_prepared(prepared, folder, engine, [progress], resume=resume)
         except (RunAborted, SiteLostError):
-            raise  # it goes on when the job comes again
+            raise  # the run is resumed when the job is submitted again
         except Exception as error:
             progress.end(f"{type(error).__name__}: {error}")
             raise
@@ -165,7 +163,7 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
 
 
 def folder_of(plan: JobSpec, spec: str, root: Path, settings: SiteSettings) -> Path:
-    """The run folder: a server of several jobs never answers one with another's result, whatever the job says."""
+    """Return the run folder. Except in a simulation, it depends on the spec only, so that jobs do not share results."""
     return Path(plan.folder) if settings.simulated else root / "fedstrata" / run_of(spec)
 
 
@@ -175,17 +173,17 @@ def _caller(site: Any, end: JobEnd) -> Call:
 
 
 def _settings(root: Path) -> SiteSettings:
-    """A party's own settings; in a deployment nothing is imported from where NVFlare unpacks its jobs."""
+    """Read a party's settings. In a deployment, nothing is imported from the folder where NVFlare unpacks jobs."""
     settings = SiteSettings.read(root)
     if not settings.simulated:
         sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != root.resolve()]
     elif "" not in sys.path:
-        sys.path.insert(0, "")  # a simulation finds the user's modules where the command that started it does
+        sys.path.insert(0, "")  # a simulation finds the user's modules in the working directory
     return settings
 
 
 class Site:
-    """A site's part of a job; all that it needs to know is in the site's own settings."""
+    """A site's part of a job; its settings are in the site's folder."""
 
     def __init__(self) -> None:
         bound_growth()
@@ -194,20 +192,20 @@ class Site:
 
     @collab.init  # type: ignore[untyped-decorator]
     def init(self) -> None:
-        """Read the site's own settings. Where they are wrong the others go on without it, and all are told why."""
+        """Read the site's settings. If they are wrong, the other sites go on without it, and the server is told."""
         root, cache = Path(collab.workspace.get_root_dir()), RequestCache()
         self._progress = SiteProgress(root / STATUS)
         try:
             self._site_server = self._made(root)
             cache = self._site_server.request_cache
         except Exception as error:
-            # NVFlare would end the job of all.
+            # With an exception, NVFlare would end the job at all sites.
             LOG.exception("this site takes no part")
             self._progress.answer(0, f"{error}")
             self._problem = f"its settings cannot be used ({type(error).__name__}); the log of the site says more"
         server = collab.server
         heartbeat(cache, lambda number, size: server(expect_result=False).heartbeat(number, size), RunAborted)
-        # Another thread: a disk that stands still must not make a site look dead.
+        # A second thread, so that a slow disk does not delay heartbeats.
         heartbeat(cache, lambda number, size: self._progress.write(), RunAborted)
 
     def _made(self, root: Path) -> SiteServer:
@@ -225,7 +223,7 @@ class Site:
             def fetch(data: bytes, left: float) -> object:
                 return others[target](timeout=min(FETCH, left), secure=settings.secure).call(data)
 
-            # NVFlare waits for as long as something arrives. Asked again meanwhile, a long model would come twice.
+            # NVFlare waits while data arrive. If it were asked again meanwhile, a large model would be sent twice.
             return retry(fetch, data, settings.patience, beside=False)
 
         return SiteServer(
@@ -246,7 +244,7 @@ class Site:
 
     @collab.publish  # type: ignore[untyped-decorator]
     def call(self, data: bytes) -> bytes:
-        """Everything that a site is asked; see ``fedstrata.sites.wire``."""
+        """Answer a message; see ``fedstrata.sites.wire``."""
         if self._site_server is None:
             return records.encode(Refused(self._problem))
         self._progress.question(len(data))

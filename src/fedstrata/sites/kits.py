@@ -1,4 +1,4 @@
-"""What a start-up kit is besides NVFlare's own: closed to others, quiet, and complete wherever it is unpacked."""
+"""Changes of NVFlare's start-up kits: only the owner can read them, they log less, and they can be moved."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedstrata.sites.nvflare_workarounds import adapt_script
 RESOURCES = Path("local") / "resources.json"
 LOGGING = Path("local") / "log_config.json"
 RECORDS = "records"
-"""Where a server keeps NVFlare's own records of jobs, inside its kit."""
+"""The folder in a server's kit with NVFlare's records of jobs."""
 
 _SAMPLES = ("local/privacy.json.sample", "startup/system_info.ipynb", "startup/readme.txt", "readme.txt")
-"""What NVFlare adds. Its filters of privacy see NVFlare's own messages: of ours they would see nothing."""
+"""Files of NVFlare that are removed. Its privacy filters would not see the content of our messages."""
 
 
 def finish(kit: Path) -> None:
-    """Make NVFlare's kit one of ours, closed to others.
+    """Adapt a kit of NVFlare, and let only its owner read it.
 
     Args:
         kit: A party's folder.
@@ -31,42 +31,37 @@ def finish(kit: Path) -> None:
 
 
 def close(folder: Path) -> None:
-    """Let nobody but its owner read a folder and all that is in it."""
+    """Let only the owner read a folder and its content."""
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o700 if path.is_dir() or path.suffix == ".sh" else 0o600)
 
 
-def placed(kit: Path) -> None:
-    """Tell a kit where it lies: NVFlare wants whole paths."""
+def set_paths(kit: Path) -> None:
+    """Write the absolute paths of a kit to its resources, as NVFlare needs them."""
     path = kit / RESOURCES
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
-    _point(resources, kit.absolute())
+    _set_paths(resources, kit.absolute())
     if (new := json.dumps(resources, indent=2) + "\n") != text:
         path.write_text(new, encoding="utf-8")
 
 
-def _point(node: Any, kit: Path) -> None:
-    """Folders of records are those of this kit, wherever it was before."""
+def _set_paths(node: Any, kit: Path) -> None:
+    """Replace paths of records by those of this kit, recursively."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, value in children:
         if isinstance(value, str) and f"/{RECORDS}/" in value:
             node[key] = str(kit / RECORDS / value.rpartition(f"/{RECORDS}/")[2])
         else:
-            _point(value, kit)
+            _set_paths(value, kit)
 
 
-def logged(kit: Path, *, verbose: bool) -> None:
-    """Say what is logged: what fedstrata has to say, and of NVFlare what goes wrong, or all.
-
-    Args:
-        kit: A party's folder.
-        verbose: All.
-    """
+def configure_logging(kit: Path, *, verbose: bool) -> None:
+    """Write the configuration of logs: all of fedstrata, and of NVFlare only errors unless ``verbose``."""
     config = json.loads((kit / LOGGING).with_suffix(".json.default").read_text(encoding="utf-8"))
-    kept = ["consoleHandler", "logFileHandler"]
-    config["handlers"] = {name: config["handlers"][name] for name in kept}
+    handlers = ["consoleHandler", "logFileHandler"]
+    config["handlers"] = {name: config["handlers"][name] for name in handlers}
     quiet: dict[str, Any] = {} if verbose else {"nvflare": {"level": "ERROR"}, "websockets": {"level": "ERROR"}}
-    config["loggers"] = {"root": {"level": "INFO", "handlers": kept}, **quiet}
+    config["loggers"] = {"root": {"level": "INFO", "handlers": handlers}, **quiet}
     (kit / LOGGING).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

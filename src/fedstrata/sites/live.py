@@ -1,4 +1,4 @@
-"""A page about a run while it goes on, for the browsers of this machine alone."""
+"""A web page with the progress of a run, only for browsers of this machine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import jsonable
@@ -27,42 +26,38 @@ _HTML, _JSON, _TEXT = "text/html; charset=utf-8", "application/json", "text/plai
 
 
 def serve(folder: Path, port: int, report: Report = print) -> None:
-    """Serve the page until the process is told to end.
+    """Serve the page until the process is interrupted.
 
     Args:
         folder: See ``fedstrata.sites.status.source_of``.
-        port: 0 for one that is free.
+        port: The port; 0 for a free one.
         report: Is called with the address of the page.
 
     Raises:
-        SpecError: It is no such folder, or the port cannot be had.
-        DataError: What the run wrote down is damaged.
+        SpecError: It is not such a folder, or the port cannot be used.
+        DataError: A file of the run is damaged.
         FedstrataError: The server refuses.
     """
-    source = source_of(folder, report)
-    try:
-        with serving(source, port) as (address, look):
-            report(f"{address} shows the run, on this machine alone; Ctrl-C ends it")
-            while True:
-                look()
-                time.sleep(POLL)
-    finally:
-        source.close()
+    with closing(source_of(folder, report)) as source, serving(source, port) as (address, update):
+        report(f"{address} shows the run, on this machine alone; Ctrl-C ends it")
+        while True:
+            update()
+            time.sleep(POLL)
 
 
 @contextmanager
 def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The page's address, and what looks at the run for it; it is served for the time of the block.
+    """Serve the page during the block, and yield its address and a function that updates it.
 
-    Everybody on this machine can connect, and so can what a browser here has open: who does not have the address,
-    which cannot be guessed, is shown nothing, and neither is a page of another name that points here.
+    All users of this machine, and all pages in their browsers, can connect. So the page is only shown to a request with
+    its address, which cannot be guessed, and with a name of this machine in it.
 
     Args:
-        source: Where to look.
-        port: 0 for one that is free.
+        source: The source of the progress.
+        port: The port; 0 for a free one.
 
     Raises:
-        SpecError: The port cannot be had.
+        SpecError: The port cannot be used.
     """
     page, key = _Page(source), secrets.token_urlsafe(16)
     try:
@@ -72,7 +67,7 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
     thread = threading.Thread(target=server.serve_forever, name="page", daemon=True)
     thread.start()
     try:
-        yield f"http://{LOOPBACK}:{server.server_port}/{key}/", page.look
+        yield f"http://{LOOPBACK}:{server.server_port}/{key}/", page.update
     finally:
         server.shutdown()
         server.server_close()
@@ -80,10 +75,10 @@ def serving(source: Source, port: int = 0) -> Iterator[tuple[str, Callable[[], N
 
 
 class _Page:
-    """What there is to be shown; one thread looks, others show.
+    """The files of the page; one thread updates them, others send them.
 
     Args:
-        source: Where to look.
+        source: The source of the progress.
     """
 
     def __init__(self, source: Source) -> None:
@@ -91,25 +86,25 @@ class _Page:
         self._status, self._report, self._over = b"null", b"", ""
         self._page = template("live.html.j2").render(**assets(SCRIPTS)).encode()
 
-    def look(self) -> None:
-        """Look once."""
+    def update(self) -> None:
+        """Read the progress once."""
         table = self._source.table()
         over = "" if table is None else str(table.get("over") or "")
         if over != self._over:
-            self._over, self._report = over, self._reported() if over else b""
-        more: dict[str, Any] = {"report": bool(self._report), "now": time.time()}
-        shown = None if table is None else {**table, **more}
-        self._status = json.dumps(jsonable(shown), allow_nan=False).encode()
+            self._over, self._report = over, self._render_report() if over else b""
+        if table is not None:
+            table = {**table, "report": bool(self._report), "now": time.time()}
+        self._status = json.dumps(jsonable(table), allow_nan=False).encode()
 
-    def _reported(self) -> bytes:
+    def _render_report(self) -> bytes:
         folder = self._source.result()
         try:
             return b"" if folder is None else render(load_runs(folder)).encode()
         except DataError:
-            return b""  # no round was over
+            return b""  # no round was complete
 
     def content(self, path: str) -> tuple[str, bytes] | None:
-        """What is at a path: its kind and the bytes."""
+        """Return the content type and the bytes of a path."""
         pages = {"": (_HTML, self._page), "status.json": (_JSON, self._status)}
         if self._report:
             pages["report.html"] = _HTML, self._report
@@ -117,7 +112,7 @@ class _Page:
 
 
 def hosts(port: int) -> set[str]:
-    """What a browser of this machine may call it; the port that is usual for pages is left out."""
+    """Return the host names that a browser of this machine may send; the default port 80 may be left out."""
     names = {LOOPBACK, "localhost"}
     return {f"{name}:{port}" for name in names} | (names if port == 80 else set())
 
@@ -126,7 +121,7 @@ def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         server_version, sys_version, timeout = "fedstrata", "", 30
 
-        def do_GET(self) -> None:  # http.server's name for it
+        def do_GET(self) -> None:  # the name that http.server calls
             if self.headers.get("Host", "") not in hosts(self.connection.getsockname()[1]):
                 self._answer(403, _TEXT, b"this page is for its own machine alone\n")
                 return
@@ -150,7 +145,7 @@ def _handler(page: _Page, key: str) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing: who looks at the page is no news, and its address is not for a log."""
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing, because the address of the page must not be in a log."""
 
     return Handler

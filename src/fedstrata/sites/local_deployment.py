@@ -1,4 +1,4 @@
-"""A whole deployment on this machine: server and sites as processes with certificates of their own."""
+"""A trial of a deployment on this machine: server and sites are processes with their own certificates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
     """Provision, start server and sites, submit, wait, fetch the run folder and shut down.
 
     Args:
-        spec: What to run.
-        sites: Where; the server's host must be this machine, ``localhost``.
+        spec: The experiment.
+        sites: The federation; the server's host must be ``localhost``.
         out: See ``provision``.
-        base_dir: Data files are looked for from here.
+        base_dir: The base of relative paths of data files.
         report: Is called with a line about each event.
 
     Returns:
@@ -36,10 +36,10 @@ def try_out(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path, report
 
 
 class Processes:
-    """The processes of a trial; all of them, and what they start, end with it.
+    """The processes of a trial; they and their child processes end with it.
 
     Args:
-        out: What ``provision`` wrote.
+        out: The folder that ``provision`` wrote.
     """
 
     def __init__(self, out: Path) -> None:
@@ -54,7 +54,7 @@ class Processes:
             self.kill(name)
 
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        """Start the server or a site with its own start-up kit."""
+        """Start the server or a site with its start-up kit."""
         folder = (self.out / name).absolute()
         environment = os.environ | {"FEDSTRATA_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         with (folder / "console.txt").open("ab") as console:

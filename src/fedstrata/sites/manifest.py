@@ -1,4 +1,4 @@
-"""What a result is, and was made from: its files, the sites' data as they gave their fingerprints, versions, signed."""
+"""The signed manifest of a result: its files, spec, versions, and the fingerprints of the sites' data."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any
 from fedstrata.base.errors import DataError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.runs.run_folder import RUN, SPEC, WEIGHTS
-from fedstrata.sites.certificates import ROOT, own, read
+from fedstrata.sites.certificates import ROOT, key_pair, read
 from fedstrata.sites.settings import USER
 
 LOG = logging.getLogger(__name__)
 
 MANIFEST, SIGNATURE, CERTIFICATE = "manifest.json", "manifest.sig", "manifest.crt"
-"""In the run folder that an administrator fetched: what is signed, the signature, and whose it is."""
+"""Files in the run folder that an administrator fetched: the manifest, its signature, and the certificate."""
 
 FINGERPRINTS = "fingerprints.json"
-"""In the server's run folder: of each site's data, by its name."""
+"""The file in the server's run folder with the fingerprints of the sites' data, by site."""
 
 SECRET = "fingerprint.key"
-"""In the folder of a site's states: without it nobody can try out which data have its fingerprint."""
+"""The key in the folder of a site's states, without which fingerprints cannot be compared with guessed data."""
 
 
 def fingerprint(data: Path | None, folder: Path) -> str:
-    """Of a site's file: another one has another, and it tells nothing of what is in the file.
+    """Return a keyed hash of a site's file, which does not reveal its content; empty without a file.
 
     Args:
         data: The file.
-        folder: Where the site keeps what is its own.
+        folder: The folder of the key.
     """
     if data is None:
         return ""
@@ -45,7 +45,7 @@ def fingerprint(data: Path | None, folder: Path) -> str:
 
 
 def sign(run: Path, kit: Path) -> Path:
-    """Write down what files a run folder has and what it was made from, signed with the administrator's key.
+    """Write the manifest of a run folder, signed with the administrator's key.
 
     Args:
         run: The run folder.
@@ -54,7 +54,7 @@ def sign(run: Path, kit: Path) -> Path:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import padding
 
-    certificate, key = own(kit)
+    certificate, key = key_pair(kit)
     signer: Any = serialization.load_pem_private_key(key.read_bytes(), None)
     fingerprints = run / FINGERPRINTS
     table = {
@@ -71,17 +71,17 @@ def sign(run: Path, kit: Path) -> Path:
 
 
 def verify(run: Path, kit: Path) -> dict[str, Any]:
-    """The manifest of a run folder, if this federation's administrator signed it and the files are those.
+    """Return the manifest of a run folder after checking its signature and the files.
 
-    A site's certificate is of the federation too: with that alone any site could sign what it likes. A file that nobody
-    signed is mentioned, and no error: a report may have been written beside the result.
+    The signer must be the administrator, because sites have certificates of the federation too. A file that is not
+    signed, such as a report, is only logged.
 
     Args:
         run: The run folder.
-        kit: Any party's folder, for the federation's root.
+        kit: The folder of any party, for the federation's root.
 
     Raises:
-        DataError: It is not.
+        DataError: The signature is not the administrator's, or a file is missing or was changed.
     """
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import padding
@@ -103,22 +103,22 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
     signed = {SPEC: table["spec"], **table["result"]}
     if WEIGHTS not in signed:
         raise DataError(f"{run / MANIFEST} names no {WEIGHTS}")
-    there = _files(run)
+    files = _files(run)
     wrong = [
-        f"{name} ({'changed' if name in there else 'missing'})"
+        f"{name} ({'changed' if name in files else 'missing'})"
         for name, wanted in sorted(signed.items())
-        if name not in there or _sha256(run / name) != wanted
+        if name not in files or _sha256(run / name) != wanted
     ]
     if wrong:
         raise DataError(f"{run} is not as the administrator signed it: {', '.join(wrong)}")
-    for name in there:
+    for name in files:
         if name not in signed:
             LOG.warning("%s: nobody signed it", run / name)
     return table
 
 
 def _files(run: Path) -> list[str]:
-    """The files of a run folder, besides what is written here."""
+    """Return the files of a run folder, except those of the manifest."""
     names = (path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file() and not path.is_symlink())
     return sorted(set(names) - {MANIFEST, SIGNATURE, CERTIFICATE})
 

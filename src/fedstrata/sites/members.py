@@ -1,4 +1,4 @@
-"""The server's list of who may connect: a file in its folder, read at each connection."""
+"""The server's list of sites that may connect: a file in its folder, read at each connection."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MEMBERS = Path("local") / "members.json"
 
 
 def members(kit: Path) -> list[str]:
-    """Who may connect to the server of this folder.
+    """Return the sites that may connect to the server of a folder.
 
     Raises:
-        SpecError: It has no list.
+        SpecError: The folder has no list.
         DataError: The list cannot be read.
     """
     return _read(kit)["sites"]
 
 
 def _read(kit: Path) -> dict[str, list[str]]:
-    """The lists of a server's folder: who may connect (``sites``), and whom the federation has (``federation``)."""
+    """Return the lists of a server's folder: the sites that may connect (``sites``), and all sites (``federation``)."""
     path = kit / MEMBERS
     if not path.exists():
         raise SpecError("SERVER", f"no server's folder: it has no {MEMBERS}", str(kit))
@@ -46,32 +46,32 @@ def _read(kit: Path) -> dict[str, list[str]]:
 
 
 class Members:
-    """A server's list while it runs, read anew each time: it may be edited by hand meanwhile.
+    """The list of a running server, which is read each time, because it may be edited.
 
-    While it cannot be read, the last one that could holds; before there was one, nobody is on it.
+    While it cannot be read, the last valid list counts; if there was none, it is empty.
 
     Args:
         kit: The server's folder.
     """
 
     def __init__(self, kit: Path) -> None:
-        self._kit, self._said = kit, False
+        self._kit, self._warned = kit, False
         self._last: list[str] | None = None
 
     def names(self) -> list[str] | None:
-        """Who may connect; None where there never was a list."""
+        """Return the sites that may connect; None if there never was a list."""
         if (self._kit / MEMBERS).exists():
             try:
-                self._last, self._said = members(self._kit), False
+                self._last, self._warned = members(self._kit), False
             except FedstrataError as error:
                 self._last = self._last or []
-                if not self._said:
+                if not self._warned:
                     LOG.warning("%s; who was on the last that could be read may: %s", error, ", ".join(self._last))
-                self._said = True
+                self._warned = True
         return self._last
 
     def struck(self, name: str) -> bool:
-        """Whether there is a list, and somebody is not on it."""
+        """Return whether there is a list without this name."""
         names = self.names()
         return names is not None and name not in names
 
@@ -81,8 +81,8 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
 
     Args:
         kit: The server's folder.
-        names: Who may connect.
-        others: Whom the federation has besides: they may be put on the list again.
+        names: The sites that may connect.
+        others: Other sites of the federation, which may be put on the list again.
     """
     sites = set(names)
     write_json(kit / MEMBERS, {"sites": sorted(sites), "federation": sorted(sites.union(others))})
@@ -90,19 +90,19 @@ def write_members(kit: Path, names: Iterable[str], others: Iterable[str] = ()) -
 
 
 def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
-    """Strike a site off the list, or put it on again; who is on it then.
+    """Strike a site off the list, or put it on again, and return the sites on the list.
 
-    Neither the server nor the run need be started again. A new connection is refused at once, and one that is there
-    within a heartbeat of NVFlare's; a run asks the site nothing more, and an answer that is under way counts no more.
-    The site's certificate stays valid, for nothing.
+    The server and the run continue. New connections of the site are refused at once, and an existing connection ends
+    within a heartbeat of NVFlare's. The run does not ask the site any more, and ignores an answer under way. The site's
+    certificate stays valid, but does not help it.
 
     Args:
         kit: The server's folder.
-        name: The site's.
-        undo: Put it on the list.
+        name: The site.
+        undo: Whether to put it on the list.
 
     Raises:
-        SpecError: It is no server's folder, or the site is not on its list; with ``undo``, it never was.
+        SpecError: It is not a server's folder, or the site is not on its list; with ``undo``, it never was.
         DataError: The list cannot be read.
     """
     lists = _read(kit)

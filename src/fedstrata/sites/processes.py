@@ -1,6 +1,6 @@
-"""Processes that start others: a signal must reach all of them, and so must the end of who started the first.
+"""Process trees: signals reach all processes, and all end when the process that started the first one ends.
 
-``python -m fedstrata.sites.processes COMMAND`` runs a command until it ends or standard input does.
+``python -m fedstrata.sites.processes COMMAND`` runs a command until the command or standard input ends.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a command as a session's leader that ends with this process, however this one ends.
+    """Start a command as the leader of a session that ends with this process, also after a SIGKILL.
 
-    Nobody can be told of a SIGKILL. But the system closes a pipe then, and a guard waits for that.
+    The system closes the pipes of a killed process, and a guard process waits for that.
 
     Args:
         command: Program and arguments.
@@ -29,9 +29,9 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 
 def groups_of(leader: int) -> set[int]:
-    """The process groups of a session's leader and of all that descends from it.
+    """Return the process groups of a session's leader and its descendants.
 
-    NVFlare gives the process of a job, and that of a simulated site, a group of its own.
+    NVFlare starts the process of a job, and of a simulated site, in a new group.
     """
     import psutil
 
@@ -49,14 +49,14 @@ def groups_of(leader: int) -> set[int]:
 
 
 def send_signal(leader: int, number: signal.Signals) -> set[int]:
-    """Send a signal to a session's leader and all that descends from it; the groups that it was sent to."""
+    """Send a signal to a session's leader and its descendants, and return their groups."""
     groups = groups_of(leader)
     _send(groups, number)
     return groups
 
 
 def end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """End a session's leader and all that descends from it; after ``grace`` seconds, whatever it takes."""
+    """End a session's leader and its descendants: by SIGTERM, and after ``grace`` seconds by SIGKILL."""
     groups = send_signal(process.pid, signal.SIGTERM) if grace else groups_of(process.pid)
     with suppress(subprocess.TimeoutExpired):
         process.wait(grace)
@@ -75,7 +75,7 @@ def _send(groups: set[int], number: signal.Signals) -> None:
 
 
 def _guard(command: Sequence[str]) -> int:
-    # It is told to end with all others, and waits for them; SIG_IGN would be handed on to what is started.
+    # The guard waits for the others, which receive the signal too; they would inherit SIG_IGN.
     signal.signal(signal.SIGTERM, lambda *_: None)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     Thread(target=_follow, daemon=True).start()
@@ -87,9 +87,9 @@ def _follow() -> None:
     """Wait for the end of standard input, then end the session, this process last."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    own = os.getpgid(0)
-    _send(groups_of(os.getpid()) - {own}, signal.SIGKILL)
-    _send({own}, signal.SIGKILL)
+    group = os.getpgid(0)
+    _send(groups_of(os.getpid()) - {group}, signal.SIGKILL)
+    _send({group}, signal.SIGKILL)
 
 
 if __name__ == "__main__":

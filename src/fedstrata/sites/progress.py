@@ -1,4 +1,4 @@
-"""How far a run over real sites is: what its server and each site say of it, and how that is shown."""
+"""The progress of a run over sites, as its server and each site report it, and its text."""
 
 from __future__ import annotations
 
@@ -16,36 +16,40 @@ from fedstrata.base.jsonl import write_json
 LOG = logging.getLogger(__name__)
 
 STATUS = Path("fedstrata") / "status.json"
-"""In a party's folder: how far its own part is."""
+"""The file in a party's folder with the progress of its part."""
 
 FEDSTRATA = "fedstrata"
-"""Our part of what NVFlare's ``show_stats`` answers."""
+"""The key of our part in the answer of NVFlare's ``show_stats``."""
 
 STEP = 2.0
-"""Seconds between two looks that are written down."""
+"""Seconds between two writes of the progress."""
 
 CURVES = {"accuracy": "accuracy", "loss": "loss", "train_loss": "train_loss", "clients_returned": "returned"}
-"""What is shown over the rounds, and its name there."""
+"""Columns that are shown as curves over the rounds, and the names of the curves."""
 
 POINTS = 300
-"""A curve has so many at most, or a few more: it is asked for every two seconds."""
+"""Approximate largest number of points of a curve, which is sent every two seconds."""
+
+MEASURED = ("accuracy", "loss", "train_loss")
+COUNTED = ("returned", "dropped", "late", "failed")
+"""Metrics, and counts of clients, that are shown of a round."""
 
 
 class Curves:
-    """What rounds came to, one after the other."""
+    """The curves of metrics over the rounds."""
 
     def __init__(self) -> None:
         self._rounds: list[tuple[int, Mapping[str, Any]]] = []
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """A round is over; after a crash it may be one that was over before."""
+        """Add a round; after a crash it replaces the rounds from the same number on."""
         while self._rounds and self._rounds[-1][0] >= record["round"]:
             self._rounds.pop()
         kept = {name: record[key] for key, name in CURVES.items() if record.get(key) is not None}
         self._rounds.append((int(record["round"]), kept))
 
     def table(self) -> dict[str, list[list[float]]]:
-        """Rounds and values of each curve, thinned.
+        """Return the rounds and the values of each curve, thinned.
 
         >>> curves = Curves()
         >>> for round in (1, 2, 3, 2):
@@ -65,15 +69,15 @@ class Curves:
 
 
 class Progress:
-    """What the server of a run says.
+    """The progress of a run, as its server reports it.
 
     Args:
-        rounds: How many there will be.
-        sites: Who is to take part.
-        status: The state of each site, and why.
-        before: Records of the rounds that were over when the run went on.
-        path: Where it is written down; nowhere unless given.
-        run: What its folder is called.
+        rounds: The number of rounds.
+        sites: The sites that should take part.
+        status: Returns the state of a site, and the reason.
+        before: Records of the rounds before the run was resumed.
+        path: The file to write; optional.
+        run: The name of the run folder.
     """
 
     def __init__(
@@ -89,35 +93,35 @@ class Progress:
         self._begun, self._first = time.time(), 0
         self._last: Mapping[str, Any] = {}
         self._measured: dict[str, Any] = {}
+        """The last values of metrics; not every round has an evaluation."""
         self._bytes = {"bytes_up": 0, "bytes_down": 0}
         self._curves = Curves()
         for record in before:
             self._add(record)
         self._path, self._writing = path, threading.Lock()
         self._over, self._run = "", run
-        self._known: dict[str, list[str]] = {}
+        self._states: dict[str, list[str]] = {}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
-        """A round is over; a callback of a run."""
+        """Add the record of a round; a callback of a run."""
         self._first = self._first or int(record["round"])
         self._add(record)
 
     def _add(self, record: Mapping[str, Any]) -> None:
         self._last = dict(record)
-        keys = ("accuracy", "loss", "train_loss")  # a round without an evaluation leaves what the last one said
-        self._measured |= {key: record[key] for key in keys if record.get(key) is not None}
+        self._measured |= {key: record[key] for key in MEASURED if record.get(key) is not None}
         self._curves.add(record)
         for key in self._bytes:
             self._bytes[key] += int(record.get(key) or 0)
 
     def table(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the progress as plain values."""
         round = int(self._last.get("round", 0))
-        here = round - self._first + 1 if self._first else 0
+        rounds_here = round - self._first + 1 if self._first else 0
         seconds = time.time() - self._begun
-        counts = {key: self._last.get(f"clients_{key}") for key in ("returned", "dropped", "late", "failed")}
+        counts = {key: self._last.get(f"clients_{key}") for key in COUNTED}
         if not self._over:
-            self._known = self._standings()
+            self._update_states()
         return {
             "round": round,
             "rounds": self._rounds,
@@ -125,60 +129,57 @@ class Progress:
             **{key: value for key, value in counts.items() if value is not None},
             **self._bytes,
             "seconds": seconds,
-            "seconds_left": seconds / here * (self._rounds - round) if here and not self._over else None,
-            "sites": self._known,
+            "seconds_left": seconds / rounds_here * (self._rounds - round) if rounds_here and not self._over else None,
+            "sites": self._states,
             "curves": self._curves.table(),
             "run": self._run,
             "over": self._over,
         }
 
-    def _standings(self) -> dict[str, list[str]]:
-        return {site: list(self._status(site)) for site in self._sites}
+    def _update_states(self) -> None:
+        self._states = {site: list(self._status(site)) for site in self._sites}
 
-    def end(self, how: str = "complete") -> None:
-        """The run is over: nobody's status changes any more.
-
-        Args:
-            how: What became of it.
-        """
-        with suppress(Exception):  # whoever is asked for it may be gone already
-            self._known = self._standings()
-        self._over = how
+    def end(self, outcome: str = "complete") -> None:
+        """Note the end of the run; the states of sites do not change any more."""
+        with suppress(Exception):  # the transport may be closed already
+            self._update_states()
+        self._over = outcome
         self.write()
 
     def write(self) -> None:
-        """Write it down, where it has a place."""
+        """Write the progress to the file, if there is one."""
         if self._path is not None:
-            with self._writing:  # what is written last is the newest
+            with self._writing:  # so that the newest is written last
                 _write(self._path, self.table())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Write it down every two seconds in the block, whether or not a site is heard of."""
+        """Write the progress every two seconds during the block."""
+        if self._path is None:
+            yield
+            return
         ended = threading.Event()
 
         def work() -> None:
             while True:
                 try:
                     self.write()
-                except Exception as error:  # the disk is full, or the job is being ended: no reason to stop the run
+                except Exception as error:  # such as a full disk, which must not stop the run
                     LOG.debug("the status is not written: %s", error)
                 if ended.wait(STEP):
                     return
 
         thread = threading.Thread(target=work, name="status", daemon=True)
-        if self._path is not None:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             ended.set()
-            if thread.ident is not None:
-                thread.join()
+            thread.join()
 
 
 class SiteProgress:
-    """What a site says of its own part; written to its folder, where its administrator looks.
+    """The progress of a site's part, which is written to its folder.
 
     Args:
         path: The file.
@@ -189,17 +190,17 @@ class SiteProgress:
         self.table: dict[str, Any] = {"questions": 0, "bytes_in": 0, "bytes_out": 0, "refused": "", "working": False}
 
     def question(self, size: int) -> None:
-        """A question came, of so many bytes."""
+        """Note a question of so many bytes."""
         self.table |= {"bytes_in": self.table["bytes_in"] + size, "working": True, "asked": time.time()}
         self.table["questions"] += 1
 
     def answer(self, size: int, refused: str = "") -> None:
-        """It was answered with so many bytes, or refused."""
+        """Note an answer of so many bytes, or a refusal."""
         self.table |= {"bytes_out": self.table["bytes_out"] + size, "working": False}
         self.table["refused"] = refused or self.table["refused"]
 
     def write(self) -> None:
-        """Write it down, unless that was just done."""
+        """Write the progress, at most every two seconds."""
         if time.monotonic() - self._written >= STEP:
             self._written = time.monotonic()
             _write(self._path, self.table)
@@ -211,7 +212,7 @@ def _write(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def headline(table: Mapping[str, Any]) -> str:
-    """A run in a line: clients by what became of them in the last round, bytes so far, and the time that is left.
+    """Return a line about a run: the round, clients of the last round, sites, bytes, and the remaining time.
 
     >>> headline({"round": 3, "rounds": 10, "accuracy": 0.8125, "loss": 0.5, "returned": 2, "failed": 1,
     ...           "bytes_up": 2_500_000, "bytes_down": 800, "seconds_left": 35.0,
@@ -219,8 +220,8 @@ def headline(table: Mapping[str, Any]) -> str:
     'round 3 of 10, accuracy 0.812, loss 0.5; 2 returned, 1 failed; 1 of 2 sites in; 2.5 MB up, 0.8 kB down; 35 s left'
     """
     parts = [f"round {table['round']} of {table['rounds']}"]
-    parts += [f"{key} {table[key]:.3g}" for key in ("accuracy", "loss", "train_loss") if table.get(key) is not None]
-    counts = [f"{table[key]} {key}" for key in ("returned", "dropped", "late", "failed") if table.get(key)]
+    parts += [f"{key} {table[key]:.3g}" for key in MEASURED if table.get(key) is not None]
+    counts = [f"{table[key]} {key}" for key in COUNTED if table.get(key)]
     sites = list(table["sites"].values())
     lines = [", ".join(parts)]
     if counts:
@@ -234,33 +235,28 @@ def headline(table: Mapping[str, Any]) -> str:
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:
-    """A run, or a site's own part, as lines: how far it is, and a line a site.
+    """Return lines about a run, with one line per site, or about a site's part.
 
     Args:
-        table: What its server, or the site, says.
-        now: When, of what was written down.
+        table: The progress, from the server or the site.
+        now: The time; by default the present.
     """
+    now = time.time() if now is None else now
+    age = now - table.get("at", now)
+    quiet = f"last heard of {_duration(age)} ago" if age >= 5 * STEP else ""
     if "sites" not in table:
-        return shown_site(table, time.time() if now is None else now)
+        return _site_lines(table, quiet)
     names = table["sites"]
     width = max(map(len, names), default=0)
     rows = [f"  {name:{width}}  {state:<10}  {why}".rstrip() for name, (state, why) in names.items()]
-    age = ((time.time() if now is None else now) - table["at"]) if "at" in table else 0.0
-    first = f"the run is over: {table['over']}; " if table.get("over") else ""
-    if not first and age >= 5 * STEP:
-        first = f"last heard of {_duration(age)} ago; "
-    return [first + headline(table), *rows]
+    first = f"the run is over: {table['over']}" if table.get("over") else quiet
+    return ["; ".join([first] * bool(first) + [headline(table)]), *rows]
 
 
-def shown_site(table: Mapping[str, Any], now: float) -> list[str]:
-    """A site's own part as lines."""
-    age = now - table["at"]
-    alive = "works" if table["working"] else "waits for the next question"
-    state = alive if age < 5 * STEP else f"last heard of {_duration(age)} ago"
-    lines = [
-        f"this site {state}; {table['questions']} questions; "
-        f"{_amount(table['bytes_in'])} in, {_amount(table['bytes_out'])} out"
-    ]
+def _site_lines(table: Mapping[str, Any], quiet: str) -> list[str]:
+    state = quiet or ("works" if table["working"] else "waits for the next question")
+    volume = f"{_amount(table['bytes_in'])} in, {_amount(table['bytes_out'])} out"
+    lines = [f"this site {state}; {table['questions']} questions; {volume}"]
     if table["refused"]:
         lines.append(f"  refused: {table['refused']}")
     return lines

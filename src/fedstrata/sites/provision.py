@@ -16,7 +16,7 @@ import tomli_w
 
 from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import write_json
-from fedstrata.sites.certificates import ROOT_DAYS, own, renew
+from fedstrata.sites.certificates import ROOT_DAYS, key_pair, renew
 from fedstrata.sites.check import PART, SPEC
 from fedstrata.sites.configuration import CLASSES, write_job
 from fedstrata.sites.data_schema import prepare_server
@@ -101,7 +101,7 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
             write_json(out / name / PART, part)
     for name in (SERVER, ADMIN, *sites.site):
         finish(out / name)
-        renew(out / "authority", own(out / name)[0], sites.days)
+        renew(out / "authority", key_pair(out / name)[0], sites.days)
     close(out / "authority")
 
 

@@ -1,9 +1,11 @@
-"""A deployment rehearsed in one process: the sites' own files, the messages as bytes, and the same result."""
+"""A rehearsal of a deployment in one process, with the sites' files, messages as bytes, and the same result."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+
+from typing_extensions import override
 
 from fedstrata.evaluation.history import History
 from fedstrata.runs.preparation import prepare
@@ -11,6 +13,7 @@ from fedstrata.runs.simulation import Watcher, run_prepared
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.federation import Sites, policy_of
+from fedstrata.sites.messenger import Transport
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.spec.callbacks import Callback
@@ -18,21 +21,21 @@ from fedstrata.spec.experiment import Experiment
 from fedstrata.stratify.masking.key_store import KeyRing
 
 STATES = "sites"
-"""In the run folder: the clients' states, a folder a site."""
+"""The folder of the clients' states in the run folder, with one folder per site."""
 
 
-class _Transport:
-    """Sites in this process: what crosses are bytes, as it will be."""
+class _Transport(Transport):
+    """Sites in this process, which exchange bytes as in a deployment."""
 
     def __init__(self, site_servers: dict[str, SiteServer]) -> None:
         self.site_servers = site_servers
 
+    @override
     def there(self, site: str) -> bool:
-        """They all are."""
         return True
 
+    @override
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-        """What a site answers."""
         return self.site_servers[site].call(SERVER, data)
 
 
@@ -52,15 +55,15 @@ def rehearse(
     resume: bool = False,
     callbacks: Sequence[Callback | Watcher] = (),
 ) -> History:
-    """Run what a deployment will run, over the same files, to the same bytes.
+    """Run a deployment's experiment over the same files, with the same result.
 
     Args:
-        spec: What to run.
-        sites: Where: ``data`` and ``keys`` of each site, and the server's, are read here.
+        spec: The experiment.
+        sites: The federation; ``data`` and ``keys`` of sites and server are read here.
         out: The run folder.
-        base_dir: Those files are looked for from here.
-        resume: Go on with what is in the folder.
-        callbacks: What looks at the run.
+        base_dir: The base of relative paths of these files.
+        resume: Whether to resume the run in the folder.
+        callbacks: Callbacks of the run.
 
     Raises:
         SpecError: A setting is wrong, or a site's file is not named.
@@ -97,11 +100,11 @@ def rehearse(
         site_of_client,
         sums,
         spec=spec.to_toml(),
-        run="run",  # the folder is this run's own
+        run="run",  # the folder has no other run
         patience=sites.patience,
         direct=sites.relay == "direct",
         least=sites.least,
-        fewer="abort" if sites.fewer == "wait" else sites.fewer,  # nobody comes back here
+        fewer="abort" if sites.fewer == "wait" else sites.fewer,  # sites of this process do not come back
     )
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)

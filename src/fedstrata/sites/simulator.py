@@ -1,4 +1,4 @@
-"""Experiments in NVFlare's simulator: a server and sites as processes of this machine, without certificates."""
+"""Experiments in NVFlare's simulator: server and sites are processes of this machine, without certificates."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from fedstrata.spec.experiment import Experiment
 Callback = Callable[[Mapping[str, Any]], None]
 
 SITES = "sites.json"
-"""In a run folder: over how many sites its clients are dealt."""
+"""The file in a run folder with the number of sites of its clients."""
 
 _LOOK = 0.1
 GRACE = 5.0
-"""Seconds for processes that are to end."""
+"""Seconds that processes have to end."""
 
 
 def require_nvflare() -> None:
-    """Raise ``ExtraMissingError`` where NVFlare is not installed."""
+    """Raise ``ExtraMissingError`` if NVFlare is not installed."""
     if importlib.util.find_spec("nvflare") is None:
         raise ExtraMissingError("NVFlare", "nvflare")
 
@@ -58,10 +58,10 @@ def simulate(
 
     Args:
         runs: Experiments and their run folders; None for no folder.
-        sites: How many processes hold the clients; one a client up to the number of processors, at least three. A
-            run that goes on keeps its number, on whatever machine: each site has the states of its own clients.
-        resume: Go on with what is in the folders.
-        callbacks: Called with the record of every round.
+        sites: The number of processes that hold the clients. Default: one per client, at most the number of processors
+            or three. A resumed run keeps its number, because each site has the states of its clients.
+        resume: Whether to resume the runs in the folders.
+        callbacks: Are called with the record of every round.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site.
 
@@ -89,7 +89,7 @@ def simulate(
         ]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / WEIGHTS).unlink(missing_ok=True)  # of the rounds so far: it says below that all went well
+            (folder / WEIGHTS).unlink(missing_ok=True)  # below, its presence means that the run is complete
             write_json(folder / SITES, {"sites": count})
         states = folders[0] / "sites" if runs[0][1] is not None else root / "sites"
         (root / "keys").mkdir(mode=0o700)
@@ -100,7 +100,8 @@ def simulate(
             session.mkdir()
             write_job(session / "job", plans, [spec.to_toml() for spec, _ in runs])
             _write_settings(session / "workspace", settings)
-            with _Watch(folders, callbacks) as watch, _started(session, count) as process:
+            watch = _Watch(folders, callbacks)
+            with _started(session, count) as process:
                 while process.poll() is None:
                     watch.look()
                     time.sleep(_LOOK)
@@ -111,10 +112,10 @@ def simulate(
 
 
 def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
-    """The number of sites of runs that are to go on; ``sites`` where none was begun.
+    """Return the number of sites of runs to resume; ``sites`` if none of them has begun.
 
     Raises:
-        SpecError: They had another number, or their clients lived elsewhere.
+        SpecError: They had another number of sites, or another engine.
     """
     for folder in folders:
         if saved := checkpoint.load(folder / "checkpoint"):
@@ -130,7 +131,7 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
 
 
 def _touched(folder: Path) -> list[tuple[str, int]]:
-    """What changes in a run folder as soon as its run begins, goes on or fails."""
+    """Return the names and times of files that change as soon as a run begins, is resumed or fails."""
     files = [folder / name for name in (SPEC, METRICS, ERROR)]
     return [(file.name, file.stat().st_mtime_ns) for file in files if file.exists()]
 
@@ -147,7 +148,7 @@ def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) ->
 
 
 def _write_settings(workspace: Path, settings: SiteSettings) -> None:
-    """What the simulator copies to every site: its settings, and what a job may name."""
+    """Write the files that the simulator copies to every site: settings, and the classes that a job may name."""
     (workspace / LOCAL).parent.mkdir(parents=True)
     (workspace / LOCAL).write_text(tomli_w.dumps(settings.table()), encoding="utf-8")
     resources = {"format_version": 2, "class_allow_list": list(CLASSES)}
@@ -157,7 +158,7 @@ def _write_settings(workspace: Path, settings: SiteSettings) -> None:
 @contextmanager
 def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
     command = simulator_command(root / "job", root / "workspace", sites)
-    # Each site is one processor's work: more threads would only get in each other's way.
+    # Each site keeps one processor busy; more threads would slow each other down.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with (root / "log.txt").open("wb") as log:
         process = start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -168,19 +169,12 @@ def _started(root: Path, sites: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 class _Watch:
-    """Tells callbacks of every round that the servers of runs write down."""
+    """Calls callbacks with every round that the servers write to the run folders."""
 
     def __init__(self, folders: Sequence[Path], callbacks: Sequence[Callback]) -> None:
         self._files = [folder / METRICS for folder in folders]
         self._callbacks = callbacks
-        self._seen: dict[Path, int] = {}
-
-    def __enter__(self) -> _Watch:
         self._seen = {file: len(self._records(file)) for file in self._files}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def look(self) -> None:
         for file in self._files:

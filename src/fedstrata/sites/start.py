@@ -1,7 +1,6 @@
-"""What a kit's start script does before NVFlare begins: ``python -m fedstrata.sites.start KIT [--verbose]``.
+"""Prepare the start of a party; a kit's start script runs ``python -m fedstrata.sites.start KIT [--verbose]``.
 
-``start.sh`` first asks with ``--check``, while somebody waits for it. What then goes on in the background begins with
-``--checked``.
+``start.sh`` first runs it with ``--check`` in the foreground, and then with ``--checked`` in the background.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import sys
 from pathlib import Path
 
 from fedstrata.sites.check import check
-from fedstrata.sites.kits import close, logged, placed
+from fedstrata.sites.kits import close, configure_logging, set_paths
 
 
-def looked_at(kit: Path) -> int:
-    """Say what is wrong with a kit; the exit code, 0 where it may start."""
+def checked_kit(kit: Path) -> int:
+    """Print the problems of a kit, and return the exit code: 0 if it may start."""
     findings = [each for each in check(kit, server=False, data=False) if each.state != "ok"]
     for each in findings:
         print(f"fedstrata: {each}", flush=True)
@@ -22,20 +21,20 @@ def looked_at(kit: Path) -> int:
 
 
 def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
-    """Say what is wrong with a kit, and make it ready where it may start.
+    """Print the problems of a kit, and prepare it if it may start.
 
     Args:
         kit: A party's folder.
-        verbose: Whether NVFlare says all.
-        checked: Whether it was looked at just now.
+        verbose: Whether NVFlare logs everything.
+        checked: Whether the kit was checked just now.
 
     Returns:
-        The exit code, 0 where it may start.
+        The exit code: 0 if it may start.
     """
-    if not checked and looked_at(kit):
+    if not checked and checked_kit(kit):
         return 1
-    placed(kit)
-    logged(kit, verbose=verbose)
+    set_paths(kit)
+    configure_logging(kit, verbose=verbose)
     for part in ("startup", "local"):
         close(kit / part)
     return 0
@@ -44,5 +43,5 @@ def start(kit: Path, *, verbose: bool, checked: bool = False) -> int:
 if __name__ == "__main__":
     folder, given = Path(sys.argv[1]), sys.argv[2:]
     if "--check" in given:
-        sys.exit(looked_at(folder))
+        sys.exit(checked_kit(folder))
     sys.exit(start(folder, verbose="--verbose" in given, checked="--checked" in given))

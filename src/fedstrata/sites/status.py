@@ -1,4 +1,4 @@
-"""How far a run is, wherever one looks: at the administrator's, the server's or a site's folder, or at a run folder."""
+"""The progress of a run, read from the folder of the administrator, the server or a site, or from a run folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ import sys
 import tempfile
 import time
 import tomllib
+from abc import ABC, abstractmethod
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import jsonable, read_jsonl
@@ -24,88 +28,84 @@ from fedstrata.sites.submit import COMPLETED, POLL, Report, Watch, refuse_expire
 NOTHING = "no run is at work"
 
 
-class Source(Protocol):
-    """Where one looks."""
+class Source(ABC):
+    """Where the progress of a run is read."""
 
+    @abstractmethod
     def table(self) -> dict[str, Any] | None:
-        """How far the run is, or a site's own part of it; None where there is none.
+        """Return the progress of the run, or of a site's own part; None if there is no run.
 
-        Where the server that is asked does not answer, the table has only ``away``: why. Where a job was brought and
-        its run says nothing yet, it has only ``waiting``: how the job stands.
+        If the server does not answer, the table has only the key ``away`` with the reason. If a job was submitted and
+        its run has not reported yet, the table has only the key ``waiting`` with the status of the job.
         """
 
+    @abstractmethod
     def result(self) -> Path | None:
-        """The run folder, once the run is over."""
+        """Return the run folder when the run is over."""
 
     def close(self) -> None:
-        """Look no more."""
+        """Close connections."""
+        return
 
 
 def source_of(folder: Path, report: Report = print) -> Source:
-    """What a folder tells.
+    """Return the source of a folder.
 
     Args:
-        folder: The administrator's, who asks the server; that of the server or of a site, which write their part down;
-            or a run folder.
+        folder: The administrator's folder, which asks the server; the folder of the server or of a site, which write
+            their progress; or a run folder.
         report: Is called with a line about each event.
 
     Raises:
-        SpecError: It is no such folder.
+        SpecError: It is not such a folder.
         ExtraMissingError: NVFlare is not installed, which an administrator needs.
     """
     if (folder / JOB / "meta.json").is_file():
         require_nvflare()
         silence_client()
-        return _Asked(folder, report)
+        return _AdminSource(folder, report)
     if (folder / "startup").is_dir():
-        return _Written(folder)
+        return _KitSource(folder)
     if (folder / SPEC).is_file() and (folder / METRICS).is_file():
-        return _Folder(folder)
+        return _RunSource(folder)
     raise SpecError("FOLDER", "no party's folder: it has no startup; and no run folder", str(folder))
 
 
 def status(folder: Path, *, watch: bool = False, as_json: bool = False) -> None:
-    """Say how far the run is, or a party's own part of it.
+    """Print the progress of a run, or of a party's own part of it.
 
     Args:
         folder: See ``source_of``.
-        watch: Whether to go on until the run is over; in a terminal in one place, elsewhere in lines.
-        as_json: As a table for programs.
+        watch: Whether to repeat this until the run is over; a terminal shows it in place.
+        as_json: Whether to print tables for programs.
 
     Raises:
-        SpecError: It is no such folder.
-        DataError: What the run wrote down is damaged.
-        FedstrataError: The server refuses, or cannot be reached, which one that watches waits for.
+        SpecError: It is not such a folder.
+        DataError: A file of the run is damaged.
+        FedstrataError: The server refuses, or cannot be reached; ``watch`` waits for it.
     """
     from rich.console import Console
     from rich.live import Live
 
     console = Console()
-    source = source_of(folder, lambda text: print(text, file=sys.stderr))
-    try:
-        if not watch or as_json or not console.is_terminal:
-            while True:
-                table = source.table()
-                if not watch and table and "away" in table:
-                    raise FedstrataError(lines(table)[0])
+    live = Live(console=console, auto_refresh=False) if watch and not as_json and console.is_terminal else None
+    with closing(source_of(folder, lambda text: print(text, file=sys.stderr))) as source, live or nullcontext():
+        while True:
+            table = source.table()
+            if not watch and table and "away" in table:
+                raise FedstrataError(lines(table)[0])
+            if live is not None:
+                live.update(picture(table), refresh=True)
+            else:
                 text = json.dumps(jsonable(table), allow_nan=False) if as_json else "\n".join(lines(table))
                 print(text, flush=True)
-                if not watch or (table or {}).get("over"):
-                    return
-                time.sleep(POLL)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                table = source.table()
-                live.update(picture(table), refresh=True)
-                if (table or {}).get("over"):
-                    return
-                time.sleep(POLL)
-    finally:
-        source.close()
+            if not watch or (table or {}).get("over"):
+                return
+            time.sleep(POLL)
 
 
 def lines(table: dict[str, Any] | None) -> list[str]:
-    """What is shown of a table."""
+    """Return the progress in lines of text."""
     if table and "away" in table:
         return [f"the server cannot be reached: {table['away']}"]
     if table and "waiting" in table:
@@ -114,7 +114,7 @@ def lines(table: dict[str, Any] | None) -> list[str]:
 
 
 def picture(table: dict[str, Any] | None) -> Any:
-    """The same for a terminal, as wide as that is: a site that does not take part stands out."""
+    """Return the progress for a terminal; sites that do not take part are coloured."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -130,7 +130,7 @@ def picture(table: dict[str, Any] | None) -> Any:
 
 
 def _rounds(path: Path) -> int:
-    """Read the number of rounds of a run. The rest of a spec may name code, which looking must not import."""
+    """Read the number of rounds of a run. The rest of the spec may name code, which must not be imported here."""
     try:
         rounds = tomllib.loads(path.read_text(encoding="utf-8"))["training"]["rounds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -141,10 +141,10 @@ def _rounds(path: Path) -> int:
 
 
 def of_run(folder: Path) -> dict[str, Any]:
-    """How far the run of a run folder is.
+    """Return the progress of the run of a run folder.
 
     Raises:
-        DataError: Its files are damaged.
+        DataError: A file is damaged.
     """
     progress = Progress(_rounds(folder / SPEC), [], lambda site: ("", ""), read_jsonl(folder / METRICS))
     if (folder / WEIGHTS).exists():
@@ -154,28 +154,28 @@ def of_run(folder: Path) -> dict[str, Any]:
     return progress.table() | {"seconds": None}
 
 
-class _Folder:
+class _RunSource(Source):
     """A run folder, of a run here or of one that was fetched."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    @override
     def table(self) -> dict[str, Any]:
         return of_run(self._folder)
 
+    @override
     def result(self) -> Path | None:
         return self._folder if self.table()["over"] else None
 
-    def close(self) -> None:
-        pass
 
-
-class _Written:
-    """The folder of the server or of a site: what its processes wrote there."""
+class _KitSource(Source):
+    """The folder of the server or of a site, with the progress that its processes wrote."""
 
     def __init__(self, kit: Path) -> None:
         self._kit = kit
 
+    @override
     def table(self) -> dict[str, Any] | None:
         path = self._kit / STATUS
         if not path.exists():
@@ -188,16 +188,14 @@ class _Written:
             raise DataError(f"{path}: damaged, it does not say how far the run is; what runs there writes it anew")
         return table
 
+    @override
     def result(self) -> Path | None:
         table = self.table() or {}
         return self._kit / STATUS.parent / Path(table["run"]).name if table.get("over") and table.get("run") else None
 
-    def close(self) -> None:
-        pass
 
-
-class _Asked:
-    """The administrator's folder: the server is asked, and when the run is over its folder is fetched."""
+class _AdminSource(Source):
+    """The administrator's folder: asks the server, and fetches the run folder when the run is over."""
 
     def __init__(self, kit: Path, report: Report) -> None:
         refuse_expired(kit, report)
@@ -205,52 +203,55 @@ class _Asked:
         self._place = tempfile.TemporaryDirectory(prefix="fedstrata-status-")
         self._last: dict[str, Any] = {}
         self._job = ""
+        """The job that ended, while no other one runs."""
         self._over: dict[str, Any] = {}
         self._fetched: Path | None = None
 
+    @override
     def table(self) -> dict[str, Any] | None:
         table = self._watch.progress()
-        if table is None and self._watch.away:  # of a server that was started again the next session may come about
+        if table is None and self._watch.away:  # after a restart of the server a new session may work
             table = self._watch.progress()
         if table is not None:
             self._last, self._job = table, ""
             return table
-        waits = ""
+        status = ""
         if not self._watch.away:
-            job, how = self._watch.ended()
+            job, job_status = self._watch.ended()
             if job and job != self._job:
-                self._end(job, how)
+                self._end(job, job_status)
             elif not self._watch.away:
-                self._job, waits = job, "" if job else how
-        if self._job:  # what a run came to stays so when its server is shut down
+                self._job, status = job, "" if job else job_status
+        if self._job:  # the result stays known when the server is shut down
             return self._over
         if self._watch.away:
             return {"away": self._watch.away}
-        if waits == "RUNNING" and self._last and self._last["round"] == self._last["rounds"]:
-            return self._last  # NVFlare may yet wait for a site that went away
-        broke_off = waits.startswith("FINISHED")
-        return {"waiting": f"its job {'broke off as' if broke_off else 'is'} {waits}"} if waits else None
+        if status == "RUNNING" and self._last and self._last["round"] == self._last["rounds"]:
+            return self._last  # NVFlare may still wait for a missing site
+        broke_off = status.startswith("FINISHED")
+        return {"waiting": f"its job {'broke off as' if broke_off else 'is'} {status}"} if status else None
 
-    def _end(self, job: str, how: str) -> None:
-        """What a job came to, which is fetched once; nothing while the server is away."""
+    def _end(self, job: str, status: str) -> None:
+        """Fetch the result of a job once; do nothing while the server is away."""
         sites, folder = self._last.get("sites", {}), Path(self._place.name) / job
+        over: dict[str, Any] = {}
         self._job, self._fetched = "", None
-        if how == COMPLETED:
+        if status == COMPLETED:
             try:
                 if not self._watch.fetch(folder, job):
                     return
-                self._job, self._over, self._fetched = job, of_run(folder) | {"sites": sites}, folder
-                self._last = {}
-                return
+                over, self._fetched = of_run(folder) | {"sites": sites}, folder
             except (FedstrataError, DataError) as error:
-                how = str(error)
+                status = str(error)
         nothing = {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0}
-        self._job, self._over = job, nothing | self._last | {"over": how, "seconds_left": None}
+        self._job, self._over = job, over or nothing | self._last | {"over": status, "seconds_left": None}
         self._last = {}
 
+    @override
     def result(self) -> Path | None:
         return self._fetched
 
+    @override
     def close(self) -> None:
         self._watch.close()
         self._place.cleanup()

@@ -1,4 +1,4 @@
-"""What a kit's stop script does: ``python -m fedstrata.sites.stop KIT``."""
+"""Stop a party; a kit's stop script runs ``python -m fedstrata.sites.stop KIT``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 PIDS = ("daemon_pid.fl", "pid.fl")
-"""In a kit: the process that starts NVFlare anew when it ends, and NVFlare."""
+"""Files in a kit with the numbers of the process that restarts NVFlare, and of NVFlare."""
 
 GRACE = 10.0
-"""Seconds that processes have to end by themselves."""
+"""Seconds that processes have to end after SIGTERM."""
 
 ROUNDED = 60.0
-"""Seconds by which the system may be wrong about when a process began."""
+"""Largest error in seconds of the start time of a process."""
 
 
 def stop(kit: Path) -> int:
-    """End the party that was started from a folder, with all that it started, and wait for that.
+    """End the party of a folder and all its child processes, and wait for their end.
 
     Args:
-        kit: Its folder.
+        kit: The party's folder.
 
     Returns:
-        The exit code: 0, or 1 where nothing runs.
+        The exit code: 0, or 1 if the party does not run.
     """
     import psutil
 
@@ -37,11 +37,11 @@ def stop(kit: Path) -> int:
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, left = psutil.wait_procs(family, GRACE)
-    for process in left:
+    _, alive = psutil.wait_procs(family, GRACE)
+    for process in alive:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, GRACE)
+    psutil.wait_procs(alive, GRACE)
     for path in (kit / name for name in (*PIDS, "shutdown.fl", "restart.fl")):
         process = running.get(path)
         if process is None or process in roots or _began_after(process, path):
@@ -56,7 +56,7 @@ def stop(kit: Path) -> int:
 
 
 def _running(path: Path) -> Any:
-    """The process whose number a file holds; None where it has ended."""
+    """Return the process whose number is in a file; None if it has ended."""
     import psutil
 
     try:
@@ -67,17 +67,17 @@ def _running(path: Path) -> Any:
 
 
 def _began_after(process: Any, path: Path) -> bool:
-    """Whether a process began after a file was written, and has the number of the one that the file names."""
+    """Return whether a process began after a file with its number was written, so that the number was reused."""
     return bool(process.create_time() > path.stat().st_mtime + ROUNDED)
 
 
 def _is_of(process: Any, kit: Path) -> bool:
-    """Whether a process is this kit's script, or was given this kit's folder, by whatever path."""
+    """Return whether the command line of a process names this kit's folder or script, by any path."""
     import psutil
 
     with suppress(psutil.Error):
         words = [process.cwd() / Path(word) for word in process.cmdline() if word]
-        return any(_same(word, own) for word in words for own in (kit, kit / "startup" / "sub_start.sh"))
+        return any(_same(word, path) for word in words for path in (kit, kit / "startup" / "sub_start.sh"))
     return False
 
 

@@ -1,4 +1,4 @@
-"""Sums over the clients of one group who live at several sites: each site brings its clients' parts in one call."""
+"""Sums over the clients of a group at several sites: each site sends the parts of its clients in one call."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from fedstrata.sites.idempotency import RequestCache
 from fedstrata.sites.wire import Part, Refused, SiteRefusedError, Total, read
 
 SHARE = 0.4
-"""The part of a call's time that the members of a group wait for each other at one sum."""
+"""The share of a site's patience that the members of a group wait for each other at one sum."""
 
 
 class Sums:
-    """The server's side: a barrier for each group that is at work.
+    """The server's side: a barrier for each group.
 
-    Sums are taken in the order of the members, whichever site comes first: the same bits as ``LocalGroup``.
+    Sums are taken in the order of the members, not of arrival, so they have the same bits as in ``LocalGroup``.
 
-    The barrier loses patience before the calls of the sites that wait at it do: otherwise one site that hangs would
-    take all others with it, whose own answers would come too late.
+    The barrier has less patience than the calls of the sites. Otherwise one site that hangs would make the answers of
+    all other sites late.
 
     Args:
         patience: Seconds that a site has for its whole answer.
@@ -37,26 +37,26 @@ class Sums:
         self._caches: dict[tuple[str, str], RequestCache] = {}
 
     def open(self, group: str, places: dict[str, set[int]]) -> None:
-        """Begin a group whose members have these places, by site."""
+        """Begin a group; ``places`` are the places of its members, by site."""
         with self._lock:
             self._groups[group] = LocalGroup(sum(map(len, places.values())), self.patience), places
 
     def abort(self, group: str, reason: str) -> None:
-        """Let everybody who waits, or comes later, know that the group is broken."""
+        """Break a group: all its sums fail from now on."""
         with self._lock:
             entry = self._groups.get(group)
         if entry is not None:
             entry[0].abort(reason)
 
     def leave(self, group: str, site: str) -> None:
-        """Note that a site has answered: no more parts of its clients will come."""
+        """Note that a site has answered, so that its clients will not take part in further sums."""
         with self._lock:
             members, places = self._groups.get(group, (None, {}))
         if members is not None:
             members.leave(*places[site])
 
     def close(self, group: str) -> None:
-        """Forget a group."""
+        """End a group."""
         self.abort(group, "it is over")
         with self._lock:
             _, places = self._groups.pop(group, (None, {}))
@@ -64,7 +64,7 @@ class Sums:
                 self._caches.pop((group, site), None)
 
     def add_up(self, site: str, data: object) -> bytes:
-        """The answer to a site's ``Part``: the ``Total``, or ``Refused`` where the group is broken."""
+        """Return the answer to a site's ``Part``: the ``Total``, or ``Refused`` if the group is broken."""
         try:
             part: Part = read(data, Part)
             with self._lock:
@@ -82,12 +82,12 @@ class Sums:
 
 
 class SiteGroup(LocalGroup):
-    """The clients of one site, as threads, that belong to a larger group.
+    """The clients of one site, in threads, as a part of a larger group.
 
     Args:
-        group: Its name.
-        places: Of these clients among its members.
-        send: Carries a ``Part`` to the server and gives back what it answers.
+        group: The name of the group.
+        places: The places of these clients among the members.
+        send: Sends a ``Part`` to the server and returns its answer.
         patience: Seconds that a client waits for the others of its site.
     """
 

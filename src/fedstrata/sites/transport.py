@@ -1,4 +1,4 @@
-"""How a server reaches its sites: heartbeats tell the dead from the busy, and a call that stalls is made again."""
+"""Calls of the server to its sites: heartbeats distinguish dead from busy sites, and stalled calls are repeated."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ from fedstrata.sites.wire import SiteLostError
 LOG = logging.getLogger(__name__)
 
 SILENCE = 8.0
-"""Seconds without a heartbeat after which a site is taken for dead, until the next one."""
+"""Seconds without a heartbeat after which a site counts as dead, until its next heartbeat."""
 
 STALL = 5.0
-"""Seconds after which a question that a living site does not know, or an answer that does not come, is on its way no
-more."""
+"""Seconds after which a question that a live site has not received, or its answer, counts as lost."""
 
 RATE = 1e6
-"""Bytes a second that the slowest line carries: what is long on its way is not lost."""
+"""Bytes per second of the slowest connection, so that large messages do not count as lost too early."""
 
 LOOK = 0.25
-"""Seconds between two looks at a call, and between one that failed and the next."""
+"""Seconds between two checks of a call, and between a failed call and the next."""
 
 FAILURES = 3
-"""Calls that may fail before what the last one raised is believed."""
+"""Calls that must fail before the last error is raised."""
 
 STRUCK = "it was struck off the server's list of who may connect"
 
 Call = Callable[[bytes, float], object]
-"""Carries bytes to one site within so many seconds, and gives back its answer."""
+"""Sends bytes to one site and returns its answer within so many seconds."""
 
 
 def begun(call: Call, data: bytes, patience: float) -> Future[object]:
-    """A call under way, in a thread that nobody waits for: one to the dead lasts as long as its patience.
+    """Begin a call in a daemon thread.
 
-    Those of an executor are waited for when the process ends, so that a run with a dead site would not end.
+    A call to a dead site lasts for its whole patience. The threads of an executor would delay the end of the process.
     """
     future = Future[object]()
 
@@ -56,17 +55,17 @@ def begun(call: Call, data: bytes, patience: float) -> Future[object]:
 
 
 def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> object:
-    """What is answered to a question that may be asked again; ever less often, because it may only take long.
+    """Return the answer to a question that may be repeated, with growing pauses, because an answer may take long.
 
     Args:
-        call: Asks.
+        call: Asks the question.
         data: The question.
         patience: Seconds.
-        beside: Whether what takes long is asked again beside the first call; else only what failed is.
+        beside: Whether a slow call is repeated while it lasts; otherwise only failed calls are repeated.
 
     Raises:
-        SiteLostError: Nothing was answered in time.
-        Exception: What the last of ``FAILURES`` calls raised, when none is waited for any more.
+        SiteLostError: There was no answer in time.
+        Exception: The error of the last of ``FAILURES`` calls.
     """
     end, pause = time.monotonic() + patience, STALL + len(data) / RATE if beside else math.inf
     calls: set[Future[object]] = set()
@@ -89,45 +88,45 @@ def retry(call: Call, data: bytes, patience: float, beside: bool = True) -> obje
 
 
 class _Heart:
-    """What is known of one site.
+    """The last heartbeat of a site.
 
     Args:
-        now: When its first heartbeat is waited for.
+        now: The time from which its first heartbeat is expected.
     """
 
     def __init__(self, now: float) -> None:
-        self.heard = self.changed = now
+        self.last_beat = self.changed = now
         self.number = self.size = 0
 
     def record(self, now: float, number: int, size: int) -> None:
         if (number, size) != (self.number, self.size):
             self.changed = now
-        self.heard, self.number, self.size = now, number, size
+        self.last_beat, self.number, self.size = now, number, size
 
     def on_its_way(self, number: int, size: int) -> int:
-        """Bytes that may be under way: the question before the site begins with it, the answer when it is there."""
+        """Return the bytes that may be under way: those of the question until it is received, then of the answer."""
         if self.size == AT_WORK:
             return 0
         return self.size if self.number == number else size
 
 
 class Signal(Protocol):
-    """Says that the job is to end."""
+    """A signal that a job must end."""
 
     @property
     def triggered(self) -> Any:
-        """Whether it does."""
+        """Whether the job must end."""
 
 
 class CollabTransport:
     """The server's calls to its sites; see ``fedstrata.sites.messenger.Transport``.
 
     Args:
-        calls: How to call each site, by its name.
-        over: What a call raises when the job is over.
-        signal: Says that it is.
-        clock: Seconds.
-        struck: Whether a site was struck off the list of who may connect, which can happen at any time.
+        calls: A call to each site, by name.
+        over: The exception of a call when the job is over.
+        signal: Tells that the job is over.
+        clock: Returns seconds.
+        struck: Tells whether a site was struck off the list of sites that may connect.
     """
 
     def __init__(
@@ -144,33 +143,32 @@ class CollabTransport:
         self._lock = threading.Lock()
 
     def hear(self, site: str, number: int, size: int) -> None:
-        """A heartbeat came.
+        """Record a heartbeat, if it is valid.
 
         Args:
-            site: Whose.
-            number: Of the last question with which it began.
+            site: The site.
+            number: The last question that it began.
             size: Bytes of its answer; ``AT_WORK`` while it works.
         """
-        # A site may say anything. What is no heartbeat is none.
         sound = type(number) is int and type(size) is int and AT_WORK <= size <= DEFAULT_LIMIT
         if sound and (heart := self._hearts.get(site)):
             with self._lock:
                 heart.record(self._clock(), number, size)
 
     def there(self, site: str) -> bool:
-        """Whether a site was heard of lately; otherwise asking it is in vain."""
+        """Return whether a site sent a heartbeat lately."""
         if self._signal.triggered:
             raise self._over("the job is over")
         return site in self.sites and not self.struck(site) and self._silence(site) <= SILENCE
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-        """What the site answers, however often it must be asked for that.
+        """Return the site's answer; calls are repeated if necessary.
 
-        A site that is dead is given up within seconds, and costs nothing until it is heard of again. One that is at
-        work has ``patience`` seconds. Neither a question nor an answer that got lost costs more than ``STALL``.
+        A dead site is given up within seconds, and a busy site has ``patience`` seconds. A lost question or answer
+        costs about ``STALL`` seconds.
 
         Raises:
-            SiteLostError: It is dead, late, or struck off the list: an answer that is under way then counts no more.
+            SiteLostError: The site is dead, late, or struck off the list. An answer under way is then ignored.
         """
         if site not in self.sites:
             raise SiteLostError("it has not joined")
@@ -196,7 +194,7 @@ class CollabTransport:
             with self._lock:
                 size = heart.on_its_way(number, len(data))
                 since = max(sent, heart.changed) if heart.number == number else sent
-                stalled = heart.size != AT_WORK and heart.heard - since > times * (STALL + size / RATE)
+                stalled = heart.size != AT_WORK and heart.last_beat - since > times * (STALL + size / RATE)
             self._refuse_silent(site, size)
             if not calls:
                 time.sleep(LOOK)
@@ -212,13 +210,13 @@ class CollabTransport:
 
     def _silence(self, site: str) -> float:
         with self._lock:
-            return self._clock() - self._hearts[site].heard
+            return self._clock() - self._hearts[site].last_beat
 
     def _refuse_struck(self, site: str) -> None:
         if self.struck(site):
             raise SiteLostError(STRUCK)
 
     def _refuse_silent(self, site: str, size: int) -> None:
-        # Heartbeats wait behind what is on the same line.
+        # Heartbeats wait for data on the same connection.
         if (silence := self._silence(site)) > SILENCE + size / RATE:
             raise SiteLostError(f"nothing was heard of it for {silence:.0f} s")
