@@ -103,7 +103,7 @@ def test_a_median_of_steps_is_within_half_a_step(values, step):
     whole = of(np.array(values, dtype=float)[:, None], columns={"a": column})
     found = whole.statistics([np.array([n]) for n in range(len(values))])
     exact = np.percentile(values, 50, method="inverted_cdf")
-    assert abs(found.value("a", column, 0) - exact) <= step / 2
+    assert abs(found.imputed("a", column, 0) - exact) <= step / 2
     assert all(value % step == 0 for value in found.counts["a"][:, 0].tolist())
 
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fedstrata.data.partitions import Dirichlet, Given, draw_partition, label_table, render_table
+from fedstrata.data.partitions import Dirichlet, Given, draw_partition, render_table
 
 
 def read(table):
@@ -22,7 +22,7 @@ def rows(text):
 def test_the_table_by_hand(labelled):
     dataset = labelled([0, 1, 1, 2, 1, 0])
     assignment = Given(indices=[[0, 1, 2], [3, 4, 5]]).split(dataset, 0)
-    assert label_table(assignment, dataset.y_train.numpy(), 3).tolist() == [[1, 2, 0], [1, 1, 1]]
+    assert assignment.counts(dataset.y_train.numpy(), 3).tolist() == [[1, 2, 0], [1, 1, 1]]
     text = read(render_table(assignment, dataset))
     assert rows(text) == {
         "0": ["3", "1", "2", "·"],

@@ -415,11 +415,9 @@ MUTANTS = [
     head("the whole model is tuned", "for name in config.model.head_names}", "for name in config.model.params()}"),
     head("another sample each round", 'rng(config.seed, "server-samples")', 'rng(config.seed + 1, "server-samples")'),
     predictions("the mean of batches", 'reduction="sum"))', 'reduction="mean"))'),
-    fitting("means apart are forgotten", "other.squares + apart * apart * share * self.count", "other.squares"),
-    fitting("the mean of means", "share, apart = other.count / count.clamp(min=1),", "share, apart = 0.5,"),
-    fitting(
-        "what stands in is not counted", "share = value - float(known.mean[place]), lacks /", "share = value, lacks /"
-    ),
+    fitting("means apart are forgotten", "other.squares + distance * distance * share * self.count", "other.squares"),
+    fitting("the mean of means", "share, distance = other.count / count.clamp(min=1),", "share, distance = 0.5,"),
+    fitting("imputed values are not counted", "share = value - mean, n_missing /", "share = value, n_missing /"),
     fitting("the upper median", "counts.sum() / 2)", "counts.sum() / 2, side='right')"),
     fitting("no step", "np.round(values / column.step) * column.step", "values"),
     sites_data("a site's test rows are another client's", "first=client)", "first=0)"),

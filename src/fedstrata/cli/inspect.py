@@ -150,7 +150,7 @@ def _partition(options: argparse.Namespace) -> int:
     import rich
 
     from fedstrata.base.config import under
-    from fedstrata.data.partitions import draw_partition, label_table, render_table
+    from fedstrata.data.partitions import draw_partition, render_table
 
     spec = experiment(options)
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):
@@ -160,7 +160,7 @@ def _partition(options: argparse.Namespace) -> int:
     assignment = located(options, lambda: under("partition", lambda: spec.partition.split(data, spec.seed)))
     draw_partition(assignment, data, options.out)
     if options.json:
-        table = label_table(assignment, data.y_train.cpu().numpy(), data.classes)
+        table = assignment.counts(data.y_train.cpu().numpy(), data.classes)
         classes = [*map(str, data.class_names or range(data.classes))]
         print_json({"picture": str(options.out), "classes": classes, "samples": table.tolist()})
         return 0

@@ -1,4 +1,4 @@
-"""Arrays as they come, checked and brought into the form that a ``Dataset`` stores."""
+"""Check arrays of users and bring them into the form that a ``Dataset`` stores."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Array = ArrayLike | Tensor
 Pair = tuple[NDArray[np.generic], NDArray[np.generic]]
 
 CHANNELS = (1, 3, 4)
-"""Sizes of an axis that is taken for the channels of images."""
+"""Lengths of an axis that is taken for the channels of images."""
 
 
 def _numpy(values: Array, key: str) -> NDArray[np.generic]:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
-        values = values.float() if values.dtype == torch.bfloat16 else values  # which NumPy does not know
+        values = values.float() if values.dtype == torch.bfloat16 else values  # NumPy has no bfloat16
     try:
         array = np.asarray(values)
     except (ValueError, TypeError, RuntimeError) as error:
         raise DataError(f"{key}: not an array: {error}") from None
     if array.dtype == object and all(isinstance(item, str) for item in array.flat):
-        return array.astype(str)  # columns of pandas come so
+        return array.astype(str)  # pandas stores text in arrays of objects
     if array.dtype == object:
         problem = f"{key}: rows of different lengths or types; give one array of numbers or strings"
         raise DataError(problem).publicly(problem)
@@ -38,19 +38,19 @@ def _numpy(values: Array, key: str) -> NDArray[np.generic]:
 
 
 def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
-    """Inputs in the form they are stored in, sharing memory with ``values`` where that will do.
+    """Convert inputs to the form in which they are stored. The result may share memory with ``values``.
 
     Args:
         values: See ``from_arrays``.
-        key: What to call them in messages.
-        exact: Keep float64 even where float32 would tell these samples apart, as for a few samples of a data set whose
-            others it would not.
+        key: Their name in messages.
+        exact: Keep float64 even if float32 can tell these samples apart. Set it if the data set that they belong to is
+            stored as float64.
 
     Returns:
         (N, H, W, C) or (N, F), contiguous.
 
     Raises:
-        DataError: They are neither images nor a table, or not finite.
+        DataError: The values are neither images nor a table, or some are not finite.
     """
     array = _numpy(values, key)
     if array.dtype.kind not in "fiub":
@@ -66,7 +66,7 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
     if array.dtype.kind == "f":
         if array.dtype.itemsize > 8:
             array = array.astype(np.float64)
-        with np.errstate(over="ignore"):  # what float32 cannot hold is reported below
+        with np.errstate(over="ignore"):  # values too large for float32 become infinite and are reported below
             narrow = array.astype(np.float32)
         if array.dtype.itemsize <= 4 or not (exact or _crowded(array, narrow)):
             array = narrow
@@ -81,24 +81,24 @@ def checked_inputs(values: Array, key: str, *, exact: bool = False) -> Tensor:
         if (largest := int(array.max())) >= 2**63:
             accepted = "accepted: whole numbers below 2**63, or floats"
             raise DataError(f"{key}: holds {largest}; {accepted}").publicly(f"{key}: too large numbers; {accepted}")
-        # PyTorch can hardly index wider unsigned types.
+        # PyTorch supports few operations on uint16, uint32 and uint64.
         array = array.astype(np.int32 if array.dtype.itemsize == 2 else np.int64)
     array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kind: str) -> Pair:
-    """Labels (or domains) of both splits as whole numbers or strings, one for each sample.
+    """Return the labels (or domains, or clients) of both splits as whole numbers or strings, one per sample.
 
     Args:
-        first: Those of the training samples.
-        second: Those of the test samples.
+        first: Labels of the training samples.
+        second: Labels of the test samples.
         train: Training inputs, (N, …).
         test: Test inputs.
-        kind: ``"y"`` or ``"domain"``, for messages.
+        kind: ``"y"``, ``"domain"`` or ``"client"``, for messages.
 
     Raises:
-        DataError: Wrong length, shape or type.
+        DataError: The labels have the wrong length, shape or type.
     """
     checked = []
     for values, samples, split in ((first, train, "train"), (second, test, "test")):
@@ -126,32 +126,33 @@ def checked_labels(first: Array, second: Array, train: Tensor, test: Tensor, kin
 
 
 def decoded(array: NDArray[np.generic], key: str) -> NDArray[np.generic]:
-    """Bytes as text; anything else as it is.
+    """Decode an array of bytes as UTF-8; return any other array unchanged.
 
     Raises:
-        DataError: The bytes are no UTF-8.
+        DataError: The bytes are not UTF-8.
     """
     if array.dtype.kind != "S":
         return array
     try:
-        return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # it is one of bytes
+        return np.char.decode(array, "utf-8")  # type: ignore[arg-type]  # an array of bytes
     except UnicodeDecodeError as error:
         raise DataError(f"{key}: holds the bytes {error.object!r}, which are no UTF-8; give strings") from None
 
 
 def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Tensor, Tensor], tuple[str, ...]]:
-    """Labels as 0…C−1, and what each number is called.
+    """Return labels as numbers 0…C−1, and the name of each number.
 
     Args:
         pair: From ``checked_labels``.
-        names: When given, numbers are taken for places in it, and strings must be among it.
-        kind: For messages.
+        names: If given, numeric labels are indices into it, and text labels must be among it.
+        kind: The kind of labels, for messages.
 
     Raises:
         DataError: A label is not among the names.
     """
     if np.result_type(*pair).kind == "f":
-        pair = (pair[0].astype(object), pair[1].astype(object))  # int64 beside uint64: floats would merge some of them
+        # int64 and uint64 concatenate to float64, which rounds large labels to the same number.
+        pair = (pair[0].astype(object), pair[1].astype(object))
     both = np.concatenate(pair)
     if names is None:
         values, both = np.unique(both, return_inverse=True)
@@ -167,73 +168,70 @@ def encode(pair: Pair, names: Sequence[str] | None, kind: str) -> tuple[tuple[Te
     elif both.min() < 0 or both.max() >= len(names):
         span = f"{both.min()}…{both.max()}"
         raise DataError(f"{kind}: holds numbers {span} for {len(names)} names; accepted: 0…{len(names) - 1}")
-    codes = torch.from_numpy(both.astype(np.int64))
-    cut = len(pair[0])
-    return (codes[:cut].clone(), codes[cut:].clone()), tuple(str(text) for text in names)
+    codes, train_size = torch.from_numpy(both.astype(np.int64)), len(pair[0])
+    return (codes[:train_size].clone(), codes[train_size:].clone()), tuple(str(text) for text in names)
 
 
 def encode_clients(
     first: Array | None, second: Array | None, train: Tensor, test: Tensor
 ) -> tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]]:
-    """Ids of clients as 0…M−1, and what each number is called.
+    """Return the clients that own the samples as numbers 0…M−1, and the name of each number.
 
     Args:
-        first: Whose each training sample is; None where there are no natural clients.
-        second: Whose each test sample is; None where it is not known.
+        first: The client of each training sample; None if there are no natural clients.
+        second: The client of each test sample; None if it is not known.
         train: Training inputs, (N, …).
         test: Test inputs.
 
     Raises:
-        DataError: Wrong length, shape or type, or ids of the test samples alone.
+        DataError: The ids have the wrong length, shape or type, or only the test samples have ids.
     """
     if first is None:
         if second is not None:
             raise DataError("client_test: given without client_train; give both, or client_train alone")
         return (None, None), ()
-    if second is None:  # an empty test set: nobody's samples, with labels of the same kind
-        ids = checked_labels(first, _numpy(first, "client_train")[:0], train, test[:0], "client")
-        (owner, _), names = encode(ids, None, "client")
-        return (owner, None), names
-    owners, names = encode(checked_labels(first, second, train, test, "client"), None, "client")
-    return owners, names
+    # Without ids of the test samples, encode an empty test set of the same type.
+    ids, samples = (second, test) if second is not None else (_numpy(first, "client_train")[:0], test[:0])
+    owners, names = encode(checked_labels(first, ids, train, samples, "client"), None, "client")
+    return (owners[0], None if second is None else owners[1]), names
 
 
 def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
-    """Name the classes that only the test set has: nobody can learn them, and every such sample counts as wrong.
+    """Warn about classes that only the test set has: models cannot learn them, so these samples count as wrong.
 
     Raises:
-        DataError: The two have no class in common, as where one is spelt otherwise.
+        DataError: The splits have no class in common, for example because labels are spelt differently.
     """
     unseen = np.setdiff1d(test.numpy(), train.numpy())
     if len(unseen) == 0:
         return
     named = ", ".join(repr(names[code]) for code in unseen[:10]) + (", …" if len(unseen) > 10 else "")
-    lost = int(np.isin(test.numpy(), unseen).sum())
-    if lost == len(test):
+    count = int(np.isin(test.numpy(), unseen).sum())
+    if count == len(test):
         known = ", ".join(repr(names[code]) for code in np.unique(train.numpy())[:10])
         raise DataError(f"y_test: its labels are {named}, and y_train has none of them; it has {known}")
-    problem = f"y_train has no sample of {named}, and {lost} of {len(test)} test samples are: they count as wrong"
+    problem = f"y_train has no sample of {named}, and {count} of {len(test)} test samples are: they count as wrong"
     warnings.warn(problem, stacklevel=2)
 
 
 def _crowded(values: NDArray[Any], narrow: NDArray[np.float32]) -> bool:
-    """Whether float32 would lose what tells samples apart: values that are large and close to each other."""
-    flat, near = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
+    """Return True if rounding to float32 makes samples indistinguishable: large values that are close to each other."""
+    flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):
-        error = np.abs(flat - near).max(axis=0)
+        error = np.abs(flat - rounded).max(axis=0)
         return bool((np.isfinite(error) & (error > 1e-3 * flat.std(axis=0)) & (flat.std(axis=0) > 0)).any())
 
 
 def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, Tensor | None]:
-    """What makes inputs normal, found on the training inputs.
+    """Compute the shift and scale that normalise inputs, from the training inputs.
 
     Args:
         train: Training inputs as stored, (N, H, W, C) or (N, F).
         normalize: See ``from_arrays``.
 
     Returns:
-        Shift and scale of each channel or feature, float32, or float64 where float32 would lose what tells samples
-        apart; ``None`` twice for ``"none"``.
+        Shift and scale of each channel or feature. They are float32, or float64 if samples would become
+        indistinguishable in float32. Both are ``None`` for ``"none"``.
     """
     width = train.shape[-1]
     if normalize == "none":
@@ -242,10 +240,9 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
         return torch.zeros(width), torch.full((width,), 1 / 255)
     flat = train.reshape(-1, width)
     if normalize == "unit":
-        low, high = (flat.amin(0).double(), flat.amax(0).double())
-        span = high - low
+        low, span = flat.amin(0).double(), flat.amax(0).double() - flat.amin(0).double()
         return precise(train, low, torch.where(span > 0, 1 / span, 1.0), span)
-    # In chunks, for memory; about the first row, so that a large mean does not swallow a small deviation.
+    # Chunks limit the memory. The first row is subtracted so that a small deviation survives beside a large mean.
     origin = flat[0].double()
     total, squares = torch.zeros_like(origin), torch.zeros_like(origin)
     for chunk in torch.split(flat, 1 << 20):
@@ -259,8 +256,8 @@ def normalisation(train: Tensor, normalize: Normalize) -> tuple[Tensor | None, T
 
 
 def precise(train: Tensor, shift: Tensor, scale: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    """Shift and scale as float32 where inputs may be cast to it before they are shifted."""
-    lost = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
-    if lost.any() and train.dtype in (torch.int32, torch.int64, torch.float64):
+    """Return shift and scale as float32 if inputs can be cast to float32 before they are shifted, else unchanged."""
+    too_coarse = (shift.abs() * 2.0**-24 > 1e-3 * spread) & (spread > 0)
+    if too_coarse.any() and train.dtype in (torch.int32, torch.int64, torch.float64):
         return shift, scale
     return shift.float(), scale.float()

@@ -1,4 +1,4 @@
-"""The data sets that are known by name, and the folders where files of them are looked for."""
+"""The known data sets, and the folders that are searched for their files."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ KNOWN: Mapping[str, str] = {
     "pacs64": "7 kinds of objects in 4 domains, 64x64 colour, 7,993 / 1,998 (Li et al. 2017)",
     "digits3": "10 digits in 3 domains (MNIST, MNIST-M, USPS), 28x28 colour, 9,000 / 3,000",
 }
-"""The data sets that are known by name, in one line each; all but the first are looked for as
-``NAME.npz``."""
+"""A line about each known data set. Each except ``digits`` is read from a file ``NAME.npz``."""
 
 
 def folders() -> list[Path]:
-    """Where ``NAME.npz`` is looked for: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``."""
-    own = os.environ.get("FEDSTRATA_DATA")
-    return [*([Path(own).expanduser()] if own else []), Path.home() / ".cache" / "fedstrata"]
+    """Return the folders that are searched for ``NAME.npz``: ``$FEDSTRATA_DATA``, then ``~/.cache/fedstrata``."""
+    variable = os.environ.get("FEDSTRATA_DATA")
+    return [*([Path(variable).expanduser()] if variable else []), Path.home() / ".cache" / "fedstrata"]
 
 
 def available() -> list[tuple[str, str, bool]]:
-    """Name, description and presence of every data set: the known ones, then other files in ``folders()``."""
-    there = names_there()
-    known = [(name, text, name == "digits" or name in there) for name, text in KNOWN.items()]
-    return known + [(name, "your own file", True) for name in there if name not in KNOWN]
+    """List name, description and presence of every data set: the known ones, then other files in ``folders()``."""
+    files = names_there()
+    known = [(name, text, name == "digits" or name in files) for name, text in KNOWN.items()]
+    return known + [(name, "your own file", True) for name in files if name not in KNOWN]
 
 
 def names_there() -> list[str]:
-    """The names of the files in ``folders()``."""
+    """List the names of the data sets in ``folders()``."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.npz")} - {"digits"})

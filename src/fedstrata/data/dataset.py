@@ -1,4 +1,4 @@
-"""A data set in memory: stored once as it came, shared by all clients as indices, normalised when read."""
+"""A data set in memory. It is stored once, clients are indices into it, and it is normalised when it is read."""
 
 from __future__ import annotations
 
@@ -36,26 +36,25 @@ Indices = Tensor | NDArray[np.int64] | slice
 class Dataset:
     """Training and test samples of one classification task.
 
-    Images are stored as N,H,W,C and tables as N,F, in their own type: 60,000 images of bytes stay bytes.
-    ``inputs`` makes the float32 batch that a model sees. Build one with ``from_arrays`` or
-    ``Data(…).load()``.
+    Images are stored as N,H,W,C and tables as N,F, in the type in which they are given: 60,000 images of bytes stay
+    bytes. ``inputs`` converts a batch to float32 for the model. ``from_arrays`` and ``Data(…).load()`` build data sets.
 
     Args:
-        name: What it is called in reports.
+        name: Its name in reports.
         x_train: Training inputs, (N, H, W, C) or (N, F), contiguous.
         y_train: Training labels, (N,) int64 in 0…C−1.
         x_test: Test inputs.
         y_test: Test labels.
         class_names: The name of each label.
-        domain_train: The domain each training sample comes from, (N,) int64, where there are domains.
-        domain_test: The same for the test samples.
+        domain_train: The domain of each training sample, (N,) int64; None without domains.
+        domain_test: The domain of each test sample.
         domain_names: The name of each domain.
-        shift: Subtracted from every channel (C,) or feature (F,); float32.
-        scale: Multiplied after that.
-        client_train: The client that each training sample comes from, (N,) int64, where clients are natural ones.
-        client_test: The same for the test samples, where it is known.
-        client_names: The name of each of those clients, of the test samples' too.
-        unfitted: Where features can be made anew, when it is known who trains on what: the samples as they came.
+        shift: What is subtracted from every channel (C,) or feature (F,); float32 or float64.
+        scale: What every channel or feature is multiplied by after that.
+        client_train: The client that each training sample comes from, (N,) int64; None without natural clients.
+        client_test: The client that each test sample comes from, if known.
+        client_names: The name of each client, also of clients that only have test samples.
+        unfitted: The raw samples, if features are computed from them again when the division among clients is known.
     """
 
     name: str
@@ -91,35 +90,32 @@ class Dataset:
         return len(self.y_train)
 
     def inputs(self, indices: Indices, split: Split = "train") -> Tensor:
-        """Normalised inputs of some samples, in the order asked for.
+        """Return the normalised inputs of some samples, in the order of ``indices``.
 
         Args:
             indices: Sample numbers, (B,), or a slice.
             split: ``"train"`` or ``"test"``.
 
         Returns:
-            float32, (B, F) or (B, C, H, W) in channels-last memory format; always memory of its own.
+            float32, (B, F) or (B, C, H, W) in channels-last memory format; always a copy.
 
         Raises:
             IndexError: A number is negative or too large.
         """
-        taken = _take(self.x_train if split == "train" else self.x_test, indices)
-        if self._rows is None:
-            batch = taken.to(torch.float32, copy=isinstance(indices, slice))
+        stored = _take(self.x_train if split == "train" else self.x_test, indices)
+        if self._rows is not None and self._rows[0].dtype == torch.float64:  # see ``precise``
+            batch = (stored.double().flatten(1) - self._rows[0]).mul_(self._rows[1]).float().view(stored.shape)
         else:
-            shift, scale = self._rows
-            if shift.dtype == torch.float64:  # numbers whose differences float32 would lose before they are shifted
-                batch = (taken.double().flatten(1) - shift).mul_(scale).float().view(taken.shape)
-            else:
-                batch = taken.to(torch.float32, copy=isinstance(indices, slice))
-                batch.flatten(1).sub_(shift).mul_(scale)
+            batch = stored.to(torch.float32, copy=isinstance(indices, slice))
+            if self._rows is not None:
+                batch.flatten(1).sub_(self._rows[0]).mul_(self._rows[1])
         return batch.permute(0, 3, 1, 2) if batch.dim() == 4 else batch
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor] | None:
-        """Shift and scale of every number of a sample: one long row.
+        """Shift and scale of every number of a flattened sample.
 
-        Broadcasting over an innermost axis of 3 channels takes four times as long.
+        Broadcasting over an innermost axis of 3 channels instead takes four times as long.
         """
         if self.shift is None or self.scale is None:
             return None
@@ -127,17 +123,13 @@ class Dataset:
         return self.shift.repeat(repeats), self.scale.repeat(repeats)
 
     def labels(self, indices: Indices, split: Split = "train") -> Tensor:
-        """Labels of some samples, (B,) int64."""
+        """Return the labels of some samples, (B,) int64."""
         return _take(self.y_train if split == "train" else self.y_test, indices)
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data set with its tensors on ``device``; indices are moved there when it is read."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device)
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        """Return the data set with its tensors on ``device``; reading it copies indices there."""
+        tensors: dict[str, Any] = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
     def __repr__(self) -> str:
         domains = f", domains={len(self.domain_names)}" if self.domain_names else ""
@@ -161,30 +153,29 @@ def from_arrays(
     clients_test: Array | None = None,
     normalize: Normalize = "standard",
 ) -> Dataset:
-    """A data set from arrays or tensors.
+    """Build a data set from arrays or tensors, whose memory it may share.
 
     Args:
-        x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F); any numeric type,
-            whose memory may be shared. Four axes are
-            taken as N,C,H,W when the last is not 1, 3 or 4 long and the second is.
-        y_train: One label a sample: any whole numbers or strings.
+        x_train: Images (N, H, W), (N, H, W, C) or (N, C, H, W), or a table (N, F), of any numeric type. Four axes are
+            read as N,C,H,W if the length of the second axis is 1, 3 or 4 and that of the last is not.
+        y_train: One label per sample: any whole numbers or strings.
         x_test: Test inputs of the same kind.
         y_test: Test labels.
-        name: What to call it.
+        name: Its name in reports.
         domain_train: The domain of each training sample: any whole numbers or strings.
-        domain_test: The same for the test samples.
-        class_names: When given, labels are numbers into it; otherwise the sorted labels are numbered and
-            named.
-        domain_names: The same for domains.
-        clients: Whose each training sample is, for the partition ``natural``: any whole numbers or strings.
-        clients_test: The same for the test samples; of clients without training samples too, which never train.
-        normalize: ``"standard"``: each channel or feature gets mean 0 and deviation 1 on the training set
-            (one that never changes is only shifted); ``"unit"``: it lies in [0, 1] there (bytes are divided
-            by 255); ``"none"``: values stay as they are.
+        domain_test: The domain of each test sample.
+        class_names: The name of each label, if labels are indices into this list. By default, labels are sorted and
+            numbered, and keep their text as names.
+        domain_names: The name of each domain, likewise.
+        clients: The client of each training sample, for the partition ``natural``: any whole numbers or strings.
+        clients_test: The client of each test sample. A client without training samples never trains.
+        normalize: ``"standard"``: each channel or feature gets mean 0 and standard deviation 1 on the training set (a
+            constant one is only shifted). ``"unit"``: it lies in [0, 1] there (bytes are divided by 255). ``"none"``:
+            values do not change.
 
     Raises:
-        DataError: Lengths, shapes or types do not fit together, a value is not finite, or no label of the test set is
-            in the training set. A warning names the labels that only the test set has.
+        DataError: Lengths, shapes or types do not match, a value is not finite, or no label of the test set is in the
+            training set. A warning names the labels that only the test set has.
 
     >>> data = from_arrays([[0.0], [2.0]], ["cat", "ant"], [[4.0]], ["cat"])
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()
@@ -196,16 +187,15 @@ def from_arrays(
         raise DataError(f"one sample of x_train is {_size(train)}, one of x_test {_size(test)}; they must be the same")
     y, names = encode(checked_labels(y_train, y_test, train, test, "y"), class_names, "y")
     check_seen(*y, names)
-    domains: tuple[Tensor | None, Tensor | None] = (None, None)
-    named: tuple[str, ...] = ()
+    domains: tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]] = ((None, None), ())
     if (domain_train is None) != (domain_test is None):
         raise DataError("give domain_train and domain_test both, or neither")
     if domain_train is not None and domain_test is not None:
         pair = checked_labels(domain_train, domain_test, train, test, "domain")
-        domains, named = encode(pair, domain_names, "domain")
-    owners, known = encode_clients(clients, clients_test, train, test)
+        domains = encode(pair, domain_names, "domain")
+    owners, client_names = encode_clients(clients, clients_test, train, test)
     shift, scale = normalisation(train, normalize)
-    return Dataset(name, train, y[0], test, y[1], names, *domains, named, shift, scale, *owners, known)
+    return Dataset(name, train, y[0], test, y[1], names, *domains[0], domains[1], shift, scale, *owners, client_names)
 
 
 def _take(tensor: Tensor, indices: Indices) -> Tensor:

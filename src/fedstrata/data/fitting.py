@@ -1,7 +1,8 @@
-"""What training samples come to, and features by it: what stands in for missing values, and what is normal.
+"""Statistics of training samples, and the features computed with them: imputed values and normalisation.
 
-Statistics of several clients add up. So sites that keep their samples, and a simulation of these sites, come to the
-same numbers; and both leave out what is held out, which is known only after the samples were divided.
+Statistics of clients are sums, so the server adds them up without seeing samples. Sites that keep their samples and a
+simulation of these sites therefore compute the same numbers. Both leave out samples that are held out, which are known
+only once the samples are divided among clients.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,22 +32,22 @@ Reals = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 CHUNK = 1 << 20
-"""Rows that are cast to float64 at once, for memory."""
+"""Rows that are cast to float64 at once, which limits the memory."""
 
 
 @record("Statistics")
 class Statistics(Message):
-    """What training samples come to; those of several clients add up.
+    """Statistics of training samples, which can be added over clients.
 
     Args:
-        samples: How many.
-        count: Values of each column of a table, or channel of images, that are not missing, (K,) float64.
-        mean: Their mean, (K,) float64.
-        squares: The sum of their squared distances from it, (K,) float64.
-        low: The least value, (K,) float64; (0,) where nobody needs it.
-        high: The greatest.
-        counts: How often a column has each value, (V, 2) float64, by value: of categories, and of columns in which the
-            median or the most frequent value stands in.
+        samples: The number of samples.
+        count: The number of values that are not missing, per column of a table or channel of images, (K,) float64.
+        mean: The mean of these values, (K,) float64.
+        squares: The sum of their squared distances from the mean, (K,) float64.
+        low: The smallest value, (K,) float64; (0,) if the normalisation does not need it.
+        high: The largest value.
+        counts: The values of a column and how often each occurs, (V, 2) float64, sorted by value. Only for categories
+            and for columns that impute the median or the most frequent value.
 
     >>> one, none = (torch.tensor(x, dtype=torch.float64) for x in ([2.0], []))
     >>> both = Statistics(2, one, one, one, none, none, {}) + Statistics(2, one, 2 * one, one, none, none, {})
@@ -64,60 +64,59 @@ class Statistics(Message):
     counts: dict[str, Tensor]
 
     def __add__(self, other: Statistics) -> Statistics:
-        """Those of both, without the rounding of large sums (Chan, Golub and LeVeque 1979)."""
+        """Combine the statistics without the rounding errors of large sums (Chan, Golub and LeVeque 1979)."""
         count = self.count + other.count
-        share, apart = other.count / count.clamp(min=1), other.mean - self.mean
+        share, distance = other.count / count.clamp(min=1), other.mean - self.mean
         return Statistics(
             self.samples + other.samples,
             count,
-            self.mean + apart * share,
-            self.squares + other.squares + apart * apart * share * self.count,
+            self.mean + distance * share,
+            self.squares + other.squares + distance * distance * share * self.count,
             torch.minimum(self.low, other.low),
             torch.maximum(self.high, other.high),
             {name: _added(each, other.counts[name]) for name, each in self.counts.items()},
         )
 
-    def value(self, name: str, column: Column, place: int) -> float:
-        """What stands in for a missing value of a column.
+    def imputed(self, name: str, column: Column, index: int) -> float:
+        """Return the value that replaces a missing value of a column.
 
         Raises:
-            DataError: No training sample has a value.
+            DataError: The column has no rule, or no training sample has a value.
         """
         if column.impute is None:
             problem = f"column {name!r}: values are missing; accepted: all of them, or a rule such as impute = 'mean'"
             raise DataError(problem).publicly(problem)
         if column.impute == "constant":
             return column.number(column.value)
-        if not self.count[place]:
+        if not self.count[index]:
             problem = f"no training row has a value that may be told, so there is no {column.impute}; "
             problem += "accepted: impute = 'constant', or a smaller privacy.min_samples where clients have a few"
             raise DataError(f"column {name!r}: {problem}").publicly(f"column {name!r}: {problem}")
         if column.impute == "mean":
-            return float(self.mean[place])
+            return float(self.mean[index])
         values, counts = self.counts[name].numpy().T
         if column.impute == "most-frequent":
             return float(values[counts.argmax()])
         return float(values[np.searchsorted(counts.cumsum(), counts.sum() / 2)])
 
     def refuse_unlike(self, other: Statistics) -> None:
-        """What another party sends must be what one's own data would give.
+        """Check the form and plausibility of statistics that another party sent.
 
         Raises:
-            DataError: It is of other columns, or holds what no counting gives.
+            DataError: They are of other columns, or no data can have these statistics.
         """
         for name in ("count", "mean", "squares", "low", "high"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
-                raise DataError(f"statistics of shape {list(theirs.shape)}; expected {list(mine.shape)}")
+            expected, given = getattr(self, name), getattr(other, name)
+            if given.shape != expected.shape or given.dtype != expected.dtype:
+                raise DataError(f"statistics of shape {list(given.shape)}; expected {list(expected.shape)}")
         tables = list(other.counts.values())
-        formed = all(each.dim() == 2 and each.shape[1] == 2 and each.dtype == torch.float64 for each in tables)
-        if other.counts.keys() != self.counts.keys() or not formed:
+        pairs = all(each.dim() == 2 and each.shape[1] == 2 and each.dtype == torch.float64 for each in tables)
+        if other.counts.keys() != self.counts.keys() or not pairs:
             raise DataError(f"counts of the columns {sorted(other.counts)}; expected {sorted(self.counts)}")
-        sums = [other.count, other.mean, other.squares, *tables]
-        if not all(bool(each.isfinite().all()) for each in sums):
+        if not all(each.isfinite().all() for each in (other.count, other.mean, other.squares, *tables)):
             raise DataError("statistics that are not finite")
-        numbers = [other.count, *(table[:, 1] for table in tables)]
-        if other.samples < 0 or (other.squares < 0).any() or any(bool((each < 0).any()) for each in numbers):
+        sums = [other.squares, other.count, *(table[:, 1] for table in tables)]
+        if other.samples < 0 or any((each < 0).any() for each in sums):
             raise DataError("counts or sums of squares below 0")
         if any(float(table[:, 1].sum()) > other.samples for table in tables):
             raise DataError(f"more values than samples, which are {other.samples}")
@@ -131,15 +130,15 @@ class Statistics(Message):
 
 @dataclass(frozen=True, eq=False)
 class Unfitted:
-    """Samples as they came, of which features can be made anew.
+    """Raw samples, from which features can be computed again with other statistics.
 
     Args:
         normalize: See ``from_arrays``.
-        train: Training samples: the cells of a table as numbers, (N, K) float64, NaN where a value is missing; or
-            arrays as stored.
+        train: Training samples: the cells of a table as numbers, (N, K) float64, with NaN for missing values; or arrays
+            as they are stored.
         test: Test samples.
-        schema: Of a table, completed.
-        given: Shift and scale where these are known beforehand.
+        schema: The completed schema of a table.
+        given: Shift and scale if they are set in the spec.
     """
 
     normalize: Normalize
@@ -150,66 +149,64 @@ class Unfitted:
 
     @property
     def needed(self) -> bool:
-        """Whether statistics change anything."""
-        found = self.given is None and self.normalize != "none"
-        return found or any(column.impute not in (None, "constant") for _, column in self._columns())
+        """Whether the features depend on statistics."""
+        normalised = self.given is None and self.normalize != "none"
+        return normalised or any(column.impute not in (None, "constant") for _, column in self._columns())
 
     def statistics(self, groups: Iterable[Ints], least: int = 1) -> Statistics:
-        """Those of the training samples of each client, added up in order: sites give the same to the last bit.
+        """Add up the statistics of each client's training samples, in the order that gives the same bits at sites.
 
         Args:
-            groups: Numbers of each client's training samples; nobody's are looked at where nothing depends on them.
-            least: Fewest values behind a number: a column of which a client has some, but fewer, counts as one of
-                which it has none.
+            groups: The numbers of each client's training samples. They are not read if the features do not depend on
+                statistics.
+            least: The smallest number of values that a client may disclose statistics of. A column with fewer values
+                counts as a column without values.
         """
         groups = groups if self.needed else ()
-        each = (self._without_few(self._of(self.train[torch.tensor(rows)]), least) for rows in groups)
-        return reduce(lambda whole, part: whole + part, each, self._of(self.train[:0]))
+        parts = (self._without_few(self._of(self.train[torch.tensor(rows)]), least) for rows in groups)
+        return sum(parts, start=self._of(self.train[:0]))
 
     def _without_few(self, known: Statistics, least: int) -> Statistics:
         few = (known.count > 0) & (known.count < least) & (known.count < known.samples)
         if not few.any():
             return known
-        nothing, ends = self._of(self.train[:0]), few if len(known.low) else few[:0]
-        hidden = {name: known.count[place].item() for place, (name, _) in enumerate(self._columns()) if few[place]}
+        empty = self._of(self.train[:0])
+        hidden = {name: known.count[index].item() for index, (name, _) in enumerate(self._columns()) if few[index]}
         for name, count in hidden.items():
             why = f"too few of those that it trains on have a value ({count:g}; accepted: {least} or more)"
             LOG.warning("column %r is left out of what a client tells of its samples: %s", name, why)
-        return Statistics(
-            known.samples,
-            torch.where(few, nothing.count, known.count),
-            torch.where(few, nothing.mean, known.mean),
-            torch.where(few, nothing.squares, known.squares),
-            torch.where(ends, nothing.low, known.low),
-            torch.where(ends, nothing.high, known.high),
-            {name: _NONE if name in hidden else table for name, table in known.counts.items()},
+        vectors = ("count", "mean", "squares", *(("low", "high") if len(known.low) else ()))
+        return replace(
+            known,
+            **{name: torch.where(few, getattr(empty, name), getattr(known, name)) for name in vectors},
+            counts={name: _NONE if name in hidden else table for name, table in known.counts.items()},
         )
 
     def refuse_unlike(self, other: Statistics) -> None:
-        """What another party sends must be what such data would give.
+        """Check the form and plausibility of statistics that another party sent of such data.
 
         Raises:
-            DataError: It is of other columns, holds what no counting gives, or lacks values where none may be missing.
+            DataError: They are of other columns, no data can have these statistics, or required values are missing.
         """
         self.statistics(()).refuse_unlike(other)
-        for place, (name, column) in enumerate(self._columns()):
-            count = float(other.count[place])
+        for index, (name, column) in enumerate(self._columns()):
+            count = float(other.count[index])
             if count > other.samples or (column.impute is None and count < other.samples):
                 raise DataError(f"column {name!r}: {count:g} values of {other.samples} samples")
 
     def _of(self, samples: Tensor) -> Statistics:
-        # NumPy's sums are the same whatever the number of threads.
+        # NumPy's sums do not depend on the number of threads.
         flat = samples.reshape(-1, samples.shape[-1]).numpy()
-        nothing = np.zeros(flat.shape[1])
-        known = self._part(len(samples), nothing, nothing, nothing, flat[:0].astype(np.float64), self._counts(flat))
+        zeros = np.zeros(flat.shape[1])
+        total = self._part(len(samples), zeros, zeros, zeros, flat[:0].astype(np.float64), self._counts(flat))
         for begin in range(0, len(flat), CHUNK):
             values = flat[begin : begin + CHUNK].astype(np.float64)
-            there = ~np.isnan(values)
-            count = there.sum(axis=0).astype(np.float64)
-            mean = np.where(there, values, 0.0).sum(axis=0) / np.maximum(count, 1)
-            squares = (np.where(there, values - mean, 0.0) ** 2).sum(axis=0)
-            known = known + self._part(0, count, mean, squares, values, dict.fromkeys(known.counts, _NONE))
-        return known
+            present = ~np.isnan(values)
+            count = present.sum(axis=0).astype(np.float64)
+            mean = np.where(present, values, 0.0).sum(axis=0) / np.maximum(count, 1)
+            squares = (np.where(present, values - mean, 0.0) ** 2).sum(axis=0)
+            total = total + self._part(0, count, mean, squares, values, dict.fromkeys(total.counts, _NONE))
+        return total
 
     def _part(
         self, samples: int, count: Reals, mean: Reals, squares: Reals, values: Reals, counts: dict[str, Tensor]
@@ -221,25 +218,25 @@ class Unfitted:
         return Statistics(samples, n, m, s, low, high, counts)
 
     def _counts(self, cells: Reals) -> dict[str, Tensor]:
-        found = {}
-        for place, (name, column) in enumerate(self._columns()):
+        counts = {}
+        for index, (name, column) in enumerate(self._columns()):
             if column.counted:
-                values = cells[~np.isnan(cells[:, place]), place]
+                values = cells[~np.isnan(cells[:, index]), index]
                 values = values if column.step is None else np.round(values / column.step) * column.step
-                found[name] = torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
-        return found
+                counts[name] = torch.from_numpy(np.stack(np.unique(values, return_counts=True), axis=1).astype(float))
+        return counts
 
     def _columns(self) -> list[tuple[str, Column]]:
         return [] if self.schema is None else list((self.schema.columns or {}).items())
 
     def fitted(self, known: Statistics) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Training and test samples as a data set stores them, and their shift and scale.
+        """Return the training and test samples as a data set stores them, and their shift and scale.
 
         Args:
-            known: Of the samples that are trained on.
+            known: The statistics of the samples that are trained on.
 
         Raises:
-            DataError: A value is missing of which no training sample has any.
+            DataError: A value is missing and cannot be imputed, because no training sample has one.
         """
         train, test = self.train, self.test
         if self.schema is not None:
@@ -252,38 +249,37 @@ class Unfitted:
         return train, test, shift, scale
 
     def _features(self, known: Statistics) -> tuple[Tensor, Tensor, Statistics]:
-        """What a model sees of both parts, (N, F), in the order of ``Schema.names``, and the statistics of that."""
-        parts: tuple[list[Tensor], list[Tensor]] = ([], [])
-        # Count, mean, squares, least and greatest of every feature.
-        about: list[tuple[Any, ...]] = []
+        """Features of both splits, (N, F), in the order of ``Schema.names``, and the statistics of these features."""
+        features: list[tuple[Tensor, ...]] = []
+        """Each feature of the training and of the test samples."""
+        rows: list[tuple[Any, ...]] = []
+        """Count, mean, sum of squares, smallest and largest value of each feature."""
         n = known.samples
 
-        def add_share(yes: float, features: Iterable[Tensor]) -> None:
-            """A feature that is 1 for ``yes`` of the training samples."""
-            for part, feature in zip(parts, features, strict=True):
-                part.append(feature.double())
-            share = yes / max(n, 1)
-            about.append((n, share, yes * (1 - share), float(0 < n <= yes), float(yes > 0)))
+        def add_binary(ones: float, values: Iterable[Tensor]) -> None:
+            """Add a feature that is 1 for ``ones`` of the training samples and 0 for the others."""
+            features.append(tuple(each.double() for each in values))
+            share = ones / max(n, 1)
+            rows.append((n, share, ones * (1 - share), float(0 < n <= ones), float(ones > 0)))
 
-        for place, (name, column) in enumerate(self._columns()):
-            cells = [part[:, place] for part in (self.train, self.test)]
-            gone = [values.isnan() for values in cells]
-            lacks = n - float(known.count[place])
-            value = known.value(name, column, place) if lacks or any(each.any() for each in gone) else 0.0
-            cells = [values.nan_to_num(value) for values in cells]
+        for index, (name, column) in enumerate(self._columns()):
+            splits = [split[:, index] for split in (self.train, self.test)]
+            missing = [values.isnan() for values in splits]
+            n_missing = n - float(known.count[index])
+            value = known.imputed(name, column, index) if n_missing or any(each.any() for each in missing) else 0.0
+            splits = [values.nan_to_num(value) for values in splits]
             if column.type == "category":
                 counts = dict(known.counts[name].tolist())
                 for code in range(len(column.categories or ())):
-                    yes = counts.get(float(code), 0.0) + (lacks if code == value else 0.0)
-                    add_share(yes, [values == code for values in cells])
+                    ones = counts.get(float(code), 0.0) + (n_missing if code == value else 0.0)
+                    add_binary(ones, [values == code for values in splits])
             else:
-                for part, values in zip(parts, cells, strict=True):
-                    part.append(values)
-                about.append(_filled(known, place, lacks, value))
+                features.append(tuple(splits))
+                rows.append(_filled(known, index, n_missing, value))
             if column.indicator:
-                add_share(lacks, gone)
-        count, mean, squares, low, high = torch.tensor(about, dtype=torch.float64).T
-        train, test = (torch.stack(part, dim=1) for part in parts)
+                add_binary(n_missing, missing)
+        count, mean, squares, low, high = torch.tensor(rows, dtype=torch.float64).T
+        train, test = (torch.stack(split, dim=1) for split in zip(*features, strict=True))
         return train, test, Statistics(n, count, mean, squares, low, high, {})
 
 
@@ -291,27 +287,27 @@ _NONE = torch.zeros(0, 2, dtype=torch.float64)
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
-    """Two tables of values and how often they come."""
+    """Add up two tables of values and their counts."""
     both = torch.cat([first, second]).numpy()
-    values, where = np.unique(both[:, 0], return_inverse=True)
-    counts = np.bincount(where, weights=both[:, 1], minlength=len(values))
+    values, index = np.unique(both[:, 0], return_inverse=True)
+    counts = np.bincount(index, weights=both[:, 1], minlength=len(values))
     return torch.from_numpy(np.stack([values, counts], axis=1))
 
 
-def _filled(known: Statistics, place: int, lacks: float, value: float) -> tuple[float, ...]:
-    """A column's count, mean, squares, least and greatest after ``value`` stands in for what is missing."""
-    ends = [value, value]
+def _filled(known: Statistics, index: int, n_missing: float, value: float) -> tuple[float, ...]:
+    """Count, mean, sum of squares, smallest and largest value of a column after ``value`` replaced missing values."""
+    low = high = value
     if len(known.low):
-        ends = [float(known.low[place]), float(known.high[place])]
-        ends = [min(ends[0], value), max(ends[1], value)] if lacks else ends
-    count = float(known.count[place])
-    apart, share = value - float(known.mean[place]), lacks / max(count + lacks, 1)
-    squares = float(known.squares[place]) + apart * apart * share * count
-    return count + lacks, float(known.mean[place]) + apart * share, squares, *ends
+        low, high = float(known.low[index]), float(known.high[index])
+        low, high = (min(low, value), max(high, value)) if n_missing else (low, high)
+    count, mean = float(known.count[index]), float(known.mean[index])
+    distance, share = value - mean, n_missing / max(count + n_missing, 1)
+    squares = float(known.squares[index]) + distance * distance * share * count
+    return count + n_missing, mean + distance * share, squares, low, high
 
 
 def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Tensor]:
-    """Shift and scale by the statistics of features; see ``from_arrays``."""
+    """Compute shift and scale from the statistics of features; see ``from_arrays``."""
     if unit:
         spread = known.high - known.low
         return precise(train, known.low, torch.where(spread > 0, 1 / spread, 1.0), spread)
@@ -321,12 +317,12 @@ def _normal(known: Statistics, train: Tensor, *, unit: bool) -> tuple[Tensor, Te
 
 
 def fit(data: Dataset, known: Statistics, *, again: bool = False) -> Dataset:
-    """A data set with the features that these statistics give.
+    """Return a data set with the features that these statistics give.
 
     Args:
-        data: A data set of which features can be made anew.
-        known: Of the samples that are trained on.
-        again: Whether this is not the last time.
+        data: A data set that has its raw samples.
+        known: The statistics of the samples that are trained on.
+        again: Whether to keep the raw samples, so that features can be computed again.
     """
     assert data.unfitted is not None
     x_train, x_test, shift, scale = data.unfitted.fitted(known)

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, through the optional package ``datasets``."""
+"""Load data sets of the Hugging Face hub with the optional package ``datasets``."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ TEST_SPLITS = ("test", "validation", "valid", "dev")
 
 
 def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
-    """Download (or find in the cache) a data set of the hub.
+    """Load a data set of the hub, from the cache if it was downloaded before.
 
     Args:
         name: ``"owner/name"`` or ``"owner/name:configuration"``.
-        seed: Decides the split of a data set that has only one.
-        client: The column that says whose a sample is, such as ``writer_id``.
+        seed: The seed that selects test samples, if the data set has only a training split.
+        client: The column with the client of each sample, such as ``writer_id``.
 
     Raises:
         ExtraMissingError: ``datasets`` is not installed.
-        DataError: It cannot be had, or has no usable columns.
+        DataError: The data set cannot be loaded, or has no usable columns.
     """
     try:
         import datasets
@@ -38,22 +38,22 @@ def load_hub(name: str, seed: int, client: str | None = None) -> Arrays:
     path, _, configuration = name.partition(":")
     try:
         splits = datasets.load_dataset(path, configuration or None)
-    except Exception as error:  # whatever goes wrong on the way: network, name, permission, format
-        first = str(error).strip().splitlines() or [""]
-        raise DataError(f"the hub gives no {name!r}: {type(error).__name__}: {first[0]}") from None
+    except Exception as error:  # network, name, permission, format
+        first = str(error).strip().partition("\n")[0]
+        raise DataError(f"the hub gives no {name!r}: {type(error).__name__}: {first}") from None
     return from_hub(splits, seed, client)
 
 
 def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
-    """The arrays of a ``datasets.DatasetDict``.
+    """Return the arrays of a ``datasets.DatasetDict``.
 
-    Training samples are those of ``train``; test samples those of ``test``, else ``validation``, else a fifth
-    of ``train`` with the classes in proportion.
+    Training samples are those of ``train``. Test samples are those of ``test``, else of ``validation``, else a fifth of
+    ``train`` with the classes in proportion.
 
     Args:
         splits: The splits by name; each with the same columns.
-        seed: Decides that last split.
-        client: The column that says whose a sample is.
+        seed: The seed that selects this fifth.
+        client: The column with the client of each sample.
 
     Returns:
         ``x_train y_train x_test y_test`` and ``classes``, as in a ``.npz`` file, and ``client_train client_test``.
@@ -68,27 +68,24 @@ def from_hub(splits: Any, seed: int = 0, client: str | None = None) -> Arrays:
         _check_client(client, train.features)
     features = {name: feature for name, feature in train.features.items() if name != client}
     inputs, label = input_columns(features), label_column(features)
-    x, y = read_inputs(train, inputs), read_labels(train, label)
-    classes = getattr(train.features[label], "names", None)
-    named = {} if classes is None else {"classes": np.array(classes)}
+
+    def read(split: Any) -> Arrays:
+        owners = {"client": read_labels(split, client)} if client else {}
+        return {"x": read_inputs(split, inputs), "y": read_labels(split, label)} | owners
+
+    arrays = read(train)
     other = next((name for name in TEST_SPLITS if name in splits), None)
     if other is not None:
-        test = splits[other]
-        parts = {"client_train": train, "client_test": test} if client else {}
-        owners = {key: read_labels(split, str(client)) for key, split in parts.items()}
-        arrays = {
-            "x_train": x,
-            "y_train": y,
-            "x_test": read_inputs(test, inputs),
-            "y_test": read_labels(test, label),
-        }
-        return arrays | owners | named
-    codes = np.unique(y, return_inverse=True)[1]
-    held = stratified(codes, max(1, len(y) // 5), rng(seed, "hub split"))
-    rest = np.setdiff1d(np.arange(len(y)), held)
-    owner = read_labels(train, client) if client else None
-    owners = {} if owner is None else {"client_train": owner[rest], "client_test": owner[held]}
-    return {"x_train": x[rest], "y_train": y[rest], "x_test": x[held], "y_test": y[held]} | owners | named
+        test = read(splits[other])
+    else:
+        codes = np.unique(arrays["y"], return_inverse=True)[1]
+        held = stratified(codes, max(1, len(codes) // 5), rng(seed, "hub split"))
+        test = {key: array[held] for key, array in arrays.items()}
+        arrays = {key: np.delete(array, held, axis=0) for key, array in arrays.items()}
+    classes = getattr(train.features[label], "names", None)
+    named = {} if classes is None else {"classes": np.array(classes)}
+    both = (("train", arrays), ("test", test))
+    return {f"{key}_{part}": array for part, split in both for key, array in split.items()} | named
 
 
 def _check_client(client: str, features: Any) -> None:
@@ -98,55 +95,56 @@ def _check_client(client: str, features: Any) -> None:
 
 
 def input_columns(features: Any) -> list[str]:
-    """The column that holds the inputs: images, else arrays, else lists, else all numbers as a table.
+    """Return the columns with the inputs: one of images, else of arrays, else of lists, else all numbers as a table.
 
     Args:
         features: ``datasets.Features`` of a split.
 
     Raises:
-        DataError: None is found, or several and none of them with a usual name.
+        DataError: There is no such column, or there are several and none has a usual name.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     label = label_column(features)
     for accepted in (("Image",), ("Array2D", "Array3D"), ("Sequence", "List", "LargeList")):
-        found = [name for name, kind in kinds.items() if kind in accepted and name != label]
-        usual = [name for name in INPUT_NAMES if name in found]
-        if len(found) == 1 or usual:
-            return [(usual or found)[0]]
-        if found:
-            raise DataError(f"several columns could be the input: {', '.join(found)}; none is called 'image' or 'x'")
+        columns = [name for name, kind in kinds.items() if kind in accepted and name != label]
+        usual = [name for name in INPUT_NAMES if name in columns]
+        if len(columns) == 1 or usual:
+            return [(usual or columns)[0]]
+        if columns:
+            raise DataError(f"several columns could be the input: {', '.join(columns)}; none is called 'image' or 'x'")
     numbers = [name for name, feature in features.items() if name != label and _is_number(feature)]
     if not numbers:
-        columns = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
-        raise DataError(f"no column of images, arrays or numbers to learn from; there are: {columns}")
+        named = ", ".join(f"{name} ({kind})" for name, kind in kinds.items())
+        raise DataError(f"no column of images, arrays or numbers to learn from; there are: {named}")
     return numbers
 
 
 def label_column(features: Any) -> str:
-    """The column that holds the label: of type ``ClassLabel``, else one with a usual name.
+    """Return the column with the label: of type ``ClassLabel``, else one with a usual name.
 
     Args:
         features: ``datasets.Features`` of a split.
 
     Raises:
-        DataError: None is found, or several and none of them with a usual name.
+        DataError: There is no such column, or there are several and none has a usual name.
     """
-    found = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
-    usual = [name for name in LABEL_NAMES if name in (found or features)]
-    if len(found) == 1 or usual:
-        return str(found[0] if len(found) == 1 else usual[0])
-    several = f"several columns could be the label: {', '.join(found)}"
-    raise DataError(several if found else f"no label column among: {', '.join(features)}")
+    labels = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
+    usual = [name for name in LABEL_NAMES if name in (labels or features)]
+    if len(labels) == 1 or usual:
+        return str(labels[0] if len(labels) == 1 else usual[0])
+    several = f"several columns could be the label: {', '.join(labels)}"
+    raise DataError(several if labels else f"no label column among: {', '.join(features)}")
 
 
 def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
-    """Inputs of one split: bytes (N, H, W) or (N, H, W, 3) for images, numbers otherwise.
+    """Read the inputs of one split: images as (N, H, W) or (N, H, W, 3), numbers as a table.
 
     Args:
         split: A ``datasets.Dataset``.
         columns: From ``input_columns``.
 
-    Images of sixteen bits or of floats keep their numbers.
+    Returns:
+        Bytes for images; images of 16 bits or of floats, and other columns, keep their type.
 
     Raises:
         DataError: Images or lists are of different sizes.
@@ -173,7 +171,7 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
         if pixels.dtype != images.dtype:
             images = images.astype(np.promote_types(pixels.dtype, images.dtype))
         if pixels.ndim + 1 != images.ndim:
-            # Grey ones among colours: all become colours, whichever came first.
+            # One grey image and one in colour: all become colour images.
             if images.ndim == 3:
                 images = np.repeat(images[..., None], 3, axis=3)
             else:
@@ -185,17 +183,17 @@ def read_inputs(split: Any, columns: Sequence[str]) -> NDArray[Any]:
 
 
 def _pixels(picture: Any) -> NDArray[Any]:
-    """One image, (H, W) or (H, W, 3): bytes, or the numbers themselves where they have more than eight bits."""
+    """Return an image, (H, W) or (H, W, 3): as bytes, or in its own type if that has more than eight bits."""
     if picture.mode.startswith(("I", "F")):
         return np.asarray(picture)
     return np.asarray(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))
 
 
 def read_labels(split: Any, column: str) -> NDArray[Any]:
-    """Labels of one split as whole numbers or strings, (N,)."""
+    """Read the labels of one split as whole numbers or strings, (N,)."""
     return np.asarray(split.with_format(None)[column][:])
 
 
 def _is_number(feature: Any) -> bool:
-    # Arrays have a dtype too; a single number is a Value.
+    # Columns of arrays have a dtype too, but only columns of single numbers are a ``Value``.
     return type(feature).__name__ == "Value" and feature.dtype.startswith(("int", "uint", "float", "bool"))

@@ -1,4 +1,4 @@
-"""What the columns of a table mean, and cells as numbers by it; ``fitting`` makes features of these."""
+"""The schema of a table, and its cells as numbers; ``fitting`` computes features from them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Reals = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
-"""Cells of a boolean column, in any case."""
+"""Cells of a boolean column; capitals do not matter."""
 PARTS = {**TRUTH, "test": 1.0, "train": 0.0}
-"""Cells of a column that says which rows are test samples."""
+"""Cells of a column that marks the test samples."""
 MANY = 20
-"""Rows from which on a category with a value for every other row is doubted."""
+"""A table with more rows gets a warning about a category that has a value for every second row."""
 SHOWN = 12
-"""Categories or columns that a message names."""
+"""The number of categories or columns that a message names."""
 
 
 class Column(Setting):
@@ -81,12 +81,12 @@ class Column(Setting):
 
     @property
     def counted(self) -> bool:
-        """Whether it must be known how often it has each value."""
+        """Whether the number of occurrences of each value is needed."""
         return self.type == "category" or self.impute in ("median", "most-frequent")
 
     @property
     def accepted(self) -> str:
-        """What a cell may be, in words."""
+        """The sentence that says which cells are accepted."""
         if self.type == "boolean":
             return f"accepted: {', '.join(TRUTH)}"
         if self.type == "category":
@@ -95,10 +95,10 @@ class Column(Setting):
         return f"accepted: numbers{span}{f' {self.unit}' if self.unit else ''}"
 
     def number(self, cell: Any) -> float:
-        """A cell as a number; a category's place among them.
+        """Return a cell as a number; for a category its index.
 
         Raises:
-            ValueError: It is none; the message says what is accepted.
+            ValueError: The cell is not a value of this column; the message says what is accepted.
         """
         if self.type == "category":
             assert self.categories is not None
@@ -121,7 +121,7 @@ class Column(Setting):
 
 
 def _columns(value: object, info: ValidationInfo) -> object:
-    """Columns from tables, or from the word that is their type."""
+    """Parse columns; a text stands for a column of that type."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -169,15 +169,15 @@ class Schema(Setting):
 
     @property
     def roles(self) -> dict[str, str]:
-        """The columns that are no features, and the key of each."""
+        """The columns that are not features, and the schema's key of each."""
         named = {"label": self.label, "client": self.client, "test": self.test if isinstance(self.test, str) else None}
         return {column: key for key, column in named.items() if column is not None}
 
     def completed(self, table: Table) -> Schema:
-        """The same schema with what was left out, as the table has it.
+        """Fill in columns and categories that were not given, from the table.
 
         Raises:
-            SpecError: The table lacks a column, a column has two roles, or no column is left for a model to see.
+            SpecError: The table lacks a column, a column has two roles, or no column is left as a feature.
         """
         for column, key in self.roles.items():
             table.require(column, f"data.schema.{key}")
@@ -185,16 +185,15 @@ class Schema(Setting):
             table.require(column, "data.schema.ignore")
         given = self.columns
         if given is None:
-            left = [name for name in table.columns if name not in self.roles and name not in self.ignore]
-            given = {name: _guess(name, table.cells(name, self.missing)) for name in left}
+            features = [name for name in table.columns if name not in self.roles and name not in self.ignore]
+            given = {name: _guess(name, table.cells(name, self.missing)) for name in features}
         if not given:
             raise SpecError("data.schema.columns", "no column is left for a model to see", list(table.columns))
-        return self.model_copy(
-            update={"columns": {name: self._settled(table, name, each) for name, each in given.items()}}
-        )
+        columns = {name: self._completed(table, name, column) for name, column in given.items()}
+        return self.model_copy(update={"columns": columns})
 
-    def _settled(self, table: Table, name: str, column: Column) -> Column:
-        """A column that is there and is a feature, with the table's categories where none are given."""
+    def _completed(self, table: Table, name: str, column: Column) -> Column:
+        """Check that a column is a feature of the table, and fill in its categories."""
         key = f"data.schema.columns.{name}"
         table.require(name, key)
         if name in self.roles:
@@ -202,14 +201,14 @@ class Schema(Setting):
         if column.type != "category" or column.categories is not None:
             return column
         cells = table.cells(name, (*self.missing, *column.missing))
-        found = tuple(sorted({text_of(cell) for cell in cells if cell is not None}))
-        return under(key, lambda: build(Column, {**dict(column), "categories": found}))
+        categories = tuple(sorted({text_of(cell) for cell in cells if cell is not None}))
+        return under(key, lambda: build(Column, {**dict(column), "categories": categories}))
 
     def refuse_open(self) -> None:
-        """What a table would complete must be said where nobody sees all rows: sites would complete it differently.
+        """Refuse a schema that must be completed from a table: sites would complete it differently.
 
         Raises:
-            SpecError: It is not.
+            SpecError: The schema is not complete.
         """
         for key in ("classes", "columns"):
             if getattr(self, key) is None:
@@ -219,28 +218,26 @@ class Schema(Setting):
             if column.type == "category" and column.categories is None:
                 raise SpecError(f"{key}.categories", "needed where sites keep their rows; list the categories")
             if column.type == "number" and column.counted and column.step is None:
-                problem = f"needed for impute = {column.impute!r} where sites keep their rows: they tell how "
-                raise SpecError(
-                    f"{key}.step", problem + "often they have each multiple of it; impute = 'mean' needs none"
-                )
+                problem = f"needed for impute = {column.impute!r} where sites keep their rows: they tell how often "
+                raise SpecError(f"{key}.step", f"{problem}they have each multiple of it; impute = 'mean' needs none")
 
     def names(self) -> list[str]:
-        """The name of every feature, of a completed schema."""
-        found = []
+        """Return the name of every feature; the schema must be complete."""
+        names = []
         for name, column in (self.columns or {}).items():
-            found += [f"{name}={each}" for each in column.categories or ()] if column.type == "category" else [name]
-            found += [f"{name} missing"] if column.indicator else []
-        return found
+            names += [f"{name}={each}" for each in column.categories or ()] if column.type == "category" else [name]
+            names += [f"{name} missing"] if column.indicator else []
+        return names
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as they come.
+    """The rows of a file or data frame.
 
     Args:
-        source: Where from, for messages.
-        columns: The cells of each column: texts, numbers, truth values; None where there is no value.
-        lines: The line of the file in which each row begins, where rows have lines.
+        source: The name of the file or data frame, for messages.
+        columns: The cells of each column: texts, numbers, booleans; None for a missing value.
+        lines: The line of the file in which each row begins, for text files.
     """
 
     source: str
@@ -251,25 +248,25 @@ class Table:
         return len(next(iter(self.columns.values()), ()))
 
     def require(self, column: str, key: str) -> None:
-        """Raise ``SpecError`` for ``key`` where there is no such column."""
+        """Raise ``SpecError`` for ``key`` if the table lacks the column."""
         if column not in self.columns:
             problem = f"{self.source} has no such column; there are: {_listed(self.columns)}"
             error = SpecError(key, problem + nearest(column, self.columns), column)
             raise error.publicly(f"{key} = {column!r}: there is no such column")
 
     def cells(self, column: str, missing: Iterable[str] = ()) -> list[Any]:
-        """The cells of a column; None for what is missing."""
+        """Return the cells of a column, with None for missing values."""
         marks = {"", *missing}
         return [None if is_missing(cell) or text_of(cell) in marks else cell for cell in self.columns[column]]
 
     def wrong(self, row: int, column: str, problem: str, public: str) -> DataError:
-        """The error about a cell.
+        """Return the error about a cell.
 
         Args:
             row: Its row.
             column: Its column.
             problem: What is wrong with it.
-            public: The same without what depends on the cell.
+            public: The problem in words that disclose nothing about the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"
         cell = self.columns[column][row]
@@ -279,14 +276,15 @@ class Table:
 
 
 def parsed(table: Table, schema: Schema) -> Reals:
-    """The columns that a model sees as numbers, (N, K), NaN where a value is missing.
+    """Return the columns of features as numbers, (N, K), with NaN for missing values.
 
     Args:
         table: The rows.
         schema: A completed schema.
 
     Raises:
-        DataError: A cell is not what the schema says, or is missing and has no rule; with file, line and column.
+        DataError: A cell does not match the schema, or a value is missing and has no rule. The message has file, line
+            and column.
     """
     columns = []
     for name, column in (schema.columns or {}).items():
@@ -296,29 +294,29 @@ def parsed(table: Table, schema: Schema) -> Reals:
             if cell is None:
                 if column.impute is None:
                     rules = "accepted: a value, or a rule: impute = 'mean', 'median', 'most-frequent' or 'constant'"
-                    rules += f", such as {name} = {{ impute = 'median' }} in [data.schema.columns], "
-                    rules += "beside every other column that the model is to see"
+                    rules += f", such as {name} = {{ impute = 'median' }} in [data.schema.columns], beside every other "
+                    rules += "column that the model is to see"
                     raise table.wrong(row, name, f"is missing; {rules}", f"a value is missing; {rules}")
                 values[row] = math.nan
                 continue
             try:
                 values[row] = column.number(cell)
             except ValueError as error:
-                raise table.wrong(
-                    row, name, str(error), f"not all cells are what they may be; {column.accepted}"
-                ) from None
+                public = f"not all cells are what they may be; {column.accepted}"
+                raise table.wrong(row, name, str(error), public) from None
         columns.append(values)
     return np.stack(columns, axis=1)
 
 
 def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> NDArray[np.bool_]:
-    """Which rows are test samples, (N,).
+    """Return which rows are test samples, (N,).
 
     Args:
         table: The rows.
         schema: A completed schema.
-        seed: Decides the split where it is a share.
-        first: The number of the first client here: a site splits its rows as a simulation splits them.
+        seed: The seed that selects the test samples, if ``test`` is a share.
+        first: The number of the table's first client in the federation, so that a site selects the same rows as a
+            simulation.
 
     Raises:
         DataError: A label or a client is missing, or a cell does not say which.
@@ -343,10 +341,10 @@ def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> NDAr
 
 
 def ids(table: Table, column: str, schema: Schema) -> NDArray[np.generic]:
-    """Labels or clients: whole numbers where all of them are, or else texts, (N,).
+    """Return labels or clients, (N,): as whole numbers if all of them are, else as texts.
 
     Raises:
-        DataError: One is missing, or a label is none of the classes.
+        DataError: One is missing, or a label is not one of the classes.
     """
     texts = [text_of(cell) for cell in _known(table, column, schema)]
     if column == schema.label and schema.classes is not None:
@@ -370,7 +368,7 @@ def _known(table: Table, column: str, schema: Schema) -> list[Any]:
 
 
 def another_unit(number: float, span: tuple[float, float]) -> str:
-    """A hint where a number that is out of range is a thousand times what could be, or a thousandth."""
+    """Return a hint if a number that is out of range fits it when multiplied or divided by 1,000."""
     for factor, what in ((1e-3, "a thousandth of it is in range"), (1e3, "a thousand times it is in range")):
         if number and span[0] <= number * factor <= span[1]:
             return f"; {what}: is it in another unit?"
@@ -378,14 +376,14 @@ def another_unit(number: float, span: tuple[float, float]) -> str:
 
 
 def is_missing(cell: object) -> bool:
-    """Whether a cell holds no value: None, NaN, or what pandas has for them."""
+    """Return True if a cell has no value: None, NaN, or the missing values of pandas."""
     if isinstance(cell, float):
         return math.isnan(cell)
     return cell is None or type(cell).__name__ in ("NAType", "NaTType")
 
 
 def text_of(cell: object) -> str:
-    """A cell as text, the same whether it was read as text, as a number or as a truth value.
+    """Return a cell as text, the same whether it was read as text, as a number or as a boolean.
 
     >>> text_of(" 3 "), text_of(3.0), text_of(True)
     ('3', '3', 'true')
@@ -398,7 +396,7 @@ def text_of(cell: object) -> str:
 
 
 def _guess(name: str, cells: Sequence[Any]) -> Column:
-    """The type of a column by its cells; a warning where that is hardly what was meant."""
+    """Guess the type of a column from its cells, with a warning if a category looks like a mistake."""
     known = [cell for cell in cells if cell is not None]
     if known and all(text_of(cell).lower() in ("true", "false") for cell in known):
         return Column(type="boolean")
@@ -408,17 +406,14 @@ def _guess(name: str, cells: Sequence[Any]) -> Column:
     values = {text_of(cell) for cell in known}
     if 2 * len(texts) < len(known):
         odd = sorted(set(texts))
-        message = (
-            f"some cells are no numbers: {_listed(map(repr, odd))}. If they stand for no value: missing = {odd[:SHOWN]}"
-        )
+        message = f"some cells are no numbers: {_listed(map(repr, odd))}. If they stand for no value: missing = "
+        message += str(odd[:SHOWN])
     elif len(known) > MANY and 2 * len(values) > len(known):
         message = f"it has {len(values)} values in {len(known)} rows. To leave it out: ignore = {[name]}"
     else:
         return Column(type="category")
-    message = (
-        f"column {name!r} is read as a category, of which each value becomes a feature: {message}, in [data.schema]"
-    )
-    warnings.warn(message, stacklevel=2)
+    read = f"column {name!r} is read as a category, of which each value becomes a feature"
+    warnings.warn(f"{read}: {message}, in [data.schema]", stacklevel=2)
     return Column(type="category")
 
 

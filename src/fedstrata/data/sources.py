@@ -1,4 +1,4 @@
-"""Data sets by name: bundled with scikit-learn, ``.npz`` files, the Hugging Face hub."""
+"""Load data sets by name: those of scikit-learn, files, and the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ from fedstrata.data.tables import SUFFIXES, dataset_of, read_table
 Arrays = dict[str, NDArray[Any]]
 
 NEEDED = ("x_train", "y_train", "x_test", "y_test")
-"""What a ``.npz`` file must hold."""
+"""The arrays that a ``.npz`` file must hold."""
 
 MOST = 1 << 38
-"""Bytes of arrays that a ``.npz`` file may declare."""
+"""The largest size in bytes of the arrays that a ``.npz`` file may declare."""
 
 _reading = threading.Lock()
-"""NumPy reads a header with ``ast``, which in Python 3.11 and 3.12 fails now and then in two threads at once (CPython's
-issue 106905): a sound file was said to be damaged."""
+"""NumPy reads headers with ``ast``, which sometimes fails in two threads at once in Python 3.11 and 3.12 (CPython issue
+106905). Without the lock, intact files were reported as damaged."""
 
 
 with warnings.catch_warnings():
-    # `name` is what the registry calls a setting and `schema` an old method of pydantic's; for data they are settings
-    # themselves, and pydantic remarks on that.
+    # Pydantic warns because the fields `name` and `schema` replace an attribute of `Setting` and a method of pydantic.
     warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
@@ -103,11 +102,12 @@ with warnings.catch_warnings():
             """Read the data set into memory.
 
             Args:
-                seed: Decides which samples ``limit`` keeps, and the split of a hub data set that has none.
+                seed: The seed that selects the samples of ``limit``, and the test samples of a hub data set without a
+                    test split.
 
             Raises:
                 SpecError: No data set has that name.
-                DataError: It is not there or cannot be used.
+                DataError: The data set is missing or cannot be used.
                 ExtraMissingError: ``hub:`` without the extra ``hub``.
             """
             try:
@@ -115,24 +115,23 @@ with warnings.catch_warnings():
             except DataError as error:
                 raise DataError(f"data {self.name!r}: {error}") from None
             if self.limit is not None and self.limit < data.train_size:
-                kept = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
+                chosen = torch.from_numpy(stratified(data.y_train.numpy(), self.limit, rng(seed, "data limit")))
                 keys = ("x_train", "y_train", "domain_train", "client_train")
-                cut: dict[str, Any] = {}
-                cut |= {key: None if (whole := getattr(data, key)) is None else whole[kept] for key in keys}
-                check_seen(data.y_train[kept], data.y_test, data.class_names)
+                limited: dict[str, Any] = {key: array[chosen] for key in keys if (array := vars(data)[key]) is not None}
+                check_seen(limited["y_train"], data.y_test, data.class_names)
                 if (unfitted := data.unfitted) is not None:
-                    cut["unfitted"] = replace(unfitted, train=unfitted.train[kept])
-                data = replace(data, **cut)
+                    limited["unfitted"] = replace(unfitted, train=unfitted.train[chosen])
+                data = replace(data, **limited)
             if data.unfitted is not None:
                 return fit(data, data.unfitted.statistics([np.arange(data.train_size)]), again=True)
             shift, scale = self.given(data.shape) or normalisation(data.x_train, self.normalize)
             return replace(data, shift=shift, scale=scale)
 
         def given(self, shape: tuple[int, ...]) -> tuple[Tensor, Tensor] | None:
-            """Shift and scale where they are known beforehand.
+            """Return the shift and scale that the spec sets, if it does.
 
             Raises:
-                SpecError: There is not one for each channel or feature.
+                SpecError: Their number differs from that of the channels or features.
             """
             if self.shift is None or self.scale is None:
                 return None
@@ -142,10 +141,10 @@ with warnings.catch_warnings():
             return torch.tensor(self.shift), torch.tensor(self.scale)
 
         def declared(self, data: Dataset) -> Dataset:
-            """Arrays of which the spec says what they look like, checked; others as they are.
+            """Check arrays against the shape, classes and range of the spec, if it has them.
 
             Raises:
-                DataError: They look otherwise.
+                DataError: The arrays differ from the spec.
             """
             if self.shape is None or self.classes is None:
                 return data
@@ -168,11 +167,10 @@ with warnings.catch_warnings():
                         accepted = f"accepted: {span[0]:g} to {span[1]:g}, by data.range"
                         error = DataError(f"x_{part} holds {end:g}; {accepted}{another_unit(end, span)}")
                         raise error.publicly(f"x_{part}: not all values are in range; {accepted}")
-            how = Unfitted(self.normalize, data.x_train, data.x_test, given=self.given(self.shape))
-            return replace(data, unfitted=how)
+            raw = Unfitted(self.normalize, data.x_train, data.x_test, given=self.given(self.shape))
+            return replace(data, unfitted=raw)
 
         def _table(self, seed: int) -> Dataset:
-            """The rows of a file."""
             if self.client is not None:
                 problem = "names a column of a hub data set; here data.schema.client does"
                 raise SpecError("data.client", problem, self.client)
@@ -185,7 +183,7 @@ with warnings.catch_warnings():
             return dataset_of(table, schema, held, name=self.name, normalize=self.normalize, given=given)
 
         def _arrays(self, seed: int) -> Dataset:
-            """The arrays that the name stands for, not normalised yet."""
+            """Load arrays without normalising them."""
             arrays = self._read(seed)
             numbered = None if self.classes is None else [str(label) for label in range(self.classes)]
             return from_arrays(
@@ -211,15 +209,15 @@ with warnings.catch_warnings():
 
 
 def read_npz(path: Path) -> Arrays:
-    """The arrays of a ``.npz`` file.
+    """Read the arrays of a data set from a ``.npz`` file.
 
     Args:
-        path: The file; needs ``x_train y_train x_test y_test``, and may hold ``domain_train domain_test``,
-            ``classes`` (the name of each label 0…C−1), ``domains``, and ``client_train client_test``, whose a
-            sample is; ``client`` alone is taken for ``client_train``.
+        path: The file. It must hold ``x_train y_train x_test y_test``. It may hold ``domain_train domain_test``,
+            ``classes`` (the name of each label 0…C−1), ``domains``, and the client of each sample in ``client_train
+            client_test``; ``client`` means ``client_train``.
 
     Raises:
-        DataError: There is no such file, it is damaged, holds Python objects or lacks an array.
+        DataError: The file is missing or damaged, holds Python objects or lacks an array.
     """
     optional = ("domain_train", "domain_test", "classes", "domains", "client", "client_train", "client_test")
     arrays = read_arrays(path, NEEDED, optional)
@@ -229,7 +227,7 @@ def read_npz(path: Path) -> Arrays:
 
 
 def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> Arrays:
-    """Some arrays of a ``.npz`` file.
+    """Read some arrays of a ``.npz`` file.
 
     Args:
         path: The file.
@@ -237,13 +235,13 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
         optional: Arrays that it may hold.
 
     Raises:
-        DataError: There is no such file, it is damaged, holds Python objects, is too large or lacks an array.
+        DataError: The file is missing, damaged or too large, holds Python objects or lacks an array.
     """
     try:
         path = path.expanduser()
         if path.exists() and not path.is_file():
-            raise DataError(f"{path} is no file")  # reading from a pipe could wait for ever
-        with _reading, path.open("rb") as file:  # which NumPy leaves open where it is damaged
+            raise DataError(f"{path} is no file")  # reading from a pipe could block for ever
+        with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
                 raise DataError(f"{path} holds a single array; save it with np.savez(file, {needed[0]}=…, …)")
@@ -252,17 +250,17 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
                 raise error.publicly(f"there is no {', '.join(missing)}")
             if (size := sum(int(info.file_size) for info in archive.zip.infolist())) > MOST:
                 raise DataError(f"{path} holds {size / 2**30:,.1f} GiB of arrays; accepted: at most {MOST >> 30}")
-            if damaged := archive.zip.testzip():  # NumPy reads no checksum where a header claims too little
+            if damaged := archive.zip.testzip():  # NumPy skips the checksum if a header declares too few bytes
                 raise ValueError(f"{damaged} does not fit its checksum")
             arrays = {key: archive[key] for key in (*needed, *optional) if key in archive}
             if other := [key for key, array in arrays.items() if not isinstance(array, np.ndarray)]:
-                raise ValueError(f"{other[0]} is not an array")  # NumPy gives the bytes of what has no header
+                raise ValueError(f"{other[0]} is not an array")  # NumPy returns bytes for a member without a header
             return arrays
     except DataError:
         raise
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}") from None
-    except Exception as error:  # zipfile, zlib and NumPy each trip over bad bytes in ways of their own
+    except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors for damaged files
         raise DataError(f"{path} is no .npz file or is damaged: {str(error) or type(error).__name__}") from None
 
 
@@ -275,20 +273,16 @@ def _read(name: str) -> Arrays:
         return _digits()
     for folder in folders():
         path = folder / f"{name}.npz"
-        with suppress(OSError):  # longer than a file's name can be
+        with suppress(OSError):  # the name may be too long for a file
             if path.name == f"{name}.npz" and path.is_file():
                 return read_npz(path)
     looked = " and ".join(str(folder) for folder in folders())
     if name in KNOWN:
-        keys = ", ".join(NEEDED)
-        raise DataError(
-            f"there is no {name}.npz in {looked}; put it there, with arrays {keys}, or take one from Hugging Face: "
-            "data.name = 'hub:owner/name'"
-        )
-    there = ", ".join(["digits", *names_there()])
-    accepted = (
-        f"there are: {there} (looked in {looked}), or a path ending in .npz, .csv or .parquet, or 'hub:owner/name'"
-    )
+        problem = f"there is no {name}.npz in {looked}; put it there, with arrays {', '.join(NEEDED)}"
+        raise DataError(f"{problem}, or take one from Hugging Face: data.name = 'hub:owner/name'")
+    available = ", ".join(["digits", *names_there()])
+    accepted = f"there are: {available} (looked in {looked}), or a path ending in .npz, .csv or .parquet, or "
+    accepted += "'hub:owner/name'"
     raise SpecError("data.name", f"no such data set; {accepted}{nearest(name, [*KNOWN, *names_there()])}", name)
 
 
@@ -302,7 +296,7 @@ def _names(arrays: Arrays, key: str) -> list[str] | None:
 
 
 def _digits() -> Arrays:
-    """scikit-learn's digits, grey levels 0…16 stretched to bytes; one fixed stratified split, 20 % test."""
+    """Load scikit-learn's digits, with grey levels scaled from 0…16 to bytes and a fixed stratified test set (20 %)."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()

@@ -1,4 +1,4 @@
-"""Samples of a data set by class: in proportion, and in order."""
+"""Select and order the samples of a data set by class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Ints = NDArray[np.int64]
 
 
 def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
-    """Whole numbers in proportion to ``shares`` that sum to ``total`` (Hamilton's method).
+    """Return whole numbers in proportion to ``shares`` that sum to ``total`` (Hamilton's method).
 
     >>> largest_remainder(np.array([1.0, 1.0, 2.0]), 5).tolist()
     [1, 1, 3]
@@ -22,7 +22,7 @@ def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:
 
 
 def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
-    """``size`` sample numbers, ascending, with the classes in proportion.
+    """Draw ``size`` sample numbers, ascending, with the classes in proportion.
 
     >>> stratified(np.array([0, 0, 0, 0, 1, 1]), 3, np.random.default_rng(0)).shape
     (3,)
@@ -31,12 +31,12 @@ def stratified(codes: Ints, size: int, rng: np.random.Generator) -> Ints:
     pool, starts, sizes = by_class(codes, classes, rng)
     quota = largest_remainder(sizes.astype(np.float64), size)
     rank = np.arange(len(pool)) - starts[codes[pool]]
-    kept: Ints = np.sort(pool[rank < quota[codes[pool]]])
-    return kept
+    drawn: Ints = np.sort(pool[rank < quota[codes[pool]]])
+    return drawn
 
 
 def by_class(codes: Ints, classes: int, rng: np.random.Generator) -> tuple[Ints, Ints, Ints]:
-    """All samples class after class, shuffled within each; where each class begins; how many there are."""
+    """Return all samples sorted by class and shuffled within each, the start of each class, and its size."""
     shuffled = rng.permutation(len(codes))
     sizes = np.bincount(codes, minlength=classes)
     return shuffled[np.argsort(codes[shuffled], kind="stable")], np.cumsum(sizes) - sizes, sizes

@@ -1,7 +1,7 @@
-"""Tables as data sets: CSV and Parquet files, and data frames.
+"""Build data sets from tables: CSV and Parquet files, and data frames.
 
-Text files are read by Python's own ``csv``, which needs no further package, changes no cell, and knows the line of
-each; Parquet by pyarrow, the format's own library.
+Text files are read with Python's ``csv``, which needs no extra package, changes no cell and knows line numbers. Parquet
+files are read with pyarrow.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fedstrata.data.fitting import Unfitted, fit
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 
 SUFFIXES = (".csv", ".parquet")
-"""How the names of such files end."""
+"""Suffixes of tables."""
 
 
 def read_table(path: Path, schema: Schema) -> Table:
-    """The rows of a file.
+    """Read the rows of a CSV or Parquet file.
 
     Args:
         path: The file.
-        schema: What its columns mean.
+        schema: The schema, which has the delimiter.
 
     Raises:
-        DataError: There is no such file, or it is damaged.
-        ExtraMissingError: Parquet without the extra ``tables``.
+        DataError: The file is missing or damaged.
+        ExtraMissingError: The file is Parquet and the extra ``tables`` is not installed.
     """
     try:
         path = path.expanduser()
@@ -60,20 +60,20 @@ def from_dataframe(
     name: str = "table",
     **settings: Any,
 ) -> Dataset:
-    """A data set from a data frame of pandas or polars.
+    """Build a data set from a data frame of pandas or polars.
 
     Args:
         frame: Anything with ``columns`` whose columns have ``to_list``.
         label: The column with the label.
-        client: The column that says whose a row is.
-        test: A share of the rows, the column that says which are test samples, or another frame that holds them.
+        client: The column with the client of each row.
+        test: The share of rows that become test samples, a column that marks them, or another frame that holds them.
         normalize: See ``from_arrays``.
-        seed: Decides which rows are test samples where it is a share.
-        name: What to call it.
+        seed: The seed that selects the test samples, if ``test`` is a share.
+        name: Its name in reports.
         settings: Other settings of ``Schema``, such as ``columns`` and ``missing``.
 
     Raises:
-        DataError: A cell is not what the schema says; the message names row and column.
+        DataError: A cell does not match the schema; the message names row and column.
         SpecError: The frame lacks a column, or a setting is wrong.
     """
     table = _of_frame(frame, name)
@@ -82,11 +82,11 @@ def from_dataframe(
         schema = build(Schema, {**given, "test": test}).completed(table)
         held = held_out(table, schema, seed)
     else:
-        other, cut = _of_frame(test, f"{name} (test)"), len(table)
+        other, train_size = _of_frame(test, f"{name} (test)"), len(table)
         for column in table.columns:
             other.require(column, "test")
         table = Table(name, {column: [*cells, *other.columns[column]] for column, cells in table.columns.items()})
-        schema, held = build(Schema, given).completed(table), np.arange(len(table)) >= cut
+        schema, held = build(Schema, given).completed(table), np.arange(len(table)) >= train_size
     return dataset_of(table, schema, held, name=name, normalize=normalize)
 
 
@@ -99,23 +99,26 @@ def dataset_of(
     normalize: Normalize = "standard",
     given: tuple[Tensor, Tensor] | None = None,
 ) -> Dataset:
-    """Rows as a data set, by statistics of all training rows; preparing a run takes those that are trained on.
+    """Build a data set with features by the statistics of all training rows.
+
+    A run replaces these features by those from the rows that clients train on.
 
     Args:
         table: The rows.
         schema: A completed schema.
         held: Which rows are test samples, (N,).
-        name: What to call it.
+        name: Its name in reports.
         normalize: See ``from_arrays``.
-        given: Shift and scale where these are known beforehand.
+        given: Shift and scale if they are set in the spec.
 
     Raises:
-        DataError: A cell is not what the schema says, or a value is missing of which no training row has any.
+        DataError: A cell does not match the schema, or a missing value cannot be imputed.
     """
     cells, y = torch.from_numpy(parsed(table, schema)), ids(table, schema.label, schema)
     owners = ids(table, schema.client, schema) if schema.client is not None else None
     unfitted = Unfitted(normalize, cells[~held], cells[held], schema, given)
-    x_train, x_test, _, _ = unfitted.fitted(known := unfitted.statistics([np.arange(int((~held).sum()))]))
+    known = unfitted.statistics([np.arange(int((~held).sum()))])
+    x_train, x_test, _, _ = unfitted.fitted(known)
     data = from_arrays(
         x_train,
         y[~held],
@@ -131,26 +134,25 @@ def dataset_of(
 
 
 def read_csv(path: Path, delimiter: str = ",") -> Table:
-    """The rows of a text file in UTF-8 whose first line names the columns.
+    """Read a text file in UTF-8 whose first line names the columns.
 
     Raises:
-        DataError: It has no rows, a name twice, or a line with too many or too few cells.
+        DataError: The file has no rows, a name twice, or a line with too many or too few cells.
     """
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, [])]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            error = DataError(
-                f"{path}, line 1: the column {twice[0]!r} stands there twice; give each a name of its own"
+            problem = f"the column {twice[0]!r} stands there twice; give each a name of its own"
+            raise DataError(f"{path}, line 1: {problem}").publicly(
+                "two columns have the same name; accepted: each once"
             )
-            raise error.publicly("two columns have the same name; accepted: each once")
         rows, lines, before = [], [], reader.line_num
         for row in reader:
-            if row:  # an empty line is none
+            if row:  # empty lines are skipped
                 if len(row) != len(names):
-                    raise DataError(
-                        f"{path}, line {before + 1}: {len(row)} cells; accepted: {len(names)}, as in line 1"
-                    )
+                    problem = f"{len(row)} cells; accepted: {len(names)}, as in line 1"
+                    raise DataError(f"{path}, line {before + 1}: {problem}")
                 rows.append(row)
                 lines.append(before + 1)
             before = reader.line_num
@@ -160,10 +162,10 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
 
 
 def read_parquet(path: Path) -> Table:
-    """The rows of a Parquet file.
+    """Read a Parquet file.
 
     Raises:
-        DataError: It is none, or has no rows.
+        DataError: The file is damaged, of another format, or has no rows.
         ExtraMissingError: pyarrow is not installed.
     """
     try:

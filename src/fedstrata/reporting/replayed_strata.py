@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedstrata.base.errors import CheckpointError, SpecError
-from fedstrata.data.partitions import label_table
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import Prepared
@@ -90,7 +89,7 @@ def strata_of(prepared: Prepared, state: Any, round: int) -> View:
     if found is None:
         raise _no_strata(prepared.spec)
     data = prepared.data
-    table = label_table(prepared.assignment, data.y_train.cpu().numpy(), data.classes)
+    table = prepared.assignment.counts(data.y_train.cpu().numpy(), data.classes)
     return View(round, found.clients, found.points, found.strata, table[found.clients])
 
 

@@ -1,4 +1,4 @@
-"""Which client holds which training samples: the result, the base class of all schemes and their registry."""
+"""The division of training samples among clients: the result, the base class of all schemes and their registry."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from fedstrata.data.dataset import Dataset
 Ints = NDArray[np.int64]
 
 UNUSED = -1
-"""The owner of a sample that no client holds."""
+"""The owner in arrays of owners that means: no client holds the sample."""
 
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
-    """The samples of N clients, one array for all of them (compressed sparse rows).
+    """The samples of N clients, in one array for all clients (compressed sparse rows).
 
-    Client k holds ``indices[offsets[k]:offsets[k + 1]]``, so a million clients cost two arrays and no Python
-    objects.
+    Client k holds ``indices[offsets[k]:offsets[k + 1]]``, so a million clients need two arrays and no Python objects.
 
     Args:
         indices: Sample numbers, client after client, int64.
-        offsets: Where each client begins, (N + 1,) int64.
-        codes: Which of the data set's ``client_names`` each client is, (N,), where clients are natural ones.
+        offsets: The start of each client in ``indices`` and the end of the last, (N + 1,) int64.
+        codes: The index of each client in the data set's ``client_names``, (N,); None without natural clients.
 
     >>> two = Assignment.from_owners(np.array([1, 0, UNUSED, 1]), clients=2)
     >>> len(two), two[1].tolist(), two.sizes.tolist()
@@ -45,14 +44,14 @@ class Assignment:
 
     @classmethod
     def from_owners(cls, owner: Ints, clients: int) -> Assignment:
-        """From the owner of every sample, (samples,); ``UNUSED`` where there is none."""
+        """Build an assignment from the owner of every sample, (samples,); ``UNUSED`` means that no client holds it."""
         order = np.argsort(owner, kind="stable").astype(np.int64)
         sizes = np.bincount(owner[owner >= 0], minlength=clients)
         return cls(order[len(owner) - int(sizes.sum()) :], np.concatenate(([0], np.cumsum(sizes))))
 
     @classmethod
     def from_lists(cls, lists: Sequence[Ints]) -> Assignment:
-        """From one index array a client."""
+        """Build an assignment from an array of sample numbers per client."""
         sizes = [len(part) for part in lists]
         indices = np.concatenate([np.asarray(part, dtype=np.int64) for part in lists])
         return cls(indices, np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))))
@@ -76,17 +75,17 @@ class Assignment:
         return np.repeat(np.arange(len(self), dtype=np.int64), self.sizes)
 
     def names(self, dataset: Dataset) -> list[str]:
-        """What each client is called: by its number where it has no name of its own.
+        """Return the name of each client: its number, unless it is a natural client.
 
         Args:
-            dataset: What was divided.
+            dataset: The data set that was divided.
         """
         if self.codes is None:
             return [str(client) for client in range(len(self))]
         return [dataset.client_names[code] for code in self.codes.tolist()]
 
     def counts(self, labels: Ints, classes: int) -> Ints:
-        """Samples of each class at each client.
+        """Count the samples of each class at each client.
 
         Args:
             labels: The label of every training sample, (samples,).
@@ -100,7 +99,7 @@ class Assignment:
 
 
 Clients = Annotated[PositiveInt, Field(le=10_000_000)]
-"""A number of clients that arrays of one entry a client can be made for."""
+"""A number of clients, limited so that arrays with an entry per client fit into memory."""
 
 
 class Partition(Setting):
@@ -123,15 +122,15 @@ class Partition(Setting):
 
     @abstractmethod
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints | Sequence[Ints]:
-        """Divide the samples; a pure function of its arguments and settings.
+        """Divide the samples; the result depends only on the arguments and settings.
 
         Args:
             labels: Label of every training sample, (samples,).
-            domains: Domain of every training sample, where the data set has domains.
-            rng: The only source of chance.
+            domains: Domain of every training sample, if the data set has domains.
+            rng: The only source of randomness.
 
         Returns:
-            The owner of every sample, (samples,), or one index array a client.
+            The owner of every sample, (samples,), or an array of sample numbers per client.
         """
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
@@ -146,12 +145,8 @@ class Partition(Setting):
         """
         samples, needed = dataset.train_size, self.clients * self.min_size
         if needed > samples:
-            most = f"{samples // self.min_size} for min_size = {self.min_size}"
-            raise SpecError(
-                "partition.clients",
-                f"{dataset.name} has {samples} training samples; at most {most}",
-                self.clients,
-            )
+            most = f"at most {samples // self.min_size} for min_size = {self.min_size}"
+            raise SpecError("partition.clients", f"{dataset.name} has {samples} training samples; {most}", self.clients)
         domains = None if dataset.domain_train is None else dataset.domain_train.cpu().numpy()
         result = self.assign(dataset.y_train.cpu().numpy(), domains, rng(seed, "partition"))
         assignment = self._checked(result, samples)
@@ -162,7 +157,7 @@ class Partition(Setting):
         return assignment
 
     def _checked(self, result: Ints | Sequence[Ints], samples: int) -> Assignment:
-        """``result`` as an assignment, if it is one; a scheme that loses samples falsifies what follows."""
+        """Convert the result of ``assign``; refuse one that loses, repeats or invents samples."""
         who = type(self).__name__
         if isinstance(result, np.ndarray) and result.ndim == 1 and result.dtype.kind in "iu":
             if len(result) != samples:
@@ -206,6 +201,6 @@ PARTITIONS = Registry(
         "single-client": "fedstrata.data.partitions.natural:SingleClient",
     },
 )
-"""What ``[partition] name`` may say."""
+"""The values of ``[partition] name``."""
 
 AnyPartition = Annotated[Partition, FromRegistry(PARTITIONS, default="dirichlet")]

@@ -1,4 +1,4 @@
-"""Partition schemes in which each client holds so many classes or domains, split equally among holders."""
+"""Partition schemes that fix the number of classes or domains of each client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from fedstrata.base.config import Setting
 from fedstrata.base.errors import SpecError
-from fedstrata.data.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, numbered, top_up
+from fedstrata.data.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, top_up
 from fedstrata.data.partitions.base import Clients, Ints, Partition
 from fedstrata.data.partitions.schemes import Alpha, Generator
 
@@ -33,7 +33,7 @@ class Classes(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: not with a fixed size."""
+        """Whether every sample must have an owner: only without a fixed size."""
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
@@ -84,7 +84,7 @@ class Groups(Partition):
             ]
             if amounts and all(isinstance(amount, int) and amount > 0 for amount in amounts):
                 return {**table, "clients": sum(amounts)}
-        return table  # the check of the fields says what is wrong
+        return table  # the validation of the fields reports other errors
 
     @model_validator(mode="after")
     def _agree(self) -> Groups:
@@ -95,7 +95,7 @@ class Groups(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: not with a fixed size."""
+        """Whether every sample must have an owner: only without a fixed size."""
         return self.size is None
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
@@ -131,7 +131,7 @@ class Domains(Partition):
         if self.alpha is None:
             each = np.full(self.clients, self.per_client or 1)
             return _held(self, "per_client", domains, each, None, rng, kind="domain")
-        codes, _, _ = numbered(domains)
+        codes = np.unique(domains, return_inverse=True)[1]
         owner = cut_by_dirichlet(codes, self.clients, self.alpha, rng)
         return top_up(owner, self.clients, self.min_size, rng)
 
@@ -145,8 +145,8 @@ def _held(
     rng: Generator,
     kind: str = "class",
 ) -> Ints:
-    """The owners when every client holds ``each`` classes (or domains), with all that can go wrong."""
-    codes, values, amounts = numbered(labels)
+    """Assign the samples so that each client holds ``each`` classes (or domains); refuse what the data do not allow."""
+    values, codes, amounts = np.unique(labels, return_inverse=True, return_counts=True)
     most, holdings = int(each.max()), int(each.sum())
     if most > len(values):
         raise SpecError(f"partition.{key}", f"the data have {len(values)} {kind} labels; at most so many", most)
@@ -157,21 +157,17 @@ def _held(
     quota = None
     if size is None:
         wanted = np.bincount(held) * min(partition.min_size, 1)
-        problem, size_key, value = (
-            "holders; take fewer clients, or min_size = 0",
-            "partition.clients",
-            partition.clients,
-        )
+        problem, size_key, value = "holders; take fewer clients, or min_size = 0", "clients", partition.clients
     else:
         if size < most:
             raise SpecError("partition.size", f"a client has {most} {kind} labels; at least so many", size)
         rank = np.arange(holdings) - (np.cumsum(each) - each)[owner]
         quota = size // each[owner] + (rank < size % each[owner])
         wanted = np.bincount(held, weights=quota).astype(np.int64)
-        problem, size_key, value = "wanted; take a smaller size", "partition.size", size
+        problem, size_key, value = "wanted; take a smaller size", "size", size
     short = np.flatnonzero(wanted > amounts)
     if len(short):
-        worst = short[0]
-        found = f"{kind} {values[worst]} has {amounts[worst]} samples for {wanted[worst]} {problem}"
-        raise SpecError(size_key, found, value)
+        first = short[0]
+        counts = f"{kind} {values[first]} has {amounts[first]} samples for {wanted[first]}"
+        raise SpecError(f"partition.{size_key}", f"{counts} {problem}", value)
     return deal_to_holders(codes, owner, held, rng, quota)

@@ -1,4 +1,4 @@
-"""Clients as the data have them, and the two references that any division is compared with."""
+"""Natural clients, and single clients: the references that a division is compared with."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Natural(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: not those of clients that are left out."""
+        """False: the samples of small clients are left out."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
-        """Not of labels: see ``split``."""
+        """Raise ``SpecError``: this scheme overrides ``split``."""
         raise SpecError("partition.name", "divides by client ids, which labels do not tell", self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
@@ -51,21 +51,20 @@ class Natural(Partition):
             raise SpecError("partition.name", problem, self.name)
         codes = dataset.client_train.cpu().numpy()
         sizes = np.bincount(codes, minlength=len(dataset.client_names))
-        there, kept = np.flatnonzero(sizes), np.flatnonzero(sizes >= max(self.min_size, 1))
+        every, kept = np.flatnonzero(sizes), np.flatnonzero(sizes >= max(self.min_size, 1))
         if len(kept) < (self.clients or 1):
             key, value = ("clients", self.clients) if self.clients else ("min_size", self.min_size)
-            problem = f"{len(kept)} of {len(there)} clients have at least {max(self.min_size, 1)} training samples"
+            problem = f"{len(kept)} of {len(every)} clients have at least {max(self.min_size, 1)} training samples"
             raise SpecError(f"partition.{key}", f"{problem}; the largest has {int(sizes.max(initial=0))}", value)
-        if small := len(there) - len(kept):
-            lost = int(sizes[there].sum() - sizes[kept].sum())
-            problem = f"{small} of {len(there)} clients have fewer than partition.min_size = {self.min_size} samples"
-            warnings.warn(f"{problem} and are left out, with their {lost} samples", stacklevel=2)
+        if small := len(every) - len(kept):
+            samples = int(sizes.sum() - sizes[kept].sum())
+            problem = f"{small} of {len(every)} clients have fewer than partition.min_size = {self.min_size} samples"
+            warnings.warn(f"{problem} and are left out, with their {samples} samples", stacklevel=2)
         if self.clients is not None:
             kept = np.sort(rng(seed, "partition").choice(kept, size=self.clients, replace=False))
         number = np.full(len(sizes), UNUSED, dtype=np.int64)
         number[kept] = np.arange(len(kept))
-        found = Assignment.from_owners(number[codes], len(kept))
-        return Assignment(found.indices, found.offsets, kept.astype(np.int64))
+        return replace(Assignment.from_owners(number[codes], len(kept)), codes=kept.astype(np.int64))
 
 
 class SingleClient(Partition):
@@ -83,14 +82,13 @@ class SingleClient(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: not where the other partition leaves some out."""
+        """False: the other partition may leave samples out."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
-        """Not of labels: see ``split``."""
-        raise SpecError(
-            "partition.name", "divides as another partition does, which may take more than labels", self.name
-        )
+        """Raise ``SpecError``: this scheme overrides ``split``."""
+        problem = "divides as another partition does, which may take more than labels"
+        raise SpecError("partition.name", problem, self.name)
 
     def split(self, dataset: Dataset, seed: int) -> Assignment:
         """See ``Partition.split``.
@@ -101,9 +99,8 @@ class SingleClient(Partition):
         try:
             whole = self.of.split(dataset, seed)
         except SpecError as error:
-            raise SpecError(
-                f"partition.of.{error.key.removeprefix('partition.')}", error.problem, error.value
-            ) from None
+            key = f"partition.of.{error.key.removeprefix('partition.')}"
+            raise SpecError(key, error.problem, error.value) from None
         if self.only is None:
             return Assignment.from_lists([np.sort(whole.indices)])
         if self.only >= len(whole):

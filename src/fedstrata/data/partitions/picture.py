@@ -1,4 +1,4 @@
-"""The clients × labels table: as an array, as a picture and for the terminal."""
+"""Show the samples of each label at each client, as a picture and as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -18,41 +18,29 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 
 BUBBLES = 100
-"""Up to so many clients (and half as many labels) a picture has one bubble a cell."""
+"""The most clients (and twice the most labels) of a picture with a bubble per cell."""
 NAMED = 20
-"""Up to so many natural clients are named below a picture."""
+"""The most natural clients that are named below a picture."""
 COLUMNS = 1000
-"""A picture shows so many clients at most, evenly chosen."""
+"""The most clients of a picture; of more it shows an evenly spaced selection."""
 INK = "#1f4e79"
 
 
-def label_table(assignment: Assignment, labels: Ints, classes: int) -> Ints:
-    """Samples of each label at each client, (N, C) int64.
-
-    Args:
-        assignment: The partition.
-        labels: Label of every training sample.
-        classes: Number of classes C.
-    """
-    return assignment.counts(labels, classes)
-
-
 def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -> None:
-    """Write a picture of who holds what.
+    """Write a picture of the labels that each client holds, and of the clients' sizes above.
 
-    Up to 100 clients: a bubble for each client and label, its area the number of samples. More clients: a
-    heat map, clients sorted by the label they hold most of, at most 1,000 of them. Above it, the samples of
-    each client.
+    Up to 100 clients are shown with a bubble per client and label, whose area is the number of samples. More clients
+    are shown as a heat map of at most 1,000 clients, sorted by their most frequent label.
 
     Args:
         assignment: The partition.
-        dataset: What was divided.
-        path: The file, its suffix the format (``.png``).
+        dataset: The data set that was divided.
+        path: The file; its suffix is the format (``.png``).
     """
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
-    table = label_table(assignment, dataset.y_train.cpu().numpy(), dataset.classes)
+    table = assignment.counts(dataset.y_train.cpu().numpy(), dataset.classes)
     clients, classes = table.shape
     title = f"{dataset.name}: {int(table.sum()):,} samples of {classes} labels at {clients:,} clients"
     bubbles = clients <= BUBBLES and classes <= BUBBLES // 2
@@ -70,24 +58,21 @@ def draw_partition(assignment: Assignment, dataset: Dataset, path: Path | str) -
     top, main = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, max(height, 1.0)))
     _draw_sizes(top, table.sum(axis=1))
     if bubbles:
-        # Bubbles may overlap sideways, where clients are close; not upwards.
+        # Bubbles of neighbouring clients may overlap, those of neighbouring labels may not.
         _draw_bubbles(main, table, 72 * min(2.5 * (width - 1.6) / len(table), height / classes))
     else:
-        # By the square root, as the area of a bubble is by its diameter: or only the few largest cells would
-        # be seen.
+        # The square root makes more than the few largest cells visible, as the diameter of a bubble does.
         norm = PowerNorm(0.5, vmin=0, vmax=max(int(table.max()), 1))
         image = main.imshow(table.T, aspect="auto", cmap="Blues", interpolation="nearest", norm=norm)
         figure.colorbar(image, ax=main, label="samples", pad=0.01)
     main.set_xlim(-0.6, len(table) - 0.4)
     main.set_ylim(-0.6, classes - 0.4)
     if assignment.codes is not None and bubbles and len(table) <= NAMED:
-        main.set_xticks(
-            range(len(table)), [_short(name) for name in assignment.names(dataset)], rotation=30, ha="right"
-        )
+        main.set_xticks(range(len(table)), map(_short, assignment.names(dataset)), rotation=30, ha="right")
     main.set_xlabel(xlabel)
     main.set_ylabel("label")
     if classes <= 30:
-        main.set_yticks(range(classes), [_short(name) for name in dataset.class_names])
+        main.set_yticks(range(classes), map(_short, dataset.class_names))
     top.set_title(title, loc="left", fontsize=10)
     figure.savefig(path)
 
@@ -105,7 +90,7 @@ def _draw_sizes(axes: Axes, sizes: Ints) -> None:
 
 
 def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
-    """Bubbles whose area is the number of samples; the largest is ``widest`` points wide."""
+    """Draw bubbles whose area is the number of samples; the largest is ``widest`` points wide."""
     client, label = np.nonzero(table)
     amounts = table[client, label]
     largest = max(int(amounts.max(initial=1)), 1)
@@ -118,21 +103,20 @@ def _draw_bubbles(axes: Axes, table: Ints, widest: float) -> None:
 
 
 def render_table(assignment: Assignment, dataset: Dataset, rows: int = 30) -> Table:
-    """The same table for the terminal.
+    """Return a table of the labels that each client holds, for the terminal.
 
     Args:
         assignment: The partition.
-        dataset: What was divided.
-        rows: Clients shown, the first ones; the last rows are smallest, mean and largest over all clients.
+        dataset: The data set that was divided.
+        rows: The number of clients that are shown. The last rows are smallest, mean and largest over all clients.
 
     Returns:
-        One column a label up to 12 labels; beyond that the number of labels held and the share of the
-        largest.
+        A column per label up to 12 labels; for more labels, the number of labels held and the share of the largest.
     """
     from rich.table import Table
     from rich.text import Text
 
-    counts = label_table(assignment, dataset.y_train.cpu().numpy(), dataset.classes)
+    counts = assignment.counts(dataset.y_train.cpu().numpy(), dataset.classes)
     sizes = counts.sum(axis=1)
     each = dataset.classes <= 12
     if each:

@@ -1,4 +1,4 @@
-"""The partition schemes of the literature. Every training sample goes to one client, unless it says so."""
+"""The partition schemes of the literature. Each training sample goes to exactly one client, except with ``Given``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from fedstrata.data.partitions.assign import (
     cut_by_dirichlet,
     deal_by_mix,
     log_dirichlet,
-    numbered,
     taken_from_largest,
     top_up,
 )
@@ -25,7 +24,7 @@ from fedstrata.data.subsets import largest_remainder
 
 Generator = np.random.Generator
 MOST_SHARDS = 10_000_000
-"""Where clients may be empty there may be more shards than samples, as far as memory goes."""
+"""The most shards if clients may be empty, which limits the memory."""
 
 Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
@@ -65,14 +64,13 @@ class Dirichlet(Partition):
     @model_validator(mode="after")
     def _prior_of_mixes(self) -> Dirichlet:
         if self.prior != "shares" and self.balance != "client":
-            raise SpecError(
-                "prior", "belongs to balance = 'client', where every client has a mix of classes", self.prior
-            )
+            problem = "belongs to balance = 'client', where every client has a mix of classes"
+            raise SpecError("prior", problem, self.prior)
         return self
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
-        codes, _, amounts = numbered(labels)
+        _, codes, amounts = np.unique(labels, return_inverse=True, return_counts=True)
         if self.balance == "class":
             owner = cut_by_dirichlet(codes, self.clients, self.alpha, rng)
             return top_up(owner, self.clients, self.min_size, rng)
@@ -162,7 +160,7 @@ class Given(Partition):
         if (file := table.get("file")) is not None:
             if "indices" in table:
                 raise SpecError("file", "there are indices already; leave one of them out", str(file))
-            # What is in it is kept, and not its name: a spec is the same whatever file it was read from.
+            # The spec keeps the indices and not the name of the file, so that equal divisions are equal specs.
             table = {**table, "indices": _indices_in(file), "file": None}
         elif "indices" not in table:
             raise SpecError("indices", "needed, and not given; or a file with them")
@@ -170,7 +168,7 @@ class Given(Partition):
             table = {**table, "indices": table["indices"].tolist()}
         if "clients" not in table and isinstance(table.get("indices"), (list, tuple)):
             return {**table, "clients": max(len(table["indices"]), 1)}
-        return table  # the check of the fields says what is wrong
+        return table  # the validation of the fields reports other errors
 
     @model_validator(mode="after")
     def _agree(self) -> Given:
@@ -181,7 +179,7 @@ class Given(Partition):
 
     @property
     def covers(self) -> bool:
-        """Whether every sample must have an owner: no."""
+        """False: samples may be left out."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> list[Ints]:
@@ -189,7 +187,7 @@ class Given(Partition):
         return [np.array(part, dtype=np.int64) for part in self.indices]
 
     def packed(self) -> bytes:
-        """The content of a ``file`` with these indices."""
+        """Return the content of a ``file`` with these indices."""
         lists = Assignment.from_lists([np.array(part, dtype=np.int64) for part in self.indices])
         content = io.BytesIO()
         np.savez(content, indices=lists.indices, offsets=lists.offsets)
@@ -197,7 +195,7 @@ class Given(Partition):
 
 
 def _indices_in(file: object) -> list[list[int]]:
-    """What a file holds for each client."""
+    """Read the sample numbers of each client from a file."""
     if not isinstance(file, (str, Path)):
         raise SpecError("file", "expected the path of a .npz file", file)
     try:

@@ -1,4 +1,4 @@
-"""Training samples that no client holds: the only ones that a server may ever look at."""
+"""Training samples that no client holds: the only samples that a server may use."""
 
 from __future__ import annotations
 
@@ -14,34 +14,32 @@ from fedstrata.data.partitions.base import Assignment
 
 @dataclass(frozen=True, eq=False)
 class ServerData:
-    """What a partition leaves out of a data set.
+    """The training samples that a partition leaves out.
 
     Args:
         data: The data set.
-        assignment: Which of its training samples are the clients'.
+        assignment: The samples of the clients.
     """
 
     data: Dataset
     assignment: Assignment
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """It arrives nowhere: what travels with a job to other processes is None."""
+        """Pickle as None: server data are not sent to other processes."""
         return type(None), ()
 
     def indices(self) -> NDArray[np.int64]:
-        """Numbers of the samples, ascending; none where clients are natural ones, for then others' are left over."""
+        """Return the numbers of the samples, ascending; none with natural clients, because clients own the others."""
         if self.assignment.codes is not None:
             return np.empty(0, dtype=np.int64)
-        left = np.ones(self.data.train_size, dtype=bool)
-        left[self.assignment.indices] = False
-        return np.flatnonzero(left)
+        return np.setdiff1d(np.arange(self.data.train_size), self.assignment.indices)
 
     def counts(self) -> NDArray[np.int64]:
-        """Samples of each class, (C,)."""
+        """Count the samples of each class, (C,)."""
         return np.bincount(self.data.y_train.numpy()[self.indices()], minlength=self.data.classes)
 
     def balanced(self, per_class: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of ``per_class`` random samples of every class.
+        """Draw the inputs and labels of ``per_class`` random samples of every class.
 
         Raises:
             ValueError: There are fewer of some class.
