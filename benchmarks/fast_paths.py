@@ -152,28 +152,6 @@ def memory(model: str) -> Works:
     return child(keep=False).seconds, child(keep=True).seconds
 
 
-def plain_types(_: str) -> Works:
-    """The types of a reply checked by a look at each field, or by the whole check of what came over a wire."""
-    from fedstrata.base import records
-    from fedstrata.federation.messages import FitReply, Weights
-
-    weights = Weights({name: torch.zeros(8, 8) for name in ("0.weight", "0.bias", "2.weight", "2.bias")}, {})
-    reply, looked = FitReply(weights, 20, 1, 20, 0.5, {}), records._obvious
-
-    def check() -> None:
-        for _ in range(2000):
-            records.require_types(reply)
-
-    def whole() -> None:
-        records._obvious = lambda message: False
-        try:
-            check()
-        finally:
-            records._obvious = looked
-
-    return whole, check
-
-
 class Child:
     """A process that runs a round whenever it is asked to."""
 
@@ -209,7 +187,6 @@ PATHS: dict[str, tuple[Callable[[str], Works], str, str]] = {
     "fused, MLP": (fused, "mlp", "stratify/client_batch.py: Stratify batch, 100 clients, one pass a batch"),
     "incremental k-means": (incremental_kmeans, "", "sampling/incremental_kmeans.py: 10,000 clients, 100 renewed"),
     "exact k-means": (exact_kmeans, "", "sampling/kmeans_1d.py: 178,110 values, 9 centres"),
-    "plain types": (plain_types, "", "records.py: the types of a client's reply"),
     "memory, CNN": (memory, "cnn", "process.py: FedAvg, freed memory kept"),
     "memory, MLP": (memory, "mlp", "process.py: the same with an MLP"),
 }

@@ -1,8 +1,8 @@
 """Settings that validate themselves, and registries that find them by name.
 
-Whatever a spec can name (a method, a partition, a model of availability, a sampler …) is a frozen pydantic model: its
-fields are its settings, and what it does are its methods. ``Registry`` turns ``{"name": "dirichlet", "alpha": 0.1}``
-into one, imports it only then, and takes ``"module:Class"`` for the user's own.
+Everything that a spec can name (a method, a partition, an availability model, a sampler …) is a frozen pydantic model:
+its fields are the settings, and its methods are the behaviour. ``Registry`` turns ``{"name": "dirichlet", "alpha":
+0.1}`` into such a model, imports the class only then, and accepts ``"module:Class"`` for the user's own classes.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ T = TypeVar("T", bound="Setting")
 R = TypeVar("R")
 
 MOST = 2**31 - 1
-"""The largest whole number that a setting takes, unless it says otherwise: what counts with it fits into 64 bits."""
+"""The largest whole number of a setting without its own limit, so that results of counting fit into 64 bits."""
 
 LARGEST = 1e18
-"""The largest number that a setting takes, unless it says otherwise: its square fits into float32."""
+"""The largest number of a setting without its own limit, so that its square fits into float32."""
 
 _NAMES: dict[str, str] = {}
-"""What specs call a class, by ``"module:Class"``."""
+"""The name of a class in specs, by ``"module:Class"``."""
 
 _REGISTRIES: list[Registry[Any]] = []
-"""All there are."""
+"""All registries."""
 
 
 class _SpecName:
-    """The name under which a registry knows a class; ``"module:Class"`` for a user's own."""
+    """The name of a class in its registry; ``"module:Class"`` for a user's own class."""
 
     def __get__(self, instance: object, owner: type) -> str:
         path = f"{owner.__module__}:{owner.__qualname__}"
@@ -54,10 +54,10 @@ class _SpecName:
 
 @dataclass(frozen=True)
 class MayChange:
-    """Marks a setting that may change when a run goes on, for it decides no round that has run.
+    """A mark for settings that may change when a run is resumed, because finished rounds do not depend on them.
 
     Args:
-        upwards: Whether it may only grow.
+        upwards: Whether the setting may only grow.
     """
 
     upwards: bool = False
@@ -75,7 +75,7 @@ class Setting(BaseModel):
     )
 
     name: ClassVar[str] = _SpecName()  # type: ignore[assignment]
-    """What a spec calls it; empty for a section that has only one kind."""
+    """The name in specs; empty for a section that has only one kind."""
 
     if not TYPE_CHECKING:  # type checkers know the arguments from the fields
 
@@ -85,26 +85,23 @@ class Setting(BaseModel):
             except ValidationError as error:
                 raise explain(error, type(self)) from None
 
-        # Settings inside settings are checked by pydantic itself, which knows the whole key of what is wrong.
+        # Nested settings are validated by pydantic and not by their __init__, so that errors have the whole key.
         __init__.__pydantic_base_init__ = True
 
     @field_validator("*")
     @classmethod
     def _can_be_served(cls, value: Any, info: ValidationInfo) -> Any:
-        """Numbers that would overflow, or ask for more memory than there is, wherever they are used."""
+        """Refuse numbers that would overflow, or need more memory than computers have."""
         limits = cls.model_fields[info.field_name or ""].metadata
         if not any(hasattr(limit, "le") or hasattr(limit, "lt") for limit in limits):
             _check_size(value)
         return value
 
     def to_spec(self) -> dict[str, Any]:
-        """The settings as a spec's table; reading it back gives an equal object."""
-        table = {"name": self.name} if self.name else {}
-        for key in type(self).model_fields:
-            value = getattr(self, key)
-            if value is not None:
-                table[key] = plain(value)
-        return table
+        """Return the settings as a table of a spec; reading it back gives an equal object."""
+        values = ((key, getattr(self, key)) for key in type(self).model_fields)
+        name = {"name": self.name} if self.name else {}
+        return name | {key: plain(value) for key, value in values if value is not None}
 
 
 def _check_size(value: object) -> None:
@@ -118,7 +115,7 @@ def _check_size(value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as what TOML can hold; settings become tables."""
+    """Convert ``value`` to types of TOML; settings become tables."""
     if isinstance(value, Setting):
         return value.to_spec()
     if isinstance(value, Mapping):
@@ -129,12 +126,12 @@ def plain(value: Any) -> Any:
 
 
 class Registry(Generic[T]):
-    """Named classes of one kind, imported when first asked for.
+    """Named classes of one kind, which are imported when they are first used.
 
     Args:
-        kind: What they are, in the singular, for messages: ``"method"``.
-        base: The class that each of them derives from.
-        known: Name to ``"module:Class"``.
+        kind: The kind in the singular, for messages: ``"method"``.
+        base: The base class of this kind.
+        known: ``"module:Class"`` by name.
     """
 
     def __init__(self, kind: str, base: type[T], known: Mapping[str, str]) -> None:
@@ -146,22 +143,22 @@ class Registry(Generic[T]):
         return iter(self._paths)
 
     def find(self, name: str) -> type[T]:
-        """The class called ``name``, or ``"module:Class"`` of the user's own.
+        """Return the class with a name of this registry or at ``"module:Class"``.
 
         Raises:
-            SpecError: There is none of that name, or what is there is something else.
+            SpecError: There is no such class, or it is of another kind.
         """
         if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)
             problem = f"no such {self.kind}; there are: {accepted}, or 'module:Class' of your own"
             raise SpecError("name", problem + nearest(name, self._paths), name)
-        found = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
-        if not (inspect.isclass(found) and issubclass(found, self.base)):
+        cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
+        if not (inspect.isclass(cls) and issubclass(cls, self.base)):
             raise SpecError("name", f"{name} is no {self.kind} (a class derived from {self.base.__name__})", name)
-        return found
+        return cls
 
     def parse(self, value: object) -> T:
-        """An instance from itself, from a name, or from a table with a ``name``.
+        """Build an instance from a name or from a table with a ``name``; return an instance unchanged.
 
         Raises:
             SpecError: The name is unknown or a setting is wrong; the key is relative to the table.
@@ -177,19 +174,19 @@ class Registry(Generic[T]):
         return self.make(str(value["name"]), {key: item for key, item in value.items() if key != "name"})
 
     def make(self, name: str, table: Mapping[str, Any]) -> T:
-        """An instance of the class called ``name``, with the settings of ``table``; raises as ``parse`` does."""
+        """Build an instance of the class called ``name`` with the settings of ``table``; raises as ``parse`` does."""
         return build(self.find(name), table)
 
 
 @dataclass(frozen=True)
 class FromRegistry:
-    """Annotates a field that holds one of a registry's kinds: ``Annotated[Objective, FromRegistry(OBJECTIVES)]``.
+    """An annotation of fields that hold a class of a registry: ``Annotated[Objective, FromRegistry(OBJECTIVES)]``.
 
-    The field takes a name, a table with a name or an instance, and its errors carry its key.
+    Such a field takes a name, a table with a name or an instance. Its errors have the field's key.
 
     Args:
-        registry: What may be named.
-        default: What a table without a name describes; such a table is refused unless given.
+        registry: The registry of the names.
+        default: The name for tables without a name. By default, such tables are refused.
     """
 
     registry: Registry[Any]
@@ -211,10 +208,10 @@ class FromRegistry:
 
 
 def from_word(cls: type[Setting], key: str = "") -> BeforeValidator:
-    """Annotates a field that holds settings of one kind, whose errors carry its key.
+    """Return an annotation of fields that hold settings of one class. Their errors have the field's key.
 
-    ``Annotated[Data, from_word(Data, "name")]`` takes a table or an instance, or a word that stands for a table with
-    ``name`` alone; without a key no word.
+    A field ``Annotated[Data, from_word(Data, "name")]`` takes a table or an instance, or a text that stands for a table
+    with only ``name``. Without ``key`` it takes no text.
     """
 
     def parse(value: object) -> object:
@@ -232,25 +229,25 @@ def _read_by(parse: Callable[[object], object]) -> BeforeValidator:
 
 
 def build(cls: type[T], table: Mapping[str, Any]) -> T:
-    """``cls(**table)`` with our own errors.
+    """Return ``cls(**table)``.
 
     Raises:
-        SpecError: The first setting that is wrong, with what is accepted.
+        SpecError: A setting is wrong; the message says what is accepted.
     """
     return cls(**table)
 
 
 def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
-    """The first problem of a pydantic error as a ``SpecError``."""
-    # A misspelt key is why another one is missing.
-    first = min(error.errors(), key=lambda found: found["type"] != "extra_forbidden")
-    key = ".".join(str(part) for part in first["loc"])
+    """Convert the first problem of a pydantic error to a ``SpecError``."""
+    # Unknown keys come first: a misspelt key may be the reason why another one is missing.
+    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(path)
     cause = (first.get("ctx") or {}).get("error")
     if first["type"] == "extra_forbidden":
-        *outer, word = (str(part) for part in first["loc"])
-        return SpecError(key, f"unknown key; {_accepted(_model_at(cls, outer), word)}", first["input"])
+        problem = f"unknown key; {_accepted(_model_at(cls, path[:-1]), path[-1])}"
+        return SpecError(key, problem, first["input"])
     if first["type"] == "missing":
-        path = [str(part) for part in first["loc"]]
         inner = _model_at(cls, path)
         keys = "" if inner is _model_at(cls, path[:-1]) else f"; its keys are {', '.join(inner.model_fields)}"
         return SpecError(key, f"needed, and not given{keys}")
@@ -261,7 +258,7 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> SpecError:
 
 
 def _accepted(cls: type[BaseModel], word: str) -> str:
-    """What may stand where ``word`` stood."""
+    """Say which keys are accepted instead of ``word``."""
     accepted = list(cls.model_fields)
     others = _belongs(cls, word)
     if not accepted:
@@ -273,21 +270,21 @@ def _accepted(cls: type[BaseModel], word: str) -> str:
 
 
 def _belongs(cls: type[BaseModel], word: str) -> str:
-    """Which other kinds of the same registry have a setting of that name, such as ``alpha`` of a partition."""
+    """Say which other classes of the same registry have a setting of that name, such as ``alpha`` of a partition."""
     for registry in _REGISTRIES:
         if issubclass(cls, registry.base):
-            having = []
+            owners = []
             for name in registry:
-                with suppress(SpecError):  # one that cannot be loaded has nothing
+                with suppress(SpecError):  # classes that cannot be imported are left out
                     if word in registry.find(name).model_fields:
-                        having.append(name)
+                        owners.append(name)
             this = getattr(cls, "name", "") or cls.__name__
-            return f"{word} belongs to {', '.join(having)}; this {registry.kind} is {this}; " if having else ""
+            return f"{word} belongs to {', '.join(owners)}; this {registry.kind} is {this}; " if owners else ""
     return ""
 
 
 def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
-    """The settings that a path of keys leads to."""
+    """Return the settings class at a path of keys."""
     for part in path:
         field = cls.model_fields.get(part)
         inner = field.annotation if field else None
@@ -298,7 +295,7 @@ def _model_at(cls: type[BaseModel], path: list[str]) -> type[BaseModel]:
 
 
 def under(section: str, work: Callable[[], R]) -> R:
-    """``work()``, whose errors are seen from one section further out."""
+    """Return ``work()``; the key of its errors gets the section in front."""
     try:
         return work()
     except SpecError as error:

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from typing import Self
 
 LONGEST = 500
-"""Characters of a value that a message shows."""
+"""The most characters of a value that a message shows."""
 
 
 class FedstrataError(Exception):
     """Anything that fedstrata refuses or cannot do; the command line prints it as one line."""
 
     public = ""
-    """What others may learn of it where it is about a party's own data: column and rule, in the words of the spec."""
+    """The text for other parties of an error about a party's data: column and rule, in the words of the spec."""
 
     def publicly(self, text: str) -> Self:
-        """The same error with its public part, which holds no value, line, count or path of the data."""
+        """Set the public text, which discloses no value, line, count or path of the data; return the error."""
         self.public = text
         return self
 
@@ -27,8 +27,8 @@ class SpecError(FedstrataError):
 
     Args:
         key: The dotted name of the setting, such as ``"partition.alpha"``.
-        problem: What is wrong and what would be accepted.
-        value: The value that was given; left out of the message where there is none.
+        problem: The problem, and what would be accepted.
+        value: The value of the setting; by default, the message has none.
     """
 
     def __init__(self, key: str, problem: str, value: object = ...) -> None:
@@ -40,7 +40,7 @@ class SpecError(FedstrataError):
         return SpecError, (self.key, self.problem, self.value)
 
     def under(self, section: str) -> SpecError:
-        """The same error, seen from one section further out."""
+        """Return the error with the section in front of its key."""
         return SpecError(f"{section}.{self.key}" if self.key else section, self.problem, self.value)
 
 
@@ -49,7 +49,7 @@ class DataError(FedstrataError):
 
 
 class WireError(FedstrataError):
-    """Bytes that are not a message of ours: damaged, too large or of an unknown kind."""
+    """Bytes that are not a message of fedstrata: damaged, too large or of an unknown kind."""
 
 
 class ReplyRefusedError(FedstrataError):
@@ -57,19 +57,19 @@ class ReplyRefusedError(FedstrataError):
 
 
 class WithheldError(FedstrataError):
-    """A client does not answer, because too little data would be behind the answer or its site does not allow it."""
+    """An answer that a client withholds, because it concerns too few samples or the site does not allow it."""
 
 
 class QuorumError(FedstrataError):
-    """Fewer clients answered than the method needs."""
+    """Fewer answers than the method needs."""
 
 
 class ClientsFailedError(FedstrataError):
-    """Every client that was asked raised an exception: the program is at fault, not a client."""
+    """Exceptions of all clients that were asked, which indicates a fault of the program."""
 
 
 class CheckpointError(FedstrataError):
-    """No checkpoint that can be resumed from."""
+    """A checkpoint that is missing or damaged."""
 
 
 class ExtraMissingError(FedstrataError):
@@ -92,7 +92,7 @@ def _shown(value: object) -> str:
 
 
 def nearest(word: str, accepted: Iterable[str]) -> str:
-    """A hint with the closest accepted spelling, or an empty string.
+    """Return a hint with the closest accepted spelling, or an empty string.
 
     >>> nearest("alfa", ["alpha", "clients"])
     "; did you mean 'alpha'?"

@@ -1,4 +1,4 @@
-"""Files of records: one JSON object a line, and how they survive a crash."""
+"""Files of records, one JSON object per line, that survive crashes."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from torch import Tensor
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
-"""The key of a line's checksum, the last of each line: of the line without it and of the checksum before it."""
+"""The last key of each line: the checksum of the line's other keys and of the previous line's checksum."""
 
 _SEAL = re.compile(rb'(?:, )?"checksum": "([0-9a-f]{64})"\}$')
 
 
 class Log:
-    """A file of records, one JSON object a line, to which records are only added.
+    """An append-only file of records, one JSON object per line.
 
-    Each line carries a checksum that goes on from the line before: one that is changed, lost, repeated or moved shows.
+    The checksum of a line includes that of the previous line, so changed, lost, repeated or moved lines are noticed.
 
     Args:
-        path: The file; made by the first ``append``.
-        mode: Who may read it; the umask takes from that.
+        path: The file; the first ``append`` creates it.
+        mode: The permissions of the file, before the umask.
     """
 
     def __init__(self, path: Path | str, mode: int = 0o666) -> None:
         self.path, self._mode = Path(path), mode
         self.last, self.size = "", 0
-        """The last line's checksum, and the bytes of all lines, as far as this object knows."""
+        """The checksum of the last line, and the size of the file in bytes, after this object's last access."""
 
     @property
     def is_known(self) -> bool:
-        """Whether the file has the size that this object knows: no other wrote into it, and no write broke off."""
+        """Whether the file has the expected size: no other process wrote into it, and no write was incomplete."""
         return self.size == (self.path.stat().st_size if self.path.exists() else 0)
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Add records, one line each, and hand them to the operating system.
+        """Add records, one line each, and pass them to the operating system.
 
         Raises:
-            TypeError: A value is nothing that JSON can hold.
+            TypeError: A value cannot be converted to JSON.
         """
         lines, last = list[str](), self.last
         for record in records:
@@ -60,39 +60,39 @@ class Log:
         self.last, self.size = last, self.size + len(data)
 
     def sync(self) -> None:
-        """Wait until what was appended is on the disk: a power cut cannot take it away any more."""
+        """Wait until all records are on the disk, safe from a power cut."""
         if self.path.exists():
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
 
 
 def checksum_of(line: bytes, after: str | None = None) -> str | None:
-    """Return a line's checksum; None where it has none, or none that goes on from ``after``."""
-    found = _SEAL.search(line)
-    if found is None or (after is not None and _checksum(after, line[: found.start()] + b"}") != found[1].decode()):
+    """Return the checksum of a line; None if it has none, or if it is wrong for the previous checksum ``after``."""
+    match = _SEAL.search(line)
+    if match is None or (after is not None and _checksum(after, line[: match.start()] + b"}") != match[1].decode()):
         return None
-    return found[1].decode()
+    return match[1].decode()
 
 
 class MetricsLog(Log):
-    """What a run writes round by round; it survives being killed in the middle of a line."""
+    """The records of a run's rounds. A process that is killed in the middle of a line does not damage the others."""
 
     def append(self, *records: Mapping[str, Any]) -> None:
-        """Add records, one line each; first a torn last line is dropped: it would swallow the first new one.
+        """Add records, one line each, after removing an incomplete last line.
 
         Raises:
-            DataError: The file that is there is damaged.
+            DataError: The existing file is damaged.
         """
         if not self.is_known:
             self.truncate_after(math.inf)
         super().append(*records)
 
     def holds(self, checksum: str) -> bool:
-        """Whether a line has that checksum, so that it and all before it are what they were when it was the last."""
+        """Return True if a line has that checksum. It and all lines before it are then unchanged."""
         return self.path.exists() and any(each == checksum for _, _, each in _lines(self.path))
 
     def truncate_after(self, round: float) -> None:
-        """Drop the records of later rounds, and a torn last line; the file is replaced in one step.
+        """Remove the records of later rounds and an incomplete last line; the file is replaced atomically.
 
         Raises:
             DataError: A line before the last is damaged, or a record has no round.
@@ -108,10 +108,10 @@ class MetricsLog(Log):
         self.last, self.size = last, sum(map(len, lines))
 
     def salvage(self) -> str:
-        """Keep what can be read of a damaged file, and the whole of it beside as ``NAME.damaged``.
+        """Keep the readable lines of a damaged file, and copy the whole file to ``NAME.damaged``.
 
         Returns:
-            What was wrong; an empty text where nothing was.
+            The problem; an empty text if the file is not damaged.
         """
         readable: list[bytes] = []
         try:
@@ -125,16 +125,16 @@ class MetricsLog(Log):
 
 
 def read_jsonl(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a file that ``MetricsLog`` wrote; a torn last line is left out.
+    """Read the records of a file that ``MetricsLog`` wrote, without an incomplete last line.
 
     Raises:
-        DataError: Another line is no record of a round, or is not what was written there.
+        DataError: Another line is damaged, or is not the record of a round.
     """
     return [record for _, record, _ in _lines(Path(path))]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
-    """The whole lines of a file, their records, and their checksums (empty where a line has none)."""
+    """Yield the complete lines of a file, their records, and their checksums (empty if a line has none)."""
     last = ""
     data = path.read_bytes()
     lines = data.split(b"\n")
@@ -144,7 +144,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any], str]]:
         try:
             record = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
-            # No newline follows where the writer was killed; zeros are what a power cut leaves, and no line of ours.
+            # A line without a newline is from a writer that was killed. Zeros are left by a power cut.
             if number == len(lines) and b"\0" not in line:
                 return
             raise DataError(f"{path}, line {number}: no JSON object; what stands before can be read") from None
@@ -166,18 +166,18 @@ def _checksum(before: str, text: bytes) -> str:
 
 
 def write_json(path: Path | str, value: object) -> None:
-    """Write a value as indented JSON, in one step; NaN and infinity become null."""
+    """Write a value as indented JSON, atomically; NaN and infinity become null."""
     text = json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     replace_file(Path(path), text.encode())
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file so that a reader, or a crash, finds either the old or the new one.
+    """Replace a file atomically: readers see either the old or the new content, also after a crash.
 
     Args:
         path: The file.
-        data: All of it.
-        mode: Who may read it, from the first byte on; the umask takes from that.
+        data: The new content.
+        mode: The permissions of the file, before the umask.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove_leftovers(path.parent)
@@ -193,31 +193,30 @@ def replace_file(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 @lru_cache(maxsize=256)
 def remove_leftovers(folder: Path) -> None:
-    """Remove files that processes which were killed had begun to write, the first time that this one comes by."""
-    for left in folder.glob(".*.tmp"):
-        pid = left.name.split(".")[-2]
-        if pid.isdigit() and not _runs(int(pid)):
-            left.unlink(missing_ok=True)
+    """Remove incomplete files of processes that were killed; once per folder and process."""
+    for path in folder.glob(".*.tmp"):
+        pid = path.name.split(".")[-2]
+        if pid.isdigit() and not _is_running(int(pid)):
+            path.unlink(missing_ok=True)
 
 
-def _runs(pid: int) -> bool:
-    """Whether there is a process of that number; True where that cannot be asked."""
-    if os.name != "posix":
-        return True  # there a signal of number 0 would end it
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
+def _is_running(pid: int) -> bool:
+    """Return False if there is no process of that number, True if there is one or the system does not tell."""
+    if os.name == "posix":  # elsewhere, signal 0 would end the process
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except (OSError, OverflowError):
+            return True
     return True
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` as JSON holds it: arrays and tensors as lists, NaN and infinity as None, keys as text.
+    """Convert ``value`` to types of JSON: arrays and tensors to lists, NaN and infinity to None, keys to text.
 
     Raises:
-        TypeError: It is nothing of that kind.
+        TypeError: The value has another type.
 
     >>> jsonable({1: np.float32(0.5), "b": (float("nan"), np.arange(2))})
     {'1': 0.5, 'b': [None, [0, 1]]}

@@ -1,4 +1,4 @@
-"""Importing what a spec names as ``"module:Class"``, and limits to it."""
+"""Import the objects that a spec names as ``"module:Class"``, and limit what may be imported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from fedstrata.base.errors import FedstrataError, SpecError
 
 _ALLOWED: ContextVar[tuple[frozenset[str], str] | None] = ContextVar("allowed", default=None)
-"""The packages that ``"module:Class"`` may come from, and what to do about others; None for any package."""
+"""The packages that may be imported, and the advice in errors about others; None allows any package."""
 
 
 @contextmanager
 def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[None]:
-    """Limit what ``load_object`` may import inside the block, in this thread, for a spec that somebody else wrote.
+    """Limit what ``load_object`` may import in the block, in this thread, for specs that somebody else wrote.
 
     Args:
-        packages: Top-level packages; None for any.
-        advice: What to do where another package is named; by default, whose list that is.
+        packages: The allowed top-level packages; None allows any.
+        advice: The text of errors about other packages; by default, it names the list of allowed packages.
     """
     before = _ALLOWED.set(None if packages is None else (frozenset(packages), advice))
     try:
@@ -30,10 +30,10 @@ def only_from(packages: Collection[str] | None, advice: str = "") -> Iterator[No
 
 
 def load_object(path: str, kind: str) -> Any:
-    """Return the object at ``"module:attribute"``.
+    """Return the object at ``"module:attribute"``, if ``only_from`` allows it.
 
     Raises:
-        SpecError: The module or the attribute does not exist, or ``only_from`` does not let it be imported.
+        SpecError: The module or the attribute does not exist, or may not be imported.
     """
     packages, advice = _ALLOWED.get() or (None, "")
     if packages is not None and path.partition(":")[0].partition(".")[0] not in packages:
@@ -56,7 +56,7 @@ def import_object(path: str, kind: str) -> Any:
         module = importlib.import_module(module_name)
     except FedstrataError:
         raise
-    except (Exception, SystemExit) as error:  # it may be the user's own module, which raises what it likes
+    except (Exception, SystemExit) as error:  # a user's own module may raise anything
         if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
             raise SpecError("name", f"no module {module_name!r} to load the {kind} from", path) from None
         problem = f"its module fails when it is imported, with {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""One process a run folder."""
+"""Lock a run folder, so that only one process works in it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from filelock import FileLock, Timeout
 from fedstrata.base.errors import SpecError
 
 LOCK = ".lock"
-"""The file by which processes keep each other out of a folder."""
+"""The lock file in the folder."""
 PATIENCE = 3.0
-"""Seconds in which a process that was told to end may still hold a folder."""
+"""Seconds to wait for the lock, because a process that is ending may still hold it."""
 
 
 @contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """Keep every other process out of a folder for the block; where this one dies, the next may come in.
+    """Lock a folder for the block; the lock also ends with this process.
 
     Raises:
-        SpecError: Another one is at work there, or nothing can be written.
+        SpecError: Another process has the lock, or the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,5 +35,5 @@ def occupied(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            (folder / LOCK).unlink()  # a process that waits for it then makes a new one
+            (folder / LOCK).unlink()  # a process that waits for the lock creates a new file
         lock.release()

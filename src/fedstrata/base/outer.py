@@ -1,4 +1,4 @@
-"""The packages that the library works without: they are found by name, and nothing imports them."""
+"""Find the optional outer packages by name; the library does not import them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ OUTER = ("papers", "audits", "sites")
 
 
 def commands() -> list[Any]:
-    """Return the modules with the commands of those outer packages that are installed."""
-    there = [name for name in OUTER if find_spec(f"fedstrata.{name}") is not None]
-    return [importlib.import_module(f"fedstrata.{name}.cli") for name in there]
+    """Return the modules with the commands of the outer packages that are installed."""
+    installed = [name for name in OUTER if find_spec(f"fedstrata.{name}") is not None]
+    return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed]
 
 
 def load(path: str) -> Any:
     """Return an object of an outer package.
 
     Args:
-        path: Where it is, such as ``"sites.simulator:simulate"``.
+        path: Its module and name, such as ``"sites.simulator:simulate"``.
 
     Raises:
         FedstrataError: The package is not installed.

@@ -1,7 +1,7 @@
-"""Worker processes of this machine: fresh ones, or forks of this process.
+"""Worker processes of this machine: new processes, or forks of this process.
 
-A fresh worker has nothing of this process: tasks and their errors cross by pickle, within one program. A fork has what
-cannot cross, such as a class that was typed into a notebook, and what should not, such as large arrays.
+A new worker process shares nothing with this process: tasks and their errors are pickled. A fork has everything that
+cannot be pickled, such as a class that was typed into a notebook, and large arrays without a copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedstrata.base.process import prepare_process
 from fedstrata.base.signals import end_with_parent, ending_in_order, in_main_thread
 
 GRACE = 5.0
-"""Seconds for a worker to end in order."""
+"""Seconds that a worker has to end before it is killed."""
 
 K = TypeVar("K", bound=Hashable)
 Task = Callable[[], None]
@@ -36,21 +36,22 @@ Task = Callable[[], None]
 def can_fork() -> bool:
     """Return True if a fork of this process can train, with one thread.
 
-    Elsewhere than on Linux it cannot keep what it needs, a daemon may have no children, and CUDA survives no fork.
+    Forks are safe only on Linux, a daemon may have no child processes, and CUDA does not work after a fork.
     """
     daemon = multiprocessing.current_process().daemon
     return sys.platform == "linux" and not daemon and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 class Worker:
-    """A process that this one starts and tells what to do, through a pipe.
+    """A child process with a pipe to this process.
 
-    It ends when its work is done, when it finds the other end of its pipe closed, or with this process.
+    It ends when its work is done, when the other end of its pipe is closed, or with this process.
 
     Args:
-        work: What it does with its end of the pipe; for a fresh process a function of a module.
-        fork: Whether it is a fork of this process as it is now; see ``can_fork``.
-        daemon: Whether it may have no children.
+        work: The function that the child process calls with its end of the pipe. A new process imports it, so it must
+            be a function of a module.
+        fork: Whether to fork this process; see ``can_fork``.
+        daemon: Whether the child process is a daemon, which may have no child processes.
         inherited: Pipes to other workers, which a fork closes.
 
     Raises:
@@ -71,10 +72,10 @@ class Worker:
         self.process = context.Process(target=_begin, args=arguments, daemon=daemon, name="fedstrata-worker")
         program = sys.modules["__main__"]
         try:
-            if not fork:  # it would run the program again under another name, which then needed a main guard
+            if not fork:  # a new process would import the user's script, which would then need a main guard
                 sys.modules["__main__"] = ModuleType("__main__")
             with warnings.catch_warnings():
-                # Forks of processes with threads may hang in locks that those held; ours takes none of them.
+                # Python warns of locks that other threads hold during the fork. Workers do not use these locks.
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.process.start()
         finally:
@@ -82,15 +83,15 @@ class Worker:
             end.close()
 
     def send(self, message: object) -> None:
-        """Send it a message."""
-        with suppress(OSError):  # it is gone, as ``receive`` will find
+        """Send a message to the worker."""
+        with suppress(OSError):  # if the worker has ended, ``receive`` raises
             self.connection.send(message)
 
     def receive(self) -> Any:
-        """Wait for its next message.
+        """Wait for the next message of the worker.
 
         Raises:
-            EOFError: It is gone.
+            EOFError: The worker has ended.
         """
         try:
             return self.connection.recv()
@@ -98,7 +99,7 @@ class Worker:
             raise EOFError from None
 
     def end(self, grace: float = GRACE) -> str:
-        """Let it end, and kill it after ``grace`` seconds; returns how it ended."""
+        """Close the pipe, wait for the worker, and kill it after ``grace`` seconds; return how it ended."""
         self.connection.close()
         self.process.join(grace)
         if self.process.is_alive():
@@ -114,9 +115,8 @@ def _begin(
     inherited: Iterable[Connection],
     asked_by_main_thread: bool,
 ) -> None:
-    # What would wake the parent's event loop, as in a notebook, is not for this process.
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
+    signal.set_wakeup_fd(-1)  # signals of this process must not wake the parent's event loop, as in a notebook
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:
         other.close()
@@ -126,13 +126,13 @@ def _begin(
 
 
 class TaskPool(Generic[K]):
-    """Workers with one task each at a time, for a ``with`` block; what still runs at its end is told to end.
+    """Workers that each do one task at a time, for a ``with`` block. Tasks that still run at its end are terminated.
 
-    A fresh worker takes one task after another. A fork ends with its task.
+    A new worker process does one task after another. A fork ends with its task.
 
     Args:
-        jobs: How many, at most.
-        fork: Whether they are forks of this process as it is when a task begins; see ``can_fork``.
+        jobs: The largest number of workers.
+        fork: Whether a task runs in a fork of this process; see ``can_fork``.
 
     >>> from functools import partial
     >>> from fedstrata.base.errors import SpecError
@@ -154,11 +154,11 @@ class TaskPool(Generic[K]):
 
     @property
     def busy(self) -> bool:
-        """Whether any task is going on."""
+        """Whether any task is running."""
         return bool(self._busy)
 
     def begin(self, key: K, task: Task) -> None:
-        """Give a task to a worker. A worker that was not forked gets it by pickle."""
+        """Give a task to a worker, pickled unless it is a fork."""
         if self.fork:
             worker = Worker(partial(_do, task), fork=True)
         else:
@@ -167,16 +167,16 @@ class TaskPool(Generic[K]):
         self._busy[worker.connection] = worker, key
 
     def finished(self, timeout: float) -> Iterator[tuple[K, str]]:
-        """The tasks that have ended, after waiting a while for the first one.
+        """Yield the tasks that have ended, after waiting for the first one.
 
         Args:
-            timeout: Seconds.
+            timeout: The longest time to wait, in seconds.
 
-        Returns:
-            Their keys, each with an empty text, or with how its process was lost.
+        Yields:
+            The key of each task with an empty text, or with the way in which its process ended early.
 
         Raises:
-            Exception: What a task raised.
+            Exception: A task raised it.
         """
         for ready in wait(list(self._busy), timeout=timeout):
             worker, key = self._busy[cast(Connection, ready)]
@@ -200,7 +200,7 @@ class TaskPool(Generic[K]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Runs that were begun can be resumed; waiting for them to end could take hours.
+        # Runs can be resumed, and waiting for their end could take hours.
         workers = [*self._idle, *(worker for worker, _ in self._busy.values())]
         for worker in workers:
             worker.process.terminate()
@@ -210,7 +210,7 @@ class TaskPool(Generic[K]):
 
 
 def _serve(connection: Connection) -> None:
-    """Do one task after another, until there are no more."""
+    """Do one task after another, until the pipe is closed."""
     with ending_in_order():
         while True:
             connection.send(_error_of(connection.recv()))
@@ -218,25 +218,21 @@ def _serve(connection: Connection) -> None:
 
 def _do(task: Task, connection: Connection) -> None:
     """Do one task in a fork."""
-    # The threads of OpenMP are not here, and waiting for them takes for ever: of PyTorch, and of scikit-learn.
+    # A fork lacks the OpenMP threads of PyTorch and scikit-learn, and would wait for them for ever.
     prepare_process(1)
     with threadpoolctl.threadpool_limits(1), ending_in_order():
         connection.send(_error_of(task))
 
 
 def _error_of(task: Task) -> Exception | None:
-    """Do a task; the error that it raised, as it can cross."""
+    """Do a task; return the error that it raised, in a form that can be pickled."""
     try:
         task()
     except Exception as error:
         error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
-        return _that_crosses(error)
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            return FedstrataError(f"{type(error).__name__}: {error}")
+        return error
     return None
-
-
-def _that_crosses(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return FedstrataError(f"{type(error).__name__}: {error}")
-    return error

@@ -1,9 +1,9 @@
-"""Trees of plain values and tensors, and their bytes.
+"""Encode trees of plain values and tensors as bytes.
 
-Everything that crosses a wire or goes into a checkpoint is a tree of records (frozen dataclasses), mappings, lists,
-plain values, tensors and arrays. ``encode`` writes it as a length, a JSON skeleton and one safetensors block;
-``decode`` reads only records that were declared with ``@record`` and checks the types of a message's fields. Nothing
-is pickled. Numbers lie in the block and not in the text, so that a message's length depends on its shape alone.
+Every message and every checkpoint is a tree of records (frozen dataclasses), mappings, lists, plain values, tensors and
+arrays. ``encode`` writes it as a length, a JSON skeleton and one safetensors block. ``decode`` reads only records that
+were declared with ``@record``, and checks the types of a message's fields. Nothing is pickled. Numbers are in the block
+and not in the text, so that the length of a message does not depend on their values.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import dataclasses
 import json
 import math
 import struct
-from collections.abc import Callable, Hashable, Mapping
-from functools import partial
-from typing import Any, ClassVar, TypeVar, dataclass_transform, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, ClassVar, TypeVar, dataclass_transform, get_type_hints
 
 import numpy as np
 import safetensors.torch
@@ -29,16 +29,13 @@ Tree = Any
 """Records, mappings, lists, tuples, tensors, arrays, bytes, str, int, float, bool and None, nested."""
 
 DEFAULT_LIMIT = 2 << 30
-"""Largest message that is read, in bytes."""
+"""The size of the largest message that is read, in bytes."""
 
 RECORDS: dict[str, type] = {}
-"""All declared records by their wire name, the only classes that ``decode`` makes."""
+"""All declared records by their wire name. ``decode`` creates no other classes."""
 _WIRE_NAMES: dict[type, str] = {}
 _FIELDS: dict[type, tuple[str, ...]] = {}
-_SIZES: dict[Hashable, int] = {}
-_MOST_FORMS = 4096
 _CHECKERS: dict[type, TypeAdapter[Any]] = {}
-_TESTS: dict[type, list[tuple[str, Callable[[Any], bool]]]] = {}
 _LENGTH = struct.Struct("<Q")
 _SAFETENSORS = {
     torch.int64: "I64",
@@ -52,38 +49,37 @@ _SAFETENSORS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors calls the common dtypes, in the order in which it lays them out."""
-_PLAIN = (int, float, bool, str, bytes, Tensor)
+"""The names of the common dtypes in safetensors, in the order in which safetensors stores them."""
 T = TypeVar("T")
 
 
 @dataclass_transform(frozen_default=True)
 def record(name: str) -> Callable[[type[T]], type[T]]:
-    """Declare a frozen dataclass that may be encoded, and so decoded.
+    """Declare a frozen dataclass that can be encoded and decoded.
 
     Args:
-        name: Its wire name, which stays the same wherever the class moves and whatever it is called. Names of your
-            own begin with a prefix, such as ``"my/State"``.
+        name: Its wire name, which stays the same when the class is moved or renamed. Your own names begin with a
+            prefix, such as ``"my/State"``.
 
     Raises:
         ValueError: Another class has the name.
     """
 
     def declare(cls: type[T]) -> type[T]:
-        made = dataclasses.dataclass(frozen=True)(cls)
-        before = RECORDS.get(name, made)
-        # A notebook's cell runs twice, and a script is a module of two names: the same class, and the newer one counts.
-        if before.__qualname__ != made.__qualname__ or fields_of(before) != fields_of(made):
-            taken = f"is the wire name of {before.__module__}.{before.__qualname__}. Choose another name"
-            raise ValueError(f"@record({name!r}) of {made.__module__}.{made.__qualname__}: {taken}.")
-        register({name: made})
-        return made
+        new = dataclasses.dataclass(frozen=True)(cls)
+        old = RECORDS.get(name, new)
+        # A class may be declared twice, by a notebook's cell or a script that is imported: the newer one counts.
+        if old.__qualname__ != new.__qualname__ or fields_of(old) != fields_of(new):
+            problem = f"is the wire name of {old.__module__}.{old.__qualname__}. Choose another name"
+            raise ValueError(f"@record({name!r}) of {new.__module__}.{new.__qualname__}: {problem}.")
+        register({name: new})
+        return new
 
     return declare
 
 
 def register(classes: Mapping[str, type]) -> None:
-    """Add declared records of another process to those that ``decode`` knows, by wire name."""
+    """Let ``decode`` create records that another process declared, by wire name."""
     for name, cls in classes.items():
         RECORDS[name], _WIRE_NAMES[cls], _FIELDS[cls] = cls, name, fields_of(cls)
 
@@ -94,16 +90,16 @@ def fields_of(cls: type) -> tuple[str, ...]:
 
 
 class Message:
-    """A record that another party sends: its fields' types are checked when it is decoded."""
+    """A record that another party sends; the types of its fields are checked when it is decoded."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def encode(tree: Tree) -> bytes:
-    """The bytes of a tree.
+    """Encode a tree as bytes.
 
     Raises:
-        TypeError: It holds something that is neither a record nor a plain value.
+        TypeError: The tree holds something that is neither a record nor a plain value.
 
     >>> decode(encode({"a": (1, None), "b": torch.ones(2)}))
     {'a': (1, None), 'b': tensor([1., 1.])}
@@ -116,61 +112,16 @@ def encode(tree: Tree) -> bytes:
 
 
 def size(tree: Tree) -> int:
-    """``len(encode(tree))`` without copying the tensors; trees of one form are measured once."""
-    form = _form(tree)
-    length = _SIZES.get(form)
-    if length is None:
-        parts = _Parts()
-        text = parts.skeleton(tree)
-        signature = [(str(place), tensor.dtype, tuple(tensor.shape)) for place, tensor in enumerate(parts.tensors)]
-        signature += [("i", torch.int64, (len(parts.ints),))] if parts.ints else []
-        signature += [("f", torch.float64, (len(parts.floats),))] if parts.floats else []
-        if len(_SIZES) >= _MOST_FORMS:
-            _SIZES.clear()
-        length = _SIZES[form] = _LENGTH.size + len(text) + _block_size(signature)
-    return length
+    """Return ``len(encode(tree))`` without copying the tensors."""
+    parts = _Parts()
+    text = parts.skeleton(tree)
+    signature = tuple((name, tensor.dtype, tensor.shape) for name, tensor in parts.named().items())
+    return _LENGTH.size + len(text) + _block_size(signature)
 
 
-def _form(tree: Tree) -> Hashable:
-    """Return what decides the length of a tree's encoding: kinds, keys, text, shapes and dtypes, but no other value.
-
-    Each node is followed by its children; its entry tells how many there are.
-    """
-    form: list[Any] = []
-    pending = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, np.generic):
-            node = node.item()
-        if (fields := _FIELDS.get(type(node))) is not None:
-            form.append(type(node))
-            pending += map(partial(getattr, node), reversed(fields))
-        elif isinstance(node, (Tensor, np.ndarray)):
-            form += (node.dtype, node.shape)
-        elif node is None or isinstance(node, str):
-            form.append(node)
-        elif isinstance(node, bool):
-            form += (bool, node)
-        elif isinstance(node, float):
-            form.append(float)
-        elif isinstance(node, int):
-            form += (int,) if -(2**63) <= node < 2**63 else (int, node)
-        elif isinstance(node, Mapping):
-            form += (dict, len(node))
-            for item in reversed([*node.items()]):
-                pending += reversed(item)
-        elif isinstance(node, (list, tuple)):
-            form += (list if isinstance(node, list) else tuple, len(node))
-            pending += reversed(node)
-        elif isinstance(node, bytes):
-            form += (bytes, len(node))
-        else:
-            raise _neither(node)
-    return tuple(form)
-
-
-def _block_size(signature: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> int:
-    """Length of the safetensors block of some named tensors: a header of JSON, padded to 8 bytes, and the data."""
+@lru_cache(maxsize=4096)
+def _block_size(signature: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    """Compute the length of a safetensors block: a JSON header, padded to 8 bytes, and the data of the tensors."""
     if not signature:
         return 0
     if any(dtype not in _SAFETENSORS for _, dtype, _ in signature):
@@ -185,15 +136,15 @@ def _block_size(signature: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> in
 
 
 def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
-    """The tree that ``data`` encodes.
+    """Decode the bytes of a tree.
 
     Args:
-        data: Bytes that ``encode`` made.
-        limit: Largest message that is read, in bytes; None for what this process wrote itself.
+        data: Bytes from ``encode``.
+        limit: The size of the largest message that is read, in bytes; None for bytes that this process encoded.
 
     Raises:
-        WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or a message's field has
-            another type than was declared.
+        WireError: The bytes are damaged or larger than ``limit``, a record is unknown, or the field of a message has
+            another type than declared.
     """
     if limit is not None and len(data) > limit:
         raise WireError(f"a message of {len(data)} bytes is over the limit of {limit}")
@@ -213,7 +164,7 @@ def decode(data: bytes, *, limit: int | None = DEFAULT_LIMIT) -> Tree:
 
 
 class _Parts:
-    """What of a tree is no text: tensors, and numbers, whose length as text would vary with their values."""
+    """The parts of a tree that are not in its skeleton: tensors, and numbers, whose text would vary in length."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -224,7 +175,7 @@ class _Parts:
         return json.dumps(self._flatten(tree), separators=(",", ":")).encode()
 
     def named(self) -> dict[str, Tensor]:
-        named = {str(place): tensor for place, tensor in enumerate(self.tensors)}
+        named = {str(index): tensor for index, tensor in enumerate(self.tensors)}
         if self.ints:
             named["i"] = torch.tensor(self.ints, dtype=torch.int64)
         if self.floats:
@@ -252,14 +203,12 @@ class _Parts:
         if isinstance(node, (int, float)):
             return self._number(node)
         if isinstance(node, Tensor):
-            return self._tensor("$t", node.detach().contiguous())
+            return self._tensor("$t", node.detach())
         if isinstance(node, np.ndarray):
-            # PyTorch warns of arrays that cannot be written to, though nothing writes here.
+            # PyTorch warns about read-only arrays, so these are copied.
             return self._tensor("$a", torch.from_numpy(np.require(node, requirements=("C", "W"))))
         if isinstance(node, bytes):
-            return self._tensor(
-                "$b", torch.frombuffer(bytearray(node), dtype=torch.uint8) if node else torch.empty(0).byte()
-            )
+            return self._tensor("$b", torch.from_numpy(np.frombuffer(bytearray(node), dtype=np.uint8)))
         if (wire_name := _WIRE_NAMES.get(type(node))) is not None:
             fields = {name: self._flatten(getattr(node, name)) for name in _FIELDS[type(node)]}
             return {"$r": wire_name, "f": fields}
@@ -279,23 +228,24 @@ def _neither(node: object) -> TypeError:
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors; those that lie in another's memory, which safetensors refuses, as copies."""
+    """Copy tensors that share memory, which safetensors refuses."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        result[key] = tensor.clone() if place in seen else tensor
-        seen.add(place)
+        contiguous = tensor.contiguous()
+        address = contiguous.untyped_storage().data_ptr()
+        result[key] = contiguous.clone() if address in seen else contiguous
+        seen.add(address)
     return result
 
 
 def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: list[float]) -> Tree:
-    # Each tensor stands in one place: a short message could otherwise ask for one copy after another.
-    def again(inner: Any) -> Tree:
+    # Each tensor is used once: otherwise a short message could request many copies of a large tensor.
+    def rebuild(inner: Any) -> Tree:
         return _rebuild(inner, tensors, ints, floats)
 
     if isinstance(node, list):
-        return [again(item) for item in node]
+        return [rebuild(item) for item in node]
     if not isinstance(node, dict):
         return node
     if "$i" in node:
@@ -309,12 +259,12 @@ def _rebuild(node: Any, tensors: dict[str, Tensor], ints: list[int], floats: lis
     if "$b" in node:
         return tensors.pop(str(node["$b"])).numpy().tobytes()
     if "$u" in node:
-        return tuple(again(item) for item in node["$u"])
+        return tuple(rebuild(item) for item in node["$u"])
     if "$m" in node:
-        return {again(key): again(item) for key, item in node["$m"]}
+        return {rebuild(key): rebuild(item) for key, item in node["$m"]}
     if "$r" in node:
-        return _make(str(node["$r"]), {key: again(item) for key, item in node["f"].items()})
-    return {key: again(item) for key, item in node.items()}
+        return _make(str(node["$r"]), {key: rebuild(item) for key, item in node["f"].items()})
+    return {key: rebuild(item) for key, item in node.items()}
 
 
 def _make(name: str, fields: dict[str, Any]) -> Any:
@@ -332,13 +282,11 @@ def _make(name: str, fields: dict[str, Any]) -> Any:
 
 
 def require_types(message: Message) -> None:
-    """Check the types of a message's fields as decoding it would, for a message that never crossed a wire.
+    """Check the types of a message's fields as ``decode`` does, for a message that was not encoded.
 
     Raises:
-        WireError: A field, of the message or of one inside it, has another type than was declared.
+        WireError: A field, of the message or of one inside it, has another type than declared.
     """
-    if _obvious(message):
-        return
     fields = {name: getattr(message, name) for name in _FIELDS[type(message)]}
     for value in fields.values():
         if isinstance(value, Message):
@@ -347,41 +295,9 @@ def require_types(message: Message) -> None:
     _make(_WIRE_NAMES[type(message)], plain)
 
 
-def _obvious(message: Message) -> bool:
-    """Whether all fields plainly have the very types that were declared; where not, the whole check decides.
-
-    Small clients answer in a millisecond: what checking costs is seen there (``benchmarks/fast_paths.py``).
-    """
-    cls = type(message)
-    if cls not in _TESTS:
-        hints = get_type_hints(cls)
-        _TESTS[cls] = [(name, _test_of(hints[name])) for name in _FIELDS[cls]]
-    for name, plainly_right in _TESTS[cls]:  # noqa: SIM110 - twice as fast as all()
-        if not plainly_right(getattr(message, name)):
-            return False
-    return True
-
-
-def _test_of(hint: Any) -> Callable[[Any], bool]:
-    """Return a test that is true only for values that are plainly of a type; false proves nothing."""
-    if get_origin(hint) is dict and get_args(hint)[0] is str:
-        item = get_args(hint)[1]
-        if item in _PLAIN:
-            return lambda value: (
-                type(value) is dict and {*map(type, value)} <= {str} and {*map(type, value.values())} <= {item}
-            )
-        inner = _test_of(item)
-        return lambda value: type(value) is dict and {*map(type, value)} <= {str} and all(map(inner, value.values()))
-    if hint in _PLAIN:
-        return lambda value: type(value) is hint
-    if isinstance(hint, type) and issubclass(hint, Message):
-        return lambda value: type(value) is hint and _obvious(value)
-    return lambda value: False
-
-
 def _checker(cls: type) -> TypeAdapter[Any]:
     if cls not in _CHECKERS:
-        # A table of the fields' types: checked strictly, a dataclass itself would accept nothing but an instance.
+        # In strict mode pydantic accepts only instances for a dataclass, but any mapping for a TypedDict.
         hints = get_type_hints(cls)
         table = TypedDict(cls.__name__, {name: hints[name] for name in _FIELDS[cls]})  # type: ignore[misc]
         table.__pydantic_config__ = ConfigDict(  # type: ignore[attr-defined]
@@ -415,7 +331,7 @@ R = TypeVar("R")
 
 
 def add(first: R, second: R) -> R:
-    """The sum of two trees of the same shape, leaf by leaf; a field declared ``same`` is the first's.
+    """Add two trees of the same shape, leaf by leaf; fields declared with ``same`` keep the first value.
 
     >>> add({"n": 1, "g": torch.ones(2)}, {"n": 2, "g": torch.ones(2)})
     {'n': 3, 'g': tensor([2., 2.])}
@@ -451,5 +367,5 @@ def _zip_with(combine: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
 
 
 def same() -> Any:
-    """A field that every party's reply holds alike, so that a sum of replies keeps the first."""
+    """Declare a field that is equal in all replies, so that their sum keeps its value."""
     return dataclasses.field(metadata={"same": True})

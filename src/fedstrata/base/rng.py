@@ -1,8 +1,7 @@
 """Randomness as a function of (seed, purpose, round, client).
 
-Nothing in fedstrata shares a generator: whoever needs random numbers names what they are for and gets a fresh
-counter-based one. Adding a client, leaving out an evaluation or another order of work therefore changes no other
-number.
+Generators are never shared in fedstrata: each use of random numbers names its purpose and gets a new counter-based
+generator. Adding a client, leaving out an evaluation or changing the order of work therefore changes no other number.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 SERVER = -1
-"""The ``client`` of draws that the server makes."""
+"""The value of ``client`` for draws of the server."""
 
 
 def _digest(seed: int, purpose: str, round: int, client: int) -> bytes:
@@ -25,12 +24,12 @@ def _digest(seed: int, purpose: str, round: int, client: int) -> bytes:
 
 
 def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.random.Generator:
-    """A fresh generator for one purpose.
+    """Return a new generator for one purpose.
 
     Args:
         seed: The experiment's seed.
-        purpose: What the numbers are for; two purposes never share numbers.
-        round: The round, counted from 1; 0 for what happens before the first.
+        purpose: The purpose of the numbers; two purposes never share numbers.
+        round: The round, counted from 1; 0 before the first round.
         client: The client's number, or ``SERVER``.
 
     >>> a, b = rng(0, "batches", round=3, client=7), rng(0, "batches", round=3, client=7)
@@ -44,14 +43,14 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One uniform number in [0, 1) for each of ``clients``, each a function of its own client only.
+    """Return a uniform number in [0, 1) for each client, which does not depend on the other clients.
 
-    The vectorised form of ``rng(…, client).random()`` (with numbers of its own): asking for ten clients among a
-    million costs ten draws. SplitMix64 (Steele et al. 2014) mixes a keyed counter.
+    This is a vectorised ``rng(…, client).random()`` with other numbers: ten clients among a million cost ten draws. The
+    numbers are a keyed counter mixed by SplitMix64 (Steele et al. 2014).
 
     Args:
         seed: The experiment's seed.
-        purpose: What the numbers are for.
+        purpose: The purpose of the numbers.
         round: The round.
         clients: Client numbers, any shape.
 
@@ -72,16 +71,16 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
 def torch_seeded(
     seed: int, purpose: str, round: int = 0, client: int = SERVER, device: torch.device | None = None
 ) -> Iterator[None]:
-    """Seed PyTorch's own generators for the block and put them back after it.
+    """Seed PyTorch's global generators for the block, and restore their state after it.
 
-    For code that can only draw from a global generator: initialising modules, ``nn.Dropout``. On a GPU its generator
-    is seeded too.
+    This is for code that draws from a global generator, such as the initialisation of modules and ``nn.Dropout``. The
+    generator of a GPU is seeded too.
     """
     cuda = device is not None and device.type == "cuda"
     state = torch.get_rng_state()
     number = int(rng(seed, purpose, round, client).integers(2**63))
     with torch.random.fork_rng([device], device_type="cuda") if cuda else nullcontext():
-        # The processor's generator alone: torch.manual_seed also formats a stack trace for devices that are not there.
+        # Seed only the CPU's generator: torch.manual_seed is slow, because it formats a stack trace for other devices.
         torch.default_generator.manual_seed(number)
         if cuda:
             with torch.cuda.device(device):

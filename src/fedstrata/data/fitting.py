@@ -175,12 +175,10 @@ class Unfitted:
         for name, count in hidden.items():
             why = f"too few of those that it trains on have a value ({count:g}; accepted: {least} or more)"
             LOG.warning("column %r is left out of what a client tells of its samples: %s", name, why)
-        vectors = ("count", "mean", "squares", *(("low", "high") if len(known.low) else ()))
-        return replace(
-            known,
-            **{name: torch.where(few, getattr(empty, name), getattr(known, name)) for name in vectors},
-            counts={name: _NONE if name in hidden else table for name, table in known.counts.items()},
-        )
+        keys = ("count", "mean", "squares", *(("low", "high") if len(known.low) else ()))
+        changed: dict[str, Any] = {key: torch.where(few, getattr(empty, key), getattr(known, key)) for key in keys}
+        changed["counts"] = {name: _NONE if name in hidden else table for name, table in known.counts.items()}
+        return replace(known, **changed)
 
     def refuse_unlike(self, other: Statistics) -> None:
         """Check the form and plausibility of statistics that another party sent of such data.
