@@ -279,7 +279,7 @@ MUTANTS = [
     ),
     norm("a biased variance is remembered", "var * (count / (count - 1))", "var * 1.0"),
     norm("squares about zero", "squares.double() + count * mean.square()", "squares.double()"),
-    norm("the batch is its own", "group.all_reduce_sum(own.double()) / ctx.count", "own.double() / ctx.count"),
+    norm("the batch is its own", "group.all_reduce_sum(part.double()) / ctx.count", "part.double() / ctx.count"),
     fedtan("every step in tandem", "if first and group is not None", "if group is not None"),
     fedtan("statistics go on moving", "            _freeze(model.module)\n", ""),
     fit(

@@ -229,7 +229,7 @@ def _read_by(parse: Callable[[object], object]) -> BeforeValidator:
 
 
 def build(cls: type[T], table: Mapping[str, Any]) -> T:
-    """Return ``cls(**table)``.
+    """Build settings of class ``cls`` from a table.
 
     Raises:
         SpecError: A setting is wrong; the message says what is accepted.

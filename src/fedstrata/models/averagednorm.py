@@ -1,8 +1,8 @@
-"""BatchNorm with statistics averaged over clients, as FedTAN has it (Wang et al. 2023).
+"""BatchNorm with statistics averaged over clients, as in FedTAN (Wang et al. 2023).
 
-Each client finds mean and variance of its own batch; the layer normalises with their averages. In the backward pass
-the gradients with respect to mean and variance are averaged likewise, and each client carries the average on into its
-own inputs. Averages of variances leave out how far the clients' means lie apart; ``models.batchnorm`` does not.
+Each client computes mean and variance of its own batch, and the layer normalises with their averages. In the backward
+pass the gradients with respect to mean and variance are averaged too, and each client propagates the averages to its
+inputs. Averaged variances ignore the differences between the clients' means; ``models.batchnorm`` includes them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fedstrata.models.batchnorm import ReduceGroup, SharedNorm
 def averaged(module: nn.Module, group: ReduceGroup, weight: float) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise with averaged statistics in the block, and keep them as running ones.
 
-    All members run the same module on batches of their own, one forward and one backward pass each.
+    Each member of the group runs the same module on its own batch, with one forward and one backward pass.
 
     Args:
         module: This client's module.
         group: This client's group.
-        weight: What this client counts in the averages; only ratios matter.
+        weight: The weight of this client in the averages; only ratios matter.
     """
     layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
     for layer in layers:
@@ -43,11 +43,11 @@ def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) ->
     layer._check_input_dim(x)  # type: ignore[no-untyped-call]
     axes = [axis for axis in range(x.dim()) if axis != 1]
     with torch.no_grad():
-        own = _own_statistics(x, axes)
+        statistics = _statistics(x, axes)
         share = weight if x.numel() else 0.0
-        summed = group.all_reduce_sum(torch.cat([share * own.flatten(), own.new_tensor([share])]))
+        summed = group.all_reduce_sum(torch.cat([share * statistics.flatten(), statistics.new_tensor([share])]))
         if not summed[-1] > 0:
-            return x  # nobody has a sample: there is nothing to normalise, and nothing to add on the way back
+            return x  # no member has a sample
         mean, var = (summed[:-1] / summed[-1]).view(2, -1).to(x.dtype)
         share /= float(summed[-1])
         if layer.running_mean is not None and layer.running_var is not None:
@@ -57,13 +57,13 @@ def _forward(layer: _BatchNorm, group: ReduceGroup, weight: float, x: Tensor) ->
             layer.num_batches_tracked.add_(1)
     count = max(x.numel() // x.shape[1], 1)
     result: Tensor = SharedNorm.apply(  # type: ignore[no-untyped-call]
-        x, layer.weight, layer.bias, mean, var, own[0].to(x.dtype), share, count, layer.eps, group
+        x, layer.weight, layer.bias, mean, var, statistics[0].to(x.dtype), share, count, layer.eps, group
     )
     return result
 
 
-def _own_statistics(x: Tensor, axes: list[int]) -> Tensor:
-    """Mean and biased variance of this client's batch, (2, C), float64; zeros where it has no sample."""
+def _statistics(x: Tensor, axes: list[int]) -> Tensor:
+    """Compute mean and biased variance of a batch, (2, C), float64; zeros if it is empty."""
     if not x.numel():
         return torch.zeros(2, x.shape[1], dtype=torch.float64)
     var, mean = torch.var_mean(x, axes, correction=0)

@@ -1,11 +1,10 @@
-"""BatchNorm whose statistics are those of the union of the clients' batches (Stratify, section III-E).
+"""BatchNorm with the statistics of the union of the clients' batches (Stratify, section III-E).
 
-Clients that each hold a part of one batch normalise it as a single machine holding all of it would. In the
-forward pass every layer adds up Σx, Σx² and the count over the clients, in the backward pass
-Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂; sums are added first and divided once, by the union count m. It is what
-``torch.nn.SyncBatchNorm`` does between processes, with the group of clients for a process group. The loss
-must be a *sum* over samples, so that the clients' gradients (those of the layer's own weight and bias among
-them) add up to those of the whole batch.
+Clients that each hold a part of a batch normalise it exactly as one machine with the whole batch. In the forward pass
+every layer sums Σx, Σx² and the count over the clients, in the backward pass Σ ∂J/∂x̂ and Σ x̂ ∂J/∂x̂. The sums are
+divided by the total count m. ``torch.nn.SyncBatchNorm`` does the same between processes. The loss must be a *sum* over
+samples, so that the clients' gradients, including those of the layer's weight and bias, sum to those of the whole
+batch.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ class ReduceGroup(Protocol):
 
     @property
     def size(self) -> int:
-        """Number of clients."""
+        """The number of clients in the group."""
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """The sum of every client's ``tensor``, the same bits for each; all must call it equally often."""
+        """Sum the clients' tensors; all get the same bits. All clients must call it equally often."""
 
 
 class GroupBrokenError(FedstrataError):
-    """A group that has lost a member: nobody in it can go on with this batch."""
+    """The loss of a member of a group, after which the others cannot continue with the batch."""
 
 
 class _FederatedBatchNorm(_BatchNorm):
     _group: ReduceGroup | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normalised batch, of the shape of ``x``."""
+        """Normalise a batch; the result has the shape of ``x``."""
         group = self._group
         if group is None or not self.training:
             out: Tensor = super().forward(x)
@@ -87,12 +86,11 @@ def _by_channel(vector: Tensor, x: Tensor) -> Tensor:
 
 
 def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, int]:
-    """Mean (C,) and biased variance (C,) in float64, and count, of the union batch.
+    """Compute mean (C,) and biased variance (C,) in float64, and count, of the union batch.
 
-    Var = Σx²/m − μ² cancels badly in float32. Here each client finds its own mean and the squares about it in
-    two passes over its data, in the data's precision, and forms Σx and Σx² from those in float64: only
-    vectors of C numbers are ever cast, and one all-reduce is enough where the textbook's two-pass form needs
-    two.
+    Var = Σx²/m − μ² loses precision in float32. Therefore each client computes its mean and the squares about it in two
+    passes over its data, and Σx and Σx² from these in float64. Only vectors of C numbers are cast, and one all-reduce
+    is enough; the usual algorithm in two passes needs two.
     """
     channels, count = x.shape[1], x.numel() // max(x.shape[1], 1)
     sums = torch.zeros(2, channels, dtype=torch.float64, device=x.device)
@@ -114,10 +112,11 @@ def _union_statistics(x: Tensor, group: ReduceGroup) -> tuple[Tensor, Tensor, in
 
 
 class SharedNorm(torch.autograd.Function):
-    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), with μ and σ² that are sums over the group, of which ``x`` has a part.
+    """y = γ x̂ + β, x̂ = (x − μ) / √(σ² + ε), with μ and σ² of the batches of a group, of which ``x`` is one.
 
-    In the backward pass each member brings ``share`` times what its part adds to ∂J/∂μ and ∂J/∂σ²; the sums over the
-    group, divided by ``count``, go on into its own inputs, whose distance from ``centre`` is what moves its variance.
+    In the backward pass each member contributes its terms of ∂J/∂μ and ∂J/∂σ², times ``share``. The sums over the
+    group, divided by ``count``, are propagated to its inputs; the gradient of σ² is that of squared distances from
+    ``centre``.
     """
 
     @staticmethod
@@ -146,16 +145,16 @@ class SharedNorm(torch.autograd.Function):
         x, weight, mean, inverse, centre = ctx.saved_tensors
         axes = _reduced(x)
         normal = (x - _by_channel(mean, x)).mul_(_by_channel(inverse, x))
-        # ∂J/∂β and ∂J/∂γ stay local: the server adds the clients' gradients.
+        # ∂J/∂β and ∂J/∂γ are not summed here: the server sums the clients' gradients.
         local = torch.stack([grad.sum(axes), (grad * normal).sum(axes)])
         grad_x = None
         if ctx.needs_input_grad[0]:
             scale = torch.ones_like(mean) if weight is None else weight
-            own = local * scale if ctx.share == 1.0 else local * scale * ctx.share
-            plain, along = (ctx.group.all_reduce_sum(own.double()) / ctx.count).to(x.dtype)
+            part = local * scale if ctx.share == 1.0 else local * scale * ctx.share
+            of_mean, of_var = (ctx.group.all_reduce_sum(part.double()) / ctx.count).to(x.dtype)
             if centre is not mean:
                 normal = (x - _by_channel(centre, x)).mul_(_by_channel(inverse, x))
-            grad_x = torch.addcmul(_by_channel(plain, x), normal, _by_channel(along, x))
+            grad_x = torch.addcmul(_by_channel(of_mean, x), normal, _by_channel(of_var, x))
             grad_x = (grad * _by_channel(scale, x)).sub_(grad_x).mul_(_by_channel(inverse, x))
         grad_weight = local[1] if ctx.needs_input_grad[1] else None
         grad_bias = local[0] if ctx.needs_input_grad[2] else None
@@ -169,22 +168,22 @@ _FEDERATED: dict[type[nn.Module], type[_FederatedBatchNorm]] = {
 
 
 def has_batchnorm(module: nn.Module) -> bool:
-    """Whether there is a BatchNorm of any kind in ``module``."""
+    """Return True if ``module`` has a BatchNorm of any kind."""
     return any(isinstance(part, _BatchNorm) for part in module.modules())
 
 
 def federate_batchnorm(module: nn.Module) -> nn.Module:
-    """Make every BatchNorm in ``module`` able to normalise over a group of clients.
+    """Convert every BatchNorm in ``module``, so that it can normalise over a group of clients.
 
-    The counterpart of ``nn.SyncBatchNorm.convert_sync_batchnorm``: layers change in place, and keep
-    their parameters, buffers, settings and names. Outside ``federated`` they compute what they did before.
+    As with ``nn.SyncBatchNorm.convert_sync_batchnorm``, layers keep their parameters, buffers, settings and names.
+    Layers are converted in place. Outside ``federated`` their results do not change.
 
     Returns:
         ``module`` itself.
 
     Raises:
-        SpecError: A layer is a BatchNorm of another kind (three-dimensional, lazy, a subclass of the user's
-            own); nothing is changed then.
+        SpecError: A layer is a BatchNorm of another kind (three-dimensional, lazy, or the user's own subclass). No
+            layer is then converted.
 
     >>> type(federate_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]).__name__
     'FederatedBatchNorm1d'
@@ -196,7 +195,7 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
             problem = f"is a {type(layer).__name__}; only nn.BatchNorm1d and nn.BatchNorm2d can be federated"
             raise SpecError("model", f"{name or 'the module'} {problem}")
     for layer in layers.values():
-        # The same object under another class: whoever refers to the layer or its parameters keeps them.
+        # Only the class of the object changes, so that references to the layer and its parameters stay valid.
         layer.__class__ = _FEDERATED[type(layer)]
     return module
 
@@ -205,44 +204,42 @@ def federate_batchnorm(module: nn.Module) -> nn.Module:
 def federated(module: nn.Module, group: ReduceGroup) -> Iterator[None]:
     """Let every BatchNorm in ``module`` normalise over ``group`` while it trains in the block.
 
-    All members run the same module on batches of their own, one forward pass each and then one backward pass
-    each, so that their all-reduces meet in the same order. A client with no sample in the batch is left out
-    of the group, or takes part with an empty batch (0, …): it then adds zeros and gets the same running
-    statistics as the others. One that fails must break the group (``LocalGroup.abort``), or the others wait
-    until their time runs out.
+    All members run the same module on their own batches, first one forward pass and then one backward pass, so that
+    their all-reduces match. A client without samples in the batch is not in the group, or takes part with an empty
+    batch (0, …): it then adds zeros and gets the same running statistics as the others. A client that fails must break
+    the group (``LocalGroup.abort``), or the others wait until their timeout.
 
     Args:
-        module: A module whose BatchNorms went through ``federate_batchnorm``.
+        module: A module that ``federate_batchnorm`` converted.
         group: This client's group.
 
     Raises:
-        SpecError: There is a BatchNorm that cannot be federated yet.
+        SpecError: The module has a BatchNorm that is not converted.
         RuntimeError: The module has a group already.
     """
-    layers = [part for part in module.modules() if isinstance(part, _BatchNorm)]
-    ours = [part for part in layers if isinstance(part, _FederatedBatchNorm)]
-    if len(ours) < len(layers):
+    layers = [part for part in module.modules() if isinstance(part, _FederatedBatchNorm)]
+    if len(layers) < sum(isinstance(part, _BatchNorm) for part in module.modules()):
         raise SpecError("model", "has BatchNorm of one client only; call federate_batchnorm(module) first")
-    if any(layer._group is not None for layer in ours):
+    if any(layer._group is not None for layer in layers):
         raise RuntimeError("this module has a group already; another client needs a copy of the module")
-    for layer in ours:
+    for layer in layers:
         layer._group = group
     try:
         yield
     finally:
-        for layer in ours:
+        for layer in layers:
             layer._group = None
 
 
 class LocalGroup:
     """A group whose members are threads of this process.
 
-    Sums are taken in the order of the members, whoever comes first, so that runs repeat to the bit.
+    Tensors are summed in the order of the members and not of their arrival, so that runs repeat bit for bit.
 
     Args:
-        size: Number of members.
-        timeout: Seconds that a member waits for the others before it breaks the group; None for as long as it takes,
-            where nobody can be lost.
+        size: The number of members.
+        timeout: Seconds that a member waits for the others before it breaks the group; None waits without a limit, if
+            members cannot be lost.
 
     >>> alone = LocalGroup(1).member(0)
     >>> alone.all_reduce_sum(torch.ones(2))
@@ -254,65 +251,66 @@ class LocalGroup:
             raise ValueError(f"size = {size}: a group has at least one member")
         self.size, self.timeout = size, timeout
         self._changed = threading.Condition()
-        self._given: dict[int, Tensor] = {}
-        self._left: set[int] = set()
+        self._parts: dict[int, Tensor] = {}
+        self._ended: set[int] = set()
         self._turn = 0
         self._total = torch.empty(0)
         self._broken: str | None = None
 
     def member(self, number: int) -> ReduceGroup:
-        """The group as member ``number`` (from 0) sees it; one thread each."""
+        """Return the interface of member ``number`` (from 0), which one thread uses."""
         if not 0 <= number < self.size:
             raise ValueError(f"member {number}: this group has members 0 to {self.size - 1}")
         return _Member(self, number)
 
     def abort(self, reason: str = "a member gave up") -> None:
-        """Break the group: everybody who waits, or comes later, gets ``GroupBrokenError`` with the reason."""
+        """Break the group: current and later calls of ``add`` raise ``GroupBrokenError`` with the reason."""
         with self._changed:
             if self._broken is None:
                 self._broken = reason
             self._changed.notify_all()
 
     def leave(self, *members: int) -> None:
-        """Say that members have ended: a sum that lacks their parts will never be whole, and breaks the group."""
+        """Record that members have ended; the group breaks if a sum needs their parts."""
         with self._changed:
-            self._left.update(members)
-            self._refuse_to_wait_in_vain()
+            self._ended.update(members)
+            self._abort_if_incomplete()
 
     @property
     def progress(self) -> tuple[int, tuple[int, ...]]:
-        """Sums that were completed, and who waits for the next one."""
+        """The number of completed sums, and the members that wait for the next one."""
         with self._changed:
-            return self._turn, tuple(sorted(self._given))
+            return self._turn, tuple(sorted(self._parts))
 
     def add(self, parts: Mapping[int, Tensor]) -> Tensor:
-        """Bring the parts of some members and wait for the others'.
+        """Add the parts of some members, wait for those of the others, and return the sum.
 
         Args:
-            parts: By member.
+            parts: The tensors by member.
 
         Raises:
-            GroupBrokenError: A member gave up, ended, came twice, brought another shape or did not come in time.
+            GroupBrokenError: A member failed, ended, added two parts or one of another shape, or did not add one in
+                time.
         """
         with self._changed:
-            if again := sorted(self._given.keys() & parts.keys()):
+            if again := sorted(self._parts.keys() & parts.keys()):
                 self.abort(f"member {again[0]} came twice to one all-reduce")
             self._refuse_broken()
             turn = self._turn
-            self._given.update(parts)
-            self._refuse_to_wait_in_vain()
-            if len(self._given) == self.size:
+            self._parts.update(parts)
+            self._abort_if_incomplete()
+            if len(self._parts) == self.size:
                 self._finish_turn()
             elif not self._changed.wait_for(lambda: self._turn != turn or self._broken is not None, self.timeout):
-                missing = ", ".join(str(other) for other in range(self.size) if other not in self._given)
+                missing = ", ".join(str(other) for other in range(self.size) if other not in self._parts)
                 self.abort(f"member(s) {missing} did not come within {self.timeout:g} s")
-            # A turn that was completed stands, even if the group broke before this member woke up.
+            # A completed sum is valid, even if the group broke before this member woke up.
             if self._turn == turn:
                 self._refuse_broken()
             return self._total.clone()
 
     def _finish_turn(self) -> None:
-        parts = [self._given[number] for number in range(self.size)]
+        parts = [self._parts[number] for number in range(self.size)]
         if len({(part.shape, part.dtype) for part in parts}) > 1:
             shapes = ", ".join(f"{tuple(part.shape)} {part.dtype}" for part in parts)
             self.abort(f"members are out of step, they brought {shapes}")
@@ -322,7 +320,7 @@ class LocalGroup:
         except GroupBrokenError as error:
             self.abort(str(error))
             return
-        self._given = {}
+        self._parts = {}
         self._turn += 1
         self._changed.notify_all()
 
@@ -332,8 +330,8 @@ class LocalGroup:
             total += part
         return total
 
-    def _refuse_to_wait_in_vain(self) -> None:
-        if self._given and (missing := sorted(self._left - self._given.keys())):
+    def _abort_if_incomplete(self) -> None:
+        if self._parts and (missing := sorted(self._ended - self._parts.keys())):
             self.abort(f"member(s) {', '.join(map(str, missing))} ended without coming to this sum")
 
     def _refuse_broken(self) -> None:
@@ -342,7 +340,7 @@ class LocalGroup:
 
 
 class _Member:
-    """A ``ReduceGroup`` that knows its number."""
+    """The ``ReduceGroup`` of one member of a ``LocalGroup``."""
 
     def __init__(self, group: LocalGroup, number: int) -> None:
         self._group, self._number, self.size = group, number, group.size

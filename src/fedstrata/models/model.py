@@ -1,4 +1,4 @@
-"""A module as a function of its parameters: one objective runs in a plain loop, in a vmap and remotely."""
+"""A module as a function of its parameters, so that an objective runs in a loop, under ``vmap`` and at sites."""
 
 from __future__ import annotations
 
@@ -20,27 +20,25 @@ Params = dict[str, Tensor]
 class Model:
     """A module as a pure function of its parameters.
 
-    ``model(params, x)`` gives the logits that the module computes with ``params``, and leaves the module as
-    it was. It may be differentiated and vectorised with ``torch.func``. For training in a plain loop,
-    ``loaded`` installs the parameters in the module for a while, and calls with what it yields cost no more
-    than calling the module.
+    ``model(params, x)`` returns the logits that the module computes with ``params``, and does not change the module. It
+    can be differentiated and vectorised with ``torch.func``. For training in a plain loop, ``loaded`` installs
+    parameters in the module for a block; calls with the dictionary that it yields are as fast as calls of the module.
 
-    Outside ``loaded`` the module holds its initial values and is in evaluation mode. A model serves one
-    thread at a time; another thread takes a ``clone``.
+    Outside ``loaded`` the module holds its initial values and is in evaluation mode. A model serves one thread at a
+    time; another thread uses a ``clone``.
 
-    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) will do. Its *head*
-    is the submodule that turns features into logits, and its *features* are whatever that submodule is called
-    with. The head is the submodule ``head`` if there is one, else the last ``nn.Linear``; otherwise name it
-    here. ``forward`` must call the head as a module, ``self.fc(z)`` rather than ``F.linear(z,
-    self.fc.weight)``. Parameters that do not require gradients count as buffers: they travel and are saved,
-    and nobody trains them.
+    **Your own module.** Any ``nn.Module`` that maps a batch (B, …) to logits (B, classes) can be used. Its *head* is
+    the submodule that turns features into logits, and its *features* are the input of that submodule. The head is the
+    submodule ``head`` if there is one, else the last ``nn.Linear``; name it here if it is another. ``forward`` must
+    call the head as a module, ``self.fc(z)`` and not ``F.linear(z, self.fc.weight)``. Parameters that do not require
+    gradients are treated as buffers: they are sent and saved, but not trained.
 
     Args:
-        module: The module; it belongs to the model from now on.
-        head: Dotted name of the classifier, ``"classifier.2"``; the empty string is the module itself.
+        module: The module; the model owns it from then on.
+        head: The dotted name of the head, such as ``"classifier.2"``; the empty string is the module itself.
 
     Raises:
-        SpecError: No head could be found, or there is nothing to train.
+        SpecError: The module has no head, or no parameters to train.
 
     >>> model = Model(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)))
     >>> sorted(model.head_names)
@@ -59,8 +57,7 @@ class Model:
         self._installed: Params | None = None
         self._shared: Params = {}
         self._collect()
-        # By identity, not by prefix: a head that is reachable under two names has its parameters under the
-        # first.
+        # By identity and not by prefix: a head with two names has its parameters under the first name.
         names = {id(tensor): name for name, tensor in self._leaves.items()}
         local = {name: names.get(id(tensor)) for name, tensor in self._head.named_parameters()}
         self._head_params = {name: full for name, full in local.items() if full is not None}
@@ -74,10 +71,10 @@ class Model:
         if not self._leaves:
             raise SpecError("model", f"{type(self.module).__name__} has no parameter that requires gradients")
         self._changing = dict(self.module.named_buffers())
-        self._places = [
-            (part, own, buffer)
+        self._buffer_places = [
+            (part, name, buffer)
             for part in self.module.modules()
-            for own, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
+            for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
         ]
         self._others: Params = {name: tensor for name, tensor in named.items() if name not in self._leaves}
         self._others |= {name: tensor for name, tensor in self._changing.items() if name in persistent}
@@ -85,26 +82,26 @@ class Model:
         self._tied = _tied(self.module)
 
     def params(self) -> Params:
-        """Clones of the initial parameters, in the order in which the module registered them."""
+        """Return clones of the initial parameters, in the order in which the module registered them."""
         return _copies(self._initial_params)
 
     def laid_out(self, values: Mapping[str, Tensor]) -> Params:
-        """Clones of given values in the memory format in which the module is fast; a wire or a file loses it.
+        """Return clones of values on the module's device and in its memory format, which messages and files lose.
 
         Args:
-            values: Parameters or buffers by name, of the module's shapes; from any device to the module's own.
+            values: Parameters or buffers by name, of the module's shapes.
         """
-        own = {**self._initial_params, **self._initial_buffers}
-        laid_out = {name: torch.empty_like(own[name]) for name in values}
-        _copy_into(laid_out, values)
-        return laid_out
+        initial = {**self._initial_params, **self._initial_buffers}
+        clones = {name: torch.empty_like(initial[name]) for name in values}
+        _copy_into(clones, values)
+        return clones
 
     def buffers(self) -> Params:
-        """Clones of the initial buffers (running statistics, frozen parameters), in the same order."""
+        """Return clones of the initial buffers (running statistics, frozen parameters), in the same order."""
         return _copies(self._initial_buffers)
 
     def current_buffers(self) -> Params:
-        """Clones of the buffers as training has left them.
+        """Return clones of the buffers in their current state, after training.
 
         Raises:
             RuntimeError: Nothing is loaded.
@@ -115,23 +112,23 @@ class Model:
         return _copies(self._others)
 
     def _gather_rebound(self) -> None:
-        """Bring the values of buffers that a forward pass bound to other tensors back into the module's own."""
-        for part, own, buffer in self._places:
-            current = part._buffers.get(own)
+        """Copy buffers that a forward pass replaced by other tensors back into the original tensors."""
+        for part, name, buffer in self._buffer_places:
+            current = part._buffers.get(name)
             if current is not buffer:
                 if current is None or current.shape != buffer.shape:
                     shape = None if current is None else tuple(current.shape)
-                    raise SpecError("model", f"training made buffer {own!r} {shape}, it was {tuple(buffer.shape)}")
+                    raise SpecError("model", f"training made buffer {name!r} {shape}, it was {tuple(buffer.shape)}")
                 with torch.no_grad():
                     buffer.copy_(current)
-                part._buffers[own] = buffer
+                part._buffers[name] = buffer
 
     def __call__(self, params: Params, x: Tensor) -> Tensor:
-        """The logits.
+        """Compute the logits of a batch.
 
         Args:
-            params: What ``loaded`` yielded, or any tensors by name. What is not named among them (buffers as
-                a rule) is taken from the module as it stands, and not changed there.
+            params: The dictionary of ``loaded``, or any tensors by name. Others, usually buffers, are read from the
+                module and not changed there.
             x: A batch, (B, …).
 
         Returns:
@@ -142,46 +139,41 @@ class Model:
             logits = self.module(x)
             return logits
         if self._changing and self.module.training:
-            # BatchNorm updates its running statistics in place: those of copies, or the call would not be
-            # pure.
+            # BatchNorm updates its running statistics in place; copies keep the call pure.
             params = {**_copies(self._changing), **params}
         tied = {other: params[name] for name, others in self._tied.items() if name in params for other in others}
-        # Every tensor by each of its places, once: what PyTorch does itself about ties forgets that a whole submodule
-        # may have two names, and leaves a foreign tensor there.
+        # Each tensor is passed under all of its names. PyTorch's own treatment of ties fails if a submodule has two
+        # names: the module keeps the passed tensor.
         logits = functional_call(self.module, {**params, **tied}, (x,), tie_weights=False)
         return logits
 
     def with_features(self, params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Features and logits in one pass.
+        """Compute features and logits in one pass.
 
         Returns:
-            The input of the head, (B, features) as a rule, and the logits, (B, classes).
+            The input of the head, usually (B, features), and the logits, (B, classes).
 
         Raises:
             RuntimeError: ``forward`` did not call the head.
         """
-        seen: list[Tensor] = []
-
-        def catch(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen.append(args[0])
-
-        handle = self._head.register_forward_pre_hook(catch)
+        features: list[Tensor] = []
+        handle = self._head.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
         try:
             logits = self(params, x)
         finally:
             handle.remove()
-        if not seen:
+        if not features:
             raise RuntimeError(f"forward never called the head {self.head_name!r}; name another: Model(module, head=…)")
-        return seen[-1], logits
+        return features[-1], logits
 
     def head(self, params: Params, features: Tensor) -> Tensor:
-        """The logits of given features: only the head is computed."""
+        """Compute the logits of given features, with only the head."""
         logits: Tensor
         if params is self._installed:
             logits = self._head(features)
             return logits
-        own = {name: params[full] for name, full in self._head_params.items() if full in params}
-        logits = functional_call(self._head, own, (features,))
+        head_params = {name: params[full] for name, full in self._head_params.items() if full in params}
+        logits = functional_call(self._head, head_params, (features,))
         return logits
 
     @contextmanager
@@ -190,20 +182,19 @@ class Model:
     ) -> Iterator[Params]:
         """Install copies of ``params`` and ``buffers`` in the module for the block.
 
-        An in-place change (under ``no_grad``) of a tensor in the yielded dictionary changes the module. Clone
-        what is to outlive the block: after it the module holds its initial values again, and the dictionary
-        is empty.
+        In-place changes (under ``no_grad``) of the tensors in the yielded dictionary change the module. After the
+        block, the module holds its initial values again, and the dictionary is empty: clone tensors that you keep.
 
         Args:
             params: All parameters by name.
-            buffers: Buffers by name; those left out have their initial values.
+            buffers: Buffers by name; others have their initial values.
             train: Whether the module is in training mode in the block.
 
         Yields:
             The module's own parameters: leaf tensors that require gradients.
 
         Raises:
-            RuntimeError: Something is loaded already; take a ``clone``.
+            RuntimeError: The model is loaded already; use a ``clone``.
             ValueError: A name is missing or unknown, or a shape differs.
         """
         if self._installed is not None:
@@ -225,7 +216,9 @@ class Model:
             self._installed = None
             installed.clear()
             self._gather_rebound()
-            self._part()
+            for name in self._shared:  # these parameters get memory of their own again
+                self._leaves[name].data = torch.empty_like(self._initial_params[name])
+            self._shared.clear()
             _copy_into(self._leaves, self._initial_params)
             _copy_into(self._others, self._initial_buffers)
             for leaf in self._leaves.values():
@@ -233,10 +226,10 @@ class Model:
             self.train_mode(training)
 
     def load_for_good(self, train: bool = False) -> Params:
-        """Like ``loaded``, for a model that stays loaded: nobody else may use it; ``share`` changes it.
+        """Load the initial values for the lifetime of the model; ``share`` replaces them.
 
         Raises:
-            RuntimeError: Something is loaded already.
+            RuntimeError: The model is loaded already.
         """
         self._refuse_loaded("loaded")
         self._installed = dict(self._leaves)
@@ -244,41 +237,34 @@ class Model:
         return self._installed
 
     def share(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> None:
-        """Let a loaded module read other parameters where they lie; buffers are copied. Names and shapes are trusted.
+        """Let a loaded module use other parameters without a copy, and copy buffers; shapes are not checked.
 
-        For passes that read the parameters: until the next load, nobody may change them, neither here nor there.
+        The parameters must not change until the next load, so this is for passes that only read them.
 
         Raises:
-            RuntimeError: Nothing is loaded.
+            RuntimeError: The model is not loaded.
         """
         if self._installed is None:
             raise RuntimeError("share() is for use inside 'with model.loaded(...)'")
         self._gather_rebound()
         for name, leaf in self._leaves.items():
-            given, own = params[name], self._initial_params[name]
+            given, initial = params[name], self._initial_params[name]
             if given is self._shared.get(name):
                 continue
-            if given.stride() == own.stride() and given.dtype == own.dtype:
+            if given.stride() == initial.stride() and given.dtype == initial.dtype:
                 leaf.data = self._shared[name] = given
-            else:
-                # What came over a wire or from a file may have lost the layout in which the module is fast.
+            else:  # messages and files lose the memory format
                 self._shared.pop(name, None)
-                leaf.data = torch.empty_like(own).copy_(given)
+                leaf.data = torch.empty_like(initial).copy_(given)
         _copy_into(self._others, buffers or {})
 
-    def _part(self) -> None:
-        """Give parameters that were shared memory of the module's own again."""
-        for name in self._shared:
-            self._leaves[name].data = torch.empty_like(self._initial_params[name])
-        self._shared.clear()
-
     def train_mode(self, on: bool) -> None:
-        """Put the module in training mode or in evaluation mode."""
+        """Switch the module to training mode or to evaluation mode."""
         if self.module.training != on:
             self.module.train(on)
 
     def to(self, device: torch.device | str) -> Model:
-        """Move the module, with its initial values, to ``device``; returns the model itself.
+        """Move the module, with its initial values, to ``device``; return the model itself.
 
         Raises:
             RuntimeError: The model is loaded.
@@ -289,7 +275,7 @@ class Model:
         return self
 
     def clone(self) -> Model:
-        """An independent model with the same initial values, for another thread.
+        """Return an independent model with the same initial values, for another thread.
 
         Raises:
             RuntimeError: The model is loaded.
@@ -309,41 +295,37 @@ def _find_head(module: nn.Module) -> str:
         return "head"
     linear: list[str] = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
     if not linear:
-        problem = (
-            f"{type(module).__name__} has neither a submodule 'head' nor an nn.Linear: "
-            "call its classifier 'head', or name it: Model(module, head='dotted.name')"
-        )
-        raise SpecError("model.head", problem)
+        problem = f"{type(module).__name__} has neither a submodule 'head' nor an nn.Linear: call its classifier 'head'"
+        raise SpecError("model.head", f"{problem}, or name it: Model(module, head='dotted.name')")
     return linear[-1]
 
 
 def _tied(module: nn.Module) -> dict[str, list[str]]:
-    """The other places of tensors that several submodules share, by the name of the first."""
-    places: dict[int, list[str]] = {}
+    """Return the other names of tensors that several submodules share, by their first name."""
+    names: dict[int, list[str]] = {}
     for prefix, part in module.named_modules():
-        for own, tensor in itertools.chain(
+        for name, tensor in itertools.chain(
             part.named_parameters(recurse=False, remove_duplicate=False),
             part.named_buffers(recurse=False, remove_duplicate=False),
         ):
-            places.setdefault(id(tensor), []).append(f"{prefix}.{own}" if prefix else own)
-    return {names[0]: names[1:] for names in places.values() if len(names) > 1}
+            names.setdefault(id(tensor), []).append(f"{prefix}.{name}" if prefix else name)
+    return {first: others for first, *others in names.values() if others}
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> Params:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _check(given: Mapping[str, Tensor], own: Params, kind: str) -> None:
+def _check(given: Mapping[str, Tensor], expected: Params, kind: str) -> None:
     for name, tensor in given.items():
-        if name not in own:
-            raise ValueError(f"no {kind} {name!r} in this model; there are: {', '.join(own) or 'none'}")
-        # copy_ would broadcast without a word.
-        if tensor.shape != own[name].shape:
-            shapes = f"{tuple(tensor.shape)}, and {tuple(own[name].shape)} is needed"
+        if name not in expected:
+            raise ValueError(f"no {kind} {name!r} in this model; there are: {', '.join(expected) or 'none'}")
+        if tensor.shape != expected[name].shape:  # copy_ would broadcast
+            shapes = f"{tuple(tensor.shape)}, and {tuple(expected[name].shape)} is needed"
             raise ValueError(f"{kind} {name!r} has shape {shapes}")
 
 
-def _copy_into(own: Params, given: Mapping[str, Tensor]) -> None:
-    if given:
+def _copy_into(targets: Params, sources: Mapping[str, Tensor]) -> None:
+    if sources:
         with torch.no_grad():
-            torch._foreach_copy_([own[name] for name in given], list(given.values()))
+            torch._foreach_copy_([targets[name] for name in sources], list(sources.values()))

@@ -1,7 +1,7 @@
 """Residual networks for small images, with BatchNorm or GroupNorm.
 
-Neither kind trains under ``torch.func.vmap``: BatchNorm changes its buffers in place, and PyTorch (2.13) has
-no rule there for GroupNorm on images. A form that would do takes 40 % longer in a plain loop.
+These networks cannot be trained under ``torch.func.vmap``: BatchNorm changes its buffers in place, and PyTorch 2.13
+does not support GroupNorm on images there. A GroupNorm that works under ``vmap`` takes 40 % longer in a plain loop.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class ResNet20(ModelSpec):
 
 
 class Residual(nn.Module):
-    """``x + branch(x)``.
+    """A residual connection, ``x + branch(x)``.
 
     Args:
         branch: A module that keeps the shape.
@@ -92,8 +92,8 @@ class Residual(nn.Module):
         self.branch = branch
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum, of the shape of ``x``."""
-        # Not in place: what ends the branch is a ReLU, which keeps its result for the backward pass.
+        """Add the input to the output of the branch."""
+        # Not in place: the branch ends with a ReLU, which needs its result for the backward pass.
         return x + self.branch(x)  # type: ignore[no-any-return]
 
 
@@ -101,10 +101,10 @@ class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut around them, then ReLU (He et al. 2016, figure 2).
 
     Args:
-        channels: Channels that come in.
-        width: Channels that go out.
-        stride: Stride of the first convolution; the shortcut is a 1x1 convolution where the shape changes.
-        norm: Kind of normalisation.
+        channels: The number of input channels.
+        width: The number of output channels.
+        stride: The stride of the first convolution. If the shape changes, the shortcut is a 1x1 convolution.
+        norm: The kind of normalisation.
     """
 
     def __init__(self, channels: int, width: int, stride: int, norm: Norm) -> None:
@@ -123,9 +123,8 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, channels, H, W) to (B, width, ⌈H / stride⌉, ⌈W / stride⌉)."""
-        out: Tensor = self.branch(x)
-        return torch.relu_(out + self.shortcut(x))
+        """Map (B, channels, H, W) to (B, width, ⌈H / stride⌉, ⌈W / stride⌉)."""
+        return torch.relu_(self.branch(x) + self.shortcut(x))
 
 
 def _resnet(channels: int, widths: tuple[int, ...], depth: int, classes: int, norm: Norm) -> nn.Module:
@@ -139,25 +138,25 @@ def _resnet(channels: int, widths: tuple[int, ...], depth: int, classes: int, no
 
 
 def _conv(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
-    # No bias: a normalisation follows, and would take it out again.
+    # Without a bias, because the normalisation that follows would remove it.
     return nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False)
 
 
 def _norm(width: int, norm: Norm) -> nn.Module:
     if norm == "bn":
         return nn.BatchNorm2d(width)
-    # 16 channels a group, the best of table 3 in Wu and He 2018, but never a single group.
+    # Groups of 16 channels, the best size in table 3 of Wu and He 2018, but at least two groups.
     return nn.GroupNorm(max(2, width // 16), width)
 
 
 def _unit(channels: int, width: int, norm: Norm, pool: bool = False) -> nn.Sequential:
-    """Convolution, normalisation, pooling where asked for, ReLU."""
+    """Return a convolution with normalisation, optional pooling, and ReLU."""
     pooling = [nn.MaxPool2d(2)] if pool else []
     return nn.Sequential(_conv(channels, width), _norm(width, norm), *pooling, nn.ReLU(inplace=True))
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    """Convolutions initialised after He et al. 2015, memory in channels-last format."""
+    """Initialise convolutions as in He et al. 2015, and convert the model to channels-last format."""
     for part in model.modules():
         if isinstance(part, nn.Conv2d):
             nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")

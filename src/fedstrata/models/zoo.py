@@ -1,13 +1,13 @@
-"""Models by name, and the user's own by ``"module:factory"``.
+"""Models by name, and users' own models by ``"module:factory"``.
 
-Everywhere a pooling layer stands *before* its ReLU. Both are monotone, so the function is the same, and the
-ReLU has a quarter of the values to see to. Convolutions are kept in channels-last memory format, which is
-also how data sets give their images.
+In all models, pooling comes *before* ReLU. Both are monotone, so the result is the same, and ReLU processes a quarter
+of the values. Convolutions are in channels-last memory format, as are the images of data sets.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -25,11 +25,11 @@ from fedstrata.models.model import Model
 
 
 class ModelSpec(Setting):
-    """What a model is; ``build`` makes the module."""
+    """The settings of a model; ``build`` creates the module."""
 
     @abstractmethod
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
-        """A module for samples of one shape, freshly initialised from PyTorch's global generator.
+        """Create a module for samples of one shape, initialised with PyTorch's global generator.
 
         Args:
             shape: Shape of one sample, (channels, height, width) or (features,).
@@ -133,18 +133,18 @@ class Custom(ModelSpec):
     arguments: dict[str, Any] = Field(default_factory=dict)
 
     def to_spec(self) -> dict[str, Any]:
-        """The table that ``MODELS.parse`` reads back: the factory under ``name``, its arguments beside it."""
+        """Return the table of a spec: the factory is the ``name``, its arguments are further keys."""
         return {"name": self.factory, **plain(self.arguments)}
 
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """See ``ModelSpec.build``."""
-        make = load_object(self.factory, "model")
+        factory = load_object(self.factory, "model")
         try:
-            inspect.signature(make).bind(shape, classes, **self.arguments)
+            inspect.signature(factory).bind(shape, classes, **self.arguments)
         except TypeError as error:
             call = ", ".join(["shape", "classes", *(f"{key}=…" for key in self.arguments)])
             raise SpecError("model.name", f"cannot be called as factory({call}): {error}", self.factory) from None
-        module = make(shape, classes, **self.arguments)
+        module = factory(shape, classes, **self.arguments)
         if not isinstance(module, nn.Module):
             problem = f"a model's factory returns an nn.Module, and this one returned {type(module).__name__}"
             raise SpecError("model.name", problem, self.factory)
@@ -152,15 +152,15 @@ class Custom(ModelSpec):
 
 
 class _Models(Registry[ModelSpec]):
-    """Models; of the user's own also whatever ``Custom`` takes."""
+    """The registry of models, which also accepts the factories of ``Custom``."""
 
     def make(self, name: str, table: Mapping[str, Any]) -> ModelSpec:
         """See ``Registry.make``."""
-        found = load_object(name, "model") if ":" in name else None
-        if found is None or (inspect.isclass(found) and issubclass(found, ModelSpec)):
+        factory = load_object(name, "model") if ":" in name else None
+        if factory is None or (inspect.isclass(factory) and issubclass(factory, ModelSpec)):
             return super().make(name, table)
-        if not callable(found) or isinstance(found, nn.Module):
-            problem = f"is a {type(found).__name__}; accepted: a ModelSpec or nn.Module class, or a function"
+        if not callable(factory) or isinstance(factory, nn.Module):
+            problem = f"is a {type(factory).__name__}; accepted: a ModelSpec or nn.Module class, or a function"
             raise SpecError("name", problem, name)
         return build(Custom, {"factory": name, "arguments": dict(table)})
 
@@ -186,7 +186,7 @@ AnyModel = Annotated[ModelSpec, FromRegistry(MODELS, default="mlp")]
 
 
 def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int) -> Model:
-    """The model that ``spec`` describes, initialised from ``seed``: the same bits whoever calls it.
+    """Create the model of ``spec``, initialised from ``seed``; the bits depend only on the arguments.
 
     Args:
         spec: The model's settings.
@@ -195,7 +195,7 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
         seed: The experiment's seed.
 
     Raises:
-        SpecError: The model cannot take the shape, or does not give one logit a class.
+        SpecError: The model cannot take the shape, or does not return one logit per class.
     """
     name = spec.to_spec().get("name", type(spec).__name__)
     try:
@@ -204,18 +204,18 @@ def make_model(spec: ModelSpec, shape: tuple[int, ...], classes: int, seed: int)
             _try_out(module, name, shape, classes)
     except FedstrataError:
         raise
-    except Exception as error:  # it may be the user's own, which raises what it likes
+    except Exception as error:  # a user's own model may raise anything
         problem = f"cannot be built for samples of shape {shape}: {type(error).__name__}: {error}"
         raise SpecError("model.name", problem, name) from error
     return Model(lay_out(module, shape) if isinstance(spec, Custom) else module)
 
 
 def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int) -> None:
-    """One forward pass of a zero sample: a module of the wrong shape fails here, not inside a client."""
+    """Run a forward pass of a zero sample, so that a module of the wrong shape fails here and not at a client."""
     try:
         with torch.no_grad():
             logits = module.eval()(torch.zeros(1, *shape))
-    except Exception as error:  # it may be the user's own module, which raises what it likes
+    except Exception as error:  # a user's own module may raise anything
         raise SpecError("model.name", f"fails on samples of shape {shape}: {error}", name) from error
     if not isinstance(logits, torch.Tensor) or logits.shape != (1, classes):
         given = f"a tensor {tuple(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
@@ -224,11 +224,11 @@ def _try_out(module: nn.Module, name: str, shape: tuple[int, ...], classes: int)
 
 
 class Classifier(nn.Module):
-    """Layers that make features, then a head that makes logits.
+    """A module of layers that compute features, and a head that computes logits.
 
     Args:
-        layers: What turns an input (B, …) into features (B, features).
-        head: What turns those into logits (B, classes).
+        layers: The layers from an input (B, …) to features (B, features).
+        head: The module from features to logits (B, classes).
     """
 
     def __init__(self, *layers: nn.Module, head: nn.Module) -> None:
@@ -237,16 +237,16 @@ class Classifier(nn.Module):
         self.head = head
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits, (B, classes)."""
+        """Compute the logits, (B, classes)."""
         logits: torch.Tensor = self.head(self.body(x))
         return logits
 
 
 def check_image(name: str, shape: tuple[int, ...], side: int) -> None:
-    """Make sure that samples are images of at least ``side`` pixels each way.
+    """Check that samples are images of at least ``side`` × ``side`` pixels.
 
     Raises:
-        SpecError: They are not; the message names a model that takes them.
+        SpecError: They are not; the message names a model for them.
     """
     if len(shape) != 3:
         problem = f"takes images (channels, height, width), and the samples have shape {shape}; try 'mlp'"
@@ -262,21 +262,17 @@ def _convolutional(
     check_image(name, shape, 2 ** len(channels))
     layers: list[nn.Module] = []
     width, rows, columns = shape
-    for wider in channels:
-        layers += [nn.Conv2d(width, wider, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
-        width, rows, columns = wider, rows // 2, columns // 2
+    for out in channels:
+        layers += [nn.Conv2d(width, out, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
+        width, rows, columns = out, rows // 2, columns // 2
     features = width * rows * columns
-    layers += [nn.Flatten(), *_dense(features, hidden)]
-    model = Classifier(*layers, head=_last(features, hidden, classes))
+    model = Classifier(*layers, nn.Flatten(), *_dense(features, hidden), head=_last(features, hidden, classes))
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def _dense(features: int, hidden: tuple[int, ...]) -> list[nn.Module]:
-    layers: list[nn.Module] = []
-    for width in hidden:
-        layers += [nn.Linear(features, width), nn.ReLU(inplace=True)]
-        features = width
-    return layers
+    widths = itertools.pairwise((features, *hidden))
+    return [layer for width, out in widths for layer in (nn.Linear(width, out), nn.ReLU(inplace=True))]
 
 
 def _last(features: int, hidden: tuple[int, ...], classes: int) -> nn.Linear:
