@@ -18,7 +18,7 @@ from fedstrata.reporting.draw import (
     over_seeds,
     sent,
 )
-from fedstrata.reporting.plots import plot_comparison, plot_curves, plot_run
+from fedstrata.reporting.plots import plot, plot_comparison, plot_run
 
 
 def run(values: list[float | None], column: str = "accuracy", **more: float) -> History:
@@ -34,7 +34,7 @@ def test_mean_and_deviation_over_the_rounds_that_all_seeds_have() -> None:
 
 def test_curves_show_percent_and_a_band_only_for_several_seeds(tmp_path: Path) -> None:
     curves = {"two": [run([0.2, 0.4]), run([0.4, 0.6])], "one": [run([0.5, 0.7])]}
-    figure = plot_curves(curves, "accuracy", tmp_path / "a.svg")
+    figure = plot(curves, "accuracy", tmp_path / "a.svg")
     axes = figure.axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx([30, 50]), pytest.approx([50, 70])]
     assert len(axes.collections) == 1
@@ -55,15 +55,15 @@ def test_a_history_or_the_histories_of_a_comparison_are_drawn(tmp_path: Path) ->
 
 
 def test_labels_are_shown_as_they_are(tmp_path: Path) -> None:
-    figure = plot_curves({"_a$b$": [run([0.5])], "$\\bad{": [run([0.5])]}, path=tmp_path / "a.png")
+    figure = plot({"_a$b$": [run([0.5])], "$\\bad{": [run([0.5])]}, path=tmp_path / "a.png")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [r" _a\$b\$", r" \$\bad{"]
 
 
 def test_a_column_of_one_method_only_and_of_none() -> None:
     curves = {"a": [run([1.0, 2.0], "drift")], "b": [run([0.5])]}
-    assert len(plot_curves(curves, "drift").axes[0].lines) == 1
+    assert len(plot(curves, "drift").axes[0].lines) == 1
     with pytest.raises(SpecError, match="no column"):
-        plot_curves(curves, "nothing")
+        plot(curves, "nothing")
 
 
 def test_many_labels_look_different() -> None:

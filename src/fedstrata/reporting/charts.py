@@ -1,4 +1,4 @@
-"""What the charts of the page show, as plain values: curves, who took part, and heat maps of classes and clients."""
+"""The data of the page's charts as plain values: curves, participation, and heat maps of classes and clients."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 
 NUMBERS = 300_000
-"""Of all curves of a data set together, about; a page stays small enough to be sent by mail."""
+"""The approximate limit of numbers in all curves of a data set, so that a page can be sent by mail."""
 POINTS = 400
-"""A curve has so many at most."""
+"""The most points of a curve."""
 OWN = 24
-"""A method's own columns that can be drawn."""
+"""The most columns of the methods' own metrics that can be drawn."""
 BARS = 240
-"""A strip has so many at most; rounds beyond share one."""
+"""The most bars of the participation; with more rounds, several share a bar."""
 CLASSES = 40
-"""Of up to so many classes the confusion is shown."""
+"""The most classes of a confusion matrix."""
 CLIENTS = 200
-"""Clients that are shown of more, evenly chosen."""
+"""The most clients of a heat map; of more it shows an evenly spaced selection."""
 CELLS = 80_000
-"""Of all heat maps of clients together, at most."""
+"""The most cells of all heat maps of clients together."""
 
 DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3, 2, 3]}
-"""Pixels that are drawn and left out by turns."""
+"""The lengths of dashes and gaps in pixels."""
 
 FATE_NAMES = (*(name for name, _ in FATES.values()), "refused")
-"""What becomes of the invited clients, in the order in which it is stacked."""
+"""The outcomes of invited clients, in stacking order."""
 
 _WHO = {
     "test": "test",
@@ -47,14 +47,14 @@ _WHO = {
 }
 _WHICH = {"mean": "mean", "worst_10": "worst tenth"}
 _PLACES = ("client", "in_partition", "train_samples", "samples")
-"""Columns of the table of clients that tell nothing of how they fare."""
+"""Columns of the clients' table that are not metrics."""
 
 
 def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """Everything that is drawn about the runs on one data set, ready for JSON.
+    """Collect the data of all charts about the runs on one data set, ready for JSON.
 
     Args:
-        runs: By label.
+        runs: The runs of each label.
     """
     members = histories(runs)
     names = curve_names(members)
@@ -74,7 +74,7 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
             }
             for number, (label, each) in enumerate(members.items())
         ],
-        "axes": [{"key": "round", "name": "round"}] + [{"key": key, "name": _axis(key)} for key in axes],
+        "axes": [{"key": "round", "name": "round"}] + [{"key": key, "name": BUDGETS[key].axis} for key in axes],
         "metrics": [{"key": key, "name": named(key).name, "own": is_own(key)} for key in names],
         "fates": [[fates(run) for run in each] for each in runs.values()],
         "fate_names": FATE_NAMES,
@@ -83,32 +83,20 @@ def chart_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
     }
 
 
-def _axis(key: str) -> str:
-    budget = BUDGETS[key]
-    words = {
-        "bytes": "sent and received",
-        "samples": "samples trained",
-        "seconds": "time",
-        "simulated_seconds": "simulated time",
-    }[key]
-    unit = budget.unit.removeprefix("simulated ")
-    return words if unit == "samples" else f"{words}, {unit}"
-
-
 def _total(history: History, key: str) -> float:
     return BUDGETS[key].factor * sum(history.total(column) for column in BUDGETS[key].columns)
 
 
 def curve_names(runs: Mapping[str, Sequence[History]]) -> list[str]:
-    """The columns that can be drawn over the rounds: those of the evaluation first, then methods' own that change."""
-    every: dict[str, bool] = {}  # and whether it changes in some run
+    """List the columns that can be drawn over the rounds: evaluation metrics, then methods' own columns that change."""
+    changes: dict[str, bool] = {}
+    """Whether a method's own column changes in some run, by column."""
     for history in (history for members in runs.values() for history in members):
         for name in history.columns:
-            changes = is_own(name) and not every.get(name) and len(set(history.column(name)[1].tolist())) > 1
-            every[name] = every.get(name, False) or changes
-    measured = [name for name in every if _is_measured(name)]
-    own = [name for name, changes in every.items() if changes]
-    return [*(name for name in ("accuracy", "loss", "train_loss") if name in every), *measured, *own[:OWN]]
+            varies = is_own(name) and not changes.get(name) and len(set(history.column(name)[1].tolist())) > 1
+            changes[name] = changes.get(name, False) or varies
+    main = [name for name in ("accuracy", "loss", "train_loss") if name in changes]
+    return main + list(filter(_is_measured, changes)) + [name for name in changes if changes[name]][:OWN]
 
 
 def _is_measured(name: str) -> bool:
@@ -119,12 +107,12 @@ def _is_measured(name: str) -> bool:
 
 
 def is_own(name: str) -> bool:
-    """Whether a column is one that only some methods record."""
+    """Return True for a column that only some methods record."""
     return name not in STANDARD and name.partition(".")[0] not in (*_WHO, "bytes_evaluation")
 
 
 def named(key: str) -> Quantity:
-    """How a column is called and scaled.
+    """Return the name and scale of a column.
 
     >>> named("clients.accuracy.worst_10").name, named("validation.loss").name, named("test.ece").factor
     ('clients: accuracy, worst tenth, %', 'validation loss', 1.0)
@@ -143,43 +131,42 @@ def named(key: str) -> Quantity:
 
 
 def _curves(members: Sequence[History], names: Sequence[str], axes: Sequence[str], points: int) -> dict[str, Any]:
-    """Means and deviations over seeds at some rounds, and what was spent until each of them."""
+    """Return means and deviations over seeds at some rounds, and the budgets spent until each of them."""
     bands = {}
     for name in names:
         with suppress(SpecError):  # a column of other methods
             bands[name] = over_seeds(members, name)
-    rounds = _thin([band.rounds for name, band in bands.items()], points)
-    found: dict[str, Any] = {"round": rounds.tolist(), "y": {}}
+    rounds = _thin([band.rounds for band in bands.values()], points)
+    curves: dict[str, Any] = {"round": rounds.tolist(), "y": {}}
     for key in axes:
         mean = np.mean([spent(history, BUDGETS[key].columns, rounds) for history in members], axis=0)
-        found[key] = _list(mean * BUDGETS[key].factor)
+        curves[key] = _list(mean * BUDGETS[key].factor)
     for name, band in bands.items():
         if not len(band.rounds):
             continue
-        factor, place = named(name).factor, {round: i for i, round in enumerate(band.rounds.tolist())}
-        at = [place.get(round) for round in rounds.tolist()]
-        found["y"][name] = [
-            [None if i is None else _short(values[i] * factor) for i in at]
+        factor, index = named(name).factor, {round: i for i, round in enumerate(band.rounds.tolist())}
+        curves["y"][name] = [
+            [None if (i := index.get(round)) is None else _short(values[i] * factor) for round in rounds.tolist()]
             for values in ([band.mean, band.sd] if band.sd.any() else [band.mean])
         ]
-    return found
+    return curves
 
 
-def _thin(of: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
-    """All rounds that any column has; of too many those that the first column has, and of those evenly chosen ones."""
-    every = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *of]))
-    if len(every) > points and of and len(of[0]):
-        every = of[0]
-    places = np.linspace(0, max(len(every) - 1, 0), min(len(every), max(points, 2))).astype(np.int64)
-    return every[places]
+def _thin(rounds: Sequence[np.ndarray[Any, Any]], points: int) -> np.ndarray[Any, Any]:
+    """Return all rounds of the columns; if these are too many, an evenly spaced selection of the first column's."""
+    every = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rounds]))
+    if len(every) > points and rounds and len(rounds[0]):
+        every = rounds[0]
+    chosen = np.linspace(0, max(len(every) - 1, 0), min(len(every), max(points, 2))).astype(np.int64)
+    return every[chosen]
 
 
 def fates(run: Run) -> dict[str, Any]:
-    """What became of the invited clients of a run: for each bar counts by ``FATE_NAMES``.
+    """Count the outcomes of a run's invited clients: for each bar a number per name of ``FATE_NAMES``.
 
     Returns:
-        ``run``, its ``rounds``, how many ``each`` bar has, and ``counts``, a list a fate. A client whose answer was
-        refused is among the failed ones of the records; its event tells it from those.
+        ``run``, the number of its ``rounds``, the number of rounds of ``each`` bar, and ``counts``, a list per outcome.
+        The records count refused answers as failed; events tell them apart.
     """
     refused: dict[int, set[Any]] = {}
     for event in run.events:
@@ -188,15 +175,15 @@ def fates(run: Run) -> dict[str, Any]:
     rounds = len(run.history)
     each = max(-(-rounds // BARS), 1)
     table = np.zeros((len(FATE_NAMES), -(-rounds // each)), dtype=np.int64)
-    for place, record in enumerate(run.history):
-        counts = [int(record.get(column) or 0) for column in FATES]
-        wrong = min(len(refused.get(record["round"], ())), counts[-1])
-        table[:, place // each] += [*counts[:-1], counts[-1] - wrong, wrong]
+    for index, record in enumerate(run.history):
+        *counts, failed = (int(record.get(column) or 0) for column in FATES)
+        n_refused = min(len(refused.get(record["round"], ())), failed)
+        table[:, index // each] += [*counts, failed - n_refused, n_refused]
     return {"run": run.name, "rounds": rounds, "each": each, "counts": table.tolist()}
 
 
 def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
-    """Accuracy of each class by method, in percent, and what was taken for what; None where nothing was recorded."""
+    """Return each method's accuracy by class in percent, and confusion matrix; None if neither was recorded."""
     rows = [_class_accuracy([run.history for run in members]) for members in runs.values()]
     counts = max((len(row) for row in rows if row is not None), default=0)
     if not counts:
@@ -210,13 +197,17 @@ def _classes(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any] | None:
 
 
 def _class_accuracy(members: Sequence[History]) -> Floats | None:
-    found = [row for history in members if (row := _last_classes(history)) is not None]
-    if not found or len({len(row) for row in found}) > 1:
+    rows = [row for history in members if (row := _last_classes(history)) is not None]
+    if not rows or len({len(row) for row in rows}) > 1:
         return None
-    table = np.array(found)
+    return _means(np.array(rows), np.nan)
+
+
+def _means(table: Floats, empty: float) -> Floats:
+    """Average each column over its numbers; a column without numbers gets ``empty``."""
     known = ~np.isnan(table)
     counts = known.sum(axis=0)
-    return np.where(counts > 0, np.where(known, table, 0).sum(axis=0) / np.maximum(counts, 1), np.nan)
+    return np.where(counts > 0, np.where(known, table, 0).sum(axis=0) / np.maximum(counts, 1), empty)
 
 
 def _last_classes(history: History) -> Floats | None:
@@ -230,64 +221,60 @@ def _last_classes(history: History) -> Floats | None:
 
 
 def _confusion(members: Sequence[Run]) -> list[list[int]] | None:
-    """The last confusion matrices of the seeds, added up."""
-    found = [run.history.confusion["last"].counts for run in members if "last" in run.history.confusion]
-    if not found or len({counts.shape for counts in found}) > 1:
+    """Add up the last confusion matrices of the seeds."""
+    matrices = [run.history.confusion["last"].counts for run in members if "last" in run.history.confusion]
+    if not matrices or len({matrix.shape for matrix in matrices}) > 1:
         return None
-    table: list[list[int]] = np.sum(found, axis=0).tolist()
+    table: list[list[int]] = np.sum(matrices, axis=0).tolist()
     return table
 
 
 def _class_names(run: Run) -> list[str]:
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # a run that has not ended has none
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # an unfinished run has no file
         return [str(name) for name in json.loads((run.folder / MODEL).read_text(encoding="utf-8"))["class_names"]]
     return []
 
 
 def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """How each client fares with each method: a heat map a seed and column, since seeds divide the data differently."""
-    found = list[dict[str, Any]]()
+    """Return a heat map of clients and methods per seed and column; partitions differ between seeds."""
+    maps = list[dict[str, Any]]()
     for seed in dict.fromkeys(run.name for members in runs.values() for run in members):
         tables = [
             next(({row["client"]: row for row in run.history.clients} for run in members if run.name == seed), {})
             for members in runs.values()
         ]
-        columns = dict.fromkeys(_numbers(row for table in tables for row in table.values()))
+        columns = _numbers(row for table in tables for row in table.values())
         if not columns:
             continue
-        clients = sorted(
-            {client for table in tables for client in table}, key=lambda client: (str(type(client)), client)
+        clients = sorted({client for table in tables for client in table}, key=lambda each: (str(type(each)), each))
+        values = np.array(
+            [
+                [[_number(table.get(client, {}).get(column)) for client in clients] for table in tables]
+                for column in columns
+            ]
         )
-        main = np.array(
-            [[_number(table.get(client, {}).get(next(iter(columns)))) for client in clients] for table in tables]
-        )
-        known = ~np.isnan(main)
-        order = np.argsort(np.where(known, main, 0).sum(axis=0) / np.maximum(known.sum(axis=0), 1), kind="stable")
-        shown = [clients[i] for i in order[np.linspace(0, len(order) - 1, min(len(order), CLIENTS)).astype(np.int64)]]
-        for column in columns:
-            values = [[_number(table.get(client, {}).get(column)) for client in shown] for table in tables]
-            if (len(found) + 1) * len(shown) * len(runs) > CELLS:
-                return found
-            found.append(
+        order = np.argsort(_means(values[0], 0.0), kind="stable")
+        shown = order[np.linspace(0, len(order) - 1, min(len(order), CLIENTS)).astype(np.int64)]
+        for column, rows in zip(columns, values[:, :, shown], strict=True):
+            if (len(maps) + 1) * len(shown) * len(runs) > CELLS:
+                return maps
+            maps.append(
                 {
                     "seed": seed,
                     "column": column,
                     "percent": column.endswith("accuracy"),
-                    "clients": shown,
+                    "clients": [clients[i] for i in shown],
                     "of": len(clients),
-                    "rows": [
-                        _list(np.array(row)) if table else None for row, table in zip(values, tables, strict=True)
-                    ],
+                    "rows": [_list(row) if table else None for row, table in zip(rows, tables, strict=True)],
                 }
             )
-    return found
+    return maps
 
 
-def _numbers(rows: Iterator[dict[str, Any]]) -> Iterator[str]:
-    """Measures of the clients; how often each was heard comes last."""
+def _numbers(rows: Iterator[dict[str, Any]]) -> list[str]:
+    """List the metrics of clients, ``heard`` last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, (int, float)))
-    yield from (name for name in names if name not in (*_PLACES, "heard"))
-    yield from (name for name in names if name == "heard")
+    return sorted((name for name in names if name not in _PLACES), key=lambda name: name == "heard")
 
 
 def _number(value: Any) -> float:
@@ -303,6 +290,6 @@ def _list(values: Floats) -> list[float | None]:
 
 
 def _short(value: float) -> float:
-    """Five digits, which no eye can tell from more."""
+    """Round to five digits, which is enough for a chart."""
     short = float(f"{value:.5g}")
     return int(short) if short.is_integer() else short

@@ -1,4 +1,4 @@
-"""Labels beside a baseline: intervals, differences paired by seed, corrected tests; for terminals and papers."""
+"""Compare labels with a baseline: intervals, differences paired by seed, corrected tests; for terminals and papers."""
 
 from __future__ import annotations
 
@@ -21,32 +21,36 @@ from fedstrata.reporting.tables import (
     Measure,
     Row,
     is_target,
+    markdown_table,
     measure,
     number,
     of_stuck,
     reached,
+    rich_table,
     shown,
 )
+from fedstrata.reporting.tables import to_json as plain_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 class Budget(NamedTuple):
-    """What a run spends: the columns that add up to it, its unit, and the factor from what is recorded."""
+    """A resource that runs use: the columns whose sum it is, its unit, the label of an axis, and the factor."""
 
     columns: tuple[str, ...]
     unit: str
+    axis: str
     factor: float = 1.0
 
 
 BUDGETS = {
-    "bytes": Budget(TRAFFIC, "MB", 1e-6),
-    "samples": Budget(("samples",), "samples"),
-    "seconds": Budget(("seconds",), "s"),
-    "simulated_seconds": Budget(("simulated_seconds",), "simulated s"),
+    "bytes": Budget(TRAFFIC, "MB", "sent and received, MB", 1e-6),
+    "samples": Budget(("samples",), "samples", "samples trained"),
+    "seconds": Budget(("seconds",), "s", "time, s"),
+    "simulated_seconds": Budget(("simulated_seconds",), "simulated s", "simulated time, s"),
 }
-"""What accuracies can be compared at equal amounts of."""
+"""The budgets at which accuracies can be compared."""
 
 FINAL = "final_accuracy"
 _AT = "accuracy_at_"
@@ -54,15 +58,15 @@ _AT = "accuracy_at_"
 
 @dataclass(frozen=True)
 class Contrast:
-    """A measure of a label, and how it differs from the baseline's.
+    """A measure of a label, and its difference to the baseline.
 
     Args:
-        key: The measure.
-        label: Whose.
-        seeds: How many runs there are.
-        value: The measure over them.
-        difference: To the baseline, paired by seed; None for the baseline itself, and where there is none.
-        stuck: How many of the runs never took a step.
+        key: The key of the measure.
+        label: The label.
+        seeds: The number of runs.
+        value: The measure over these runs.
+        difference: The difference to the baseline, paired by seed; None for the baseline and without a baseline.
+        stuck: The number of runs that never took a step.
     """
 
     key: str
@@ -74,20 +78,20 @@ class Contrast:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark where a run never took a step."""
+        """The label, with a mark if a run never took a step."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
 class Contrasts:
-    """All that a table compares.
+    """The comparisons of a table.
 
     Args:
-        rows: By measure, then by label.
-        measures: How each measure is shown, by its key.
-        baseline: The label that the others are compared with; None where there is one label alone.
-        test: What the p of each difference is of.
-        budgets: The amount at which accuracies are compared, by ``accuracy_at_KIND``, in recorded units.
+        rows: The comparisons by measure, then by label.
+        measures: The display of each measure, by key.
+        baseline: The label that the others are compared with; None if there is only one label.
+        test: The test of the p-values.
+        budgets: The amounts at which accuracies are compared, by ``accuracy_at_KIND``, in recorded units.
     """
 
     rows: tuple[Contrast, ...]
@@ -110,19 +114,19 @@ def contrast(
     baseline: str | None = None,
     test: Test = "t",
 ) -> Contrasts:
-    """Compare labels by their final accuracy, and by that at equal bytes and at equal samples, or by what is asked for.
+    """Compare labels by given measures; by default by accuracy: final, at equal bytes and at equal samples.
 
-    Accuracy at a budget is that of the last evaluation within it; a run that never spent as much has none.
+    Accuracy at a budget is that of the last evaluation within the budget. A run that spent less has no value.
 
     Args:
         runs: The histories of each label's seeds.
-        metrics: Measures of ``MEASURES``, ``rounds_to_T``, or columns of the records, of which the last value counts.
-        at: Amounts of ``BUDGETS`` to compare accuracies at; None for the largest that all runs reached.
-        baseline: A label; the first one unless given.
-        test: Of the paired differences; its p are corrected by Holm over all of the table.
+        metrics: Measures of ``MEASURES``, ``rounds_to_T``, or columns of the records, whose last value counts.
+        at: The amounts of ``BUDGETS`` at which accuracies are compared; None for the largest that all runs reached.
+        baseline: A label. Default: the first label.
+        test: The test of paired differences; its p-values are corrected by Holm over the whole table.
 
     Raises:
-        SpecError: There is no such label, measure or budget, or a budget that some run recorded nothing of.
+        SpecError: There is no such label, measure or budget, or a run did not record the budget.
     """
     asked = bool(metrics) or at is not None
     if baseline is not None and baseline not in runs:
@@ -132,23 +136,23 @@ def contrast(
     budgets = _budgets(runs, dict.fromkeys(("bytes", "samples")) if not asked else at or {}, asked)
     measures, values = dict[str, Measure](), dict[str, dict[str, list[float | None]]]()
     for key in [*(metrics if asked else [FINAL]), *budgets]:
-        found = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
-        if not asked and found in values.values():
-            continue  # where all spend alike, equal bytes are the end of the runs
-        if not asked and not any(value is not None for each in found.values() for value in each):
+        by_label = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
+        if not asked and by_label in values.values():
+            continue  # if all runs spend equally, equal bytes are the end of the runs
+        if not asked and not any(value is not None for each in by_label.values() for value in each):
             continue
-        values[key], measures[key] = found, _measure(key, budgets, runs)
+        values[key], measures[key] = by_label, _measure(key, budgets, runs)
     rows = [
         Contrast(
             key,
             label,
             len(runs[label]),
-            Estimate.over(own),
-            _difference(runs, found, label, baseline, test),
+            Estimate.over(of_label),
+            _difference(runs, by_label, label, baseline, test),
             sum(bool(history.warning) for history in runs[label]),
         )
-        for key, found in values.items()
-        for label, own in found.items()
+        for key, by_label in values.items()
+        for label, of_label in by_label.items()
     ]
     corrected = holm([None if row.difference is None else row.difference.p for row in rows])
     rows = [
@@ -168,16 +172,16 @@ def _difference(
 ) -> Difference | None:
     if baseline is None or label == baseline:
         return None
-    mine, theirs = (
-        {run.seed: value for run, value in zip(runs[who], values[who], strict=True) if run.seed is not None}
-        for who in (label, baseline)
-    )
-    return paired_difference(mine, theirs, test)
+    by_seed = [
+        {run.seed: value for run, value in zip(runs[each], values[each], strict=True) if run.seed is not None}
+        for each in (label, baseline)
+    ]
+    return paired_difference(by_seed[0], by_seed[1], test)
 
 
 def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | None], asked: bool) -> dict[str, float]:
-    """The amount of each budget, by its measure's key."""
-    found = {}
+    """Return the amount of each budget, by the key of its measure."""
+    budgets = {}
     for kind, amount in at.items():
         if kind not in BUDGETS:
             raise SpecError("at", f"expected {', '.join(BUDGETS)}, or one of them = an amount", kind)
@@ -186,14 +190,14 @@ def _budgets(runs: Mapping[str, Sequence[History]], at: Mapping[str, float | Non
         if amount is not None and not amount > 0:
             raise SpecError("at", "expected an amount above 0", f"{kind}={amount:g}")
         if amount is not None or least > 0:
-            found[_AT + kind] = least if amount is None else amount
+            budgets[_AT + kind] = least if amount is None else amount
         elif asked:
             raise SpecError("at", f"some run recorded no {kind}", kind)
-    return found
+    return budgets
 
 
 def _spent(history: History, kind: str) -> Floats:
-    """What was spent until each evaluation; until the end where there was none."""
+    """Return the amount spent until each evaluation, or until the end of a run without evaluations."""
     rounds, _ = history.column("accuracy")
     return spent(history, BUDGETS[kind].columns, rounds if len(rounds) else np.array([history[-1]["round"]]))
 
@@ -210,12 +214,12 @@ def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | 
 
 
 def accuracy_at(history: History, kind: str, budget: float) -> float | None:
-    """The accuracy of the last evaluation within a budget; None where there is none, or the run never spent as much.
+    """Return the accuracy of the last evaluation within a budget; None without one, or if the run spent less.
 
     Args:
         history: A run.
         kind: One of ``BUDGETS``.
-        budget: As it is recorded: bytes, samples or seconds.
+        budget: The amount in recorded units: bytes, samples or seconds.
     """
     values = history.column("accuracy")[1]
     if not len(values):
@@ -226,10 +230,10 @@ def accuracy_at(history: History, kind: str, budget: float) -> float | None:
 
 
 def _measure(key: str, budgets: Mapping[str, float], runs: Mapping[str, Sequence[History]]) -> Measure:
-    """How a measure is shown.
+    """Return the display of a measure.
 
     Raises:
-        SpecError: There is none of that name.
+        SpecError: There is no such measure.
     """
     if key in budgets:
         kind = key.removeprefix(_AT)
@@ -251,21 +255,21 @@ def _amount(amount: float, budget: Budget) -> str:
 
 
 def range_text(ends: Range | None, how: Measure, sign: str = "") -> str:
-    """An interval in the unit of its heading."""
+    """Format an interval in the unit of its heading."""
     return MISSING if ends is None else f"[{number(ends[0], how, sign)}, {number(ends[1], how, sign)}]"
 
 
 def p_text(p: float | None) -> str:
-    """A p to three digits."""
+    """Format a p-value with three digits."""
     return MISSING if p is None else "<0.001" if p < 0.0005 else f"{p:.3f}"
 
 
-def _lines(found: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
-    """The headings after the label, and the cells of each measure's rows; columns that say nothing are left out."""
-    headings = ["mean ± sd", "95 % interval", f"minus {found.baseline}", "95 % interval", "p"]
+def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
+    """Return the headings after the label, and the rows of each measure, without empty columns."""
+    headings = ["", "mean ± sd", "95 % interval", f"minus {table.baseline}", "95 % interval", "p"]
     groups = {}
-    for key, rows in found.groups.items():
-        how = found.measures[key]
+    for key, rows in table.groups.items():
+        how = table.measures[key]
         groups[how.heading] = [
             [
                 row.marked,
@@ -279,88 +283,73 @@ def _lines(found: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
         ]
     every = [cells for lines in groups.values() for cells in lines]
     kept = [0, 1, *(i for i in range(2, 6) if any(cells[i] != MISSING for cells in every))]
-    return [headings[i - 1] for i in kept[1:]], {
-        heading: [[cells[i] for i in kept] for cells in lines] for heading, lines in groups.items()
-    }
+    selected = {title: [[cells[i] for i in kept] for cells in lines] for title, lines in groups.items()}
+    return [headings[i] for i in kept[1:]], selected
 
 
-def caption(found: Contrasts) -> str:
-    """What the numbers are, how they were tested, and whether there are enough of them; in sentences."""
-    return " ".join(_sentences(found))
+def caption(table: Contrasts) -> str:
+    """Return sentences that explain the numbers and tests, and warn about too few seeds."""
+    return " ".join(_sentences(table))
 
 
-def _sentences(found: Contrasts) -> Iterator[str]:
-    seeds = sorted({row.seeds for row in found.rows})
+def _sentences(table: Contrasts) -> Iterator[str]:
+    seeds = sorted({row.seeds for row in table.rows})
     if not seeds:
         return
-    differences = [row.difference for row in found.rows if row.difference is not None]
+    differences = [row.difference for row in table.rows if row.difference is not None]
     if seeds[-1] == 1:
         yield "One seed: no intervals and no tests."
     else:
         count = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         yield f"Mean ± sample standard deviation over {count} seeds, with the 95 % interval of the mean by Student's t."
     if any(each.interval for each in differences):
-        yield (
-            f"Differences to {found.baseline} are paired by seed; their 95 % intervals are percentile bootstraps "
-            f"({RESAMPLES:,} resamples)."
-        )
+        intervals = f"their 95 % intervals are percentile bootstraps ({RESAMPLES:,} resamples)"
+        yield f"Differences to {table.baseline} are paired by seed; {intervals}."
     tests = sum(each.p is not None for each in differences)
     if tests:
-        name = {"t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}[found.test]
+        name = {"t": "paired t-test", "wilcoxon": "Wilcoxon signed-rank test"}[table.test]
         over = "the table's one comparison" if tests == 1 else f"the table's {tests} comparisons"
         yield f"p: two-sided {name}, corrected by Holm over {over}."
-    if found.budgets:
+    if table.budgets:
         yield "Accuracy at equal amounts is that of the last evaluation within them; a run may have none so early."
-    pairs = sorted({each.n for each in differences} or {row.value.n for row in found.rows})
+    pairs = sorted({each.n for each in differences} or {row.value.n for row in table.rows})
     if seeds[-1] > 1 and pairs[0] < 2:
         yield "Where fewer than two seeds have a number there is no interval and no test."
     if 2 in pairs:
         yield "Two seeds are too few: their bootstrap interval holds the true difference in half of all cases."
     if any(3 <= n < FEWEST["wilcoxon"] for n in pairs) and differences:
         yield "Bootstrap intervals of fewer than six seeds are too narrow: of three they hold in about 75 % of cases."
-    if found.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
+    if table.test == "wilcoxon" and any(n < FEWEST["wilcoxon"] for n in pairs) and differences:
         yield "Wilcoxon's test needs six pairs that differ: below them its p cannot reach 0.05, and none is given."
-    if any(each.p is None and each.n >= FEWEST[found.test] for each in differences):
+    if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
         yield "No p where (nearly) all pairs differ alike or not at all."
-    yield from of_stuck({row.label: row.stuck for row in found.rows})
+    yield from of_stuck({row.label: row.stuck for row in table.rows})
 
 
-def to_rich(found: Contrasts) -> RenderableType:
-    """A table for each measure, for a terminal of 80 columns."""
-    from rich import box
+def to_rich(table: Contrasts) -> RenderableType:
+    """Return a table for each measure, for a terminal of 80 columns."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    headings, groups = _lines(found)
-    parts: list[RenderableType] = []
-    for title, lines in groups.items():
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-        table.add_column("", overflow="fold")
-        for heading in headings:
-            table.add_column(Text(heading), justify="right", overflow="fold")
-        for cells in lines:
-            table.add_row(*map(Text, cells))
-        parts += [Text(title), table]
-    return Group(*parts, Text(caption(found)))
+    headings, groups = _lines(table)
+    parts = [part for title, rows in groups.items() for part in (Text(title), rich_table(headings, rows))]
+    return Group(*parts, Text(caption(table)))
 
 
-def to_markdown(found: Contrasts) -> str:
-    """One table in Markdown, with its caption below."""
-    headings, groups = _lines(found)
-    lines = [["", "", *headings], ["---", "---", *("---:" for _ in headings)]]
-    lines += [[title, *cells] for title, rows in groups.items() for cells in rows]
-    text = "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
-    return f"{text}\n{caption(found)}\n"
+def to_markdown(table: Contrasts) -> str:
+    """Return one table in Markdown, with its caption below."""
+    headings, groups = _lines(table)
+    rows = [[title, *cells] for title, lines in groups.items() for cells in lines]
+    return f"{markdown_table(['', '', *headings], rows, left=2)}\n{caption(table)}\n"
 
 
-def to_latex(found: Contrasts) -> str:
-    """A table for a paper, which needs the package booktabs; all text is escaped."""
-    headings, groups = _lines(found)
+def to_latex(table: Contrasts) -> str:
+    """Return a table for a paper, with all text escaped; it needs the package booktabs."""
+    headings, groups = _lines(table)
     lines = [
         r"\begin{table}",
         r"\centering",
-        rf"\caption{{{escape(caption(found))}}}",
+        rf"\caption{{{escape(caption(table))}}}",
         rf"\begin{{tabular}}{{l{'r' * len(headings)}}}",
         r"\toprule",
         " & ".join(["", *map(escape, headings)]) + r" \\",
@@ -376,12 +365,12 @@ _LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
     "|": "$|$", "±": r"$\pm$", MISSING: "--",
     STUCK: r"$\dagger$",
-    "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row they would belong to the end of the one before
+    "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row, LaTeX reads them as an argument of the previous \\
 }  # fmt: skip
 
 
 def escape(text: str) -> str:
-    r"""Text as LaTeX prints it.
+    r"""Escape text for LaTeX.
 
     >>> print(escape("a_b & 50 %"))
     a\_b \& 50 \%
@@ -390,26 +379,26 @@ def escape(text: str) -> str:
 
 
 def _mathematics(cell: str) -> str:
-    """A cell of numbers, whose signs are mathematics."""
+    """Format a cell of numbers, with its signs in mathematics mode."""
     if cell == MISSING:
         return "--"
     value, bracket, note = cell.partition(" (")
-    value = value.replace(",", "{,}").replace("{,} ", ", ")  # a comma between thousands takes no space after it
+    value = value.replace(",", "{,}").replace("{,} ", ", ")  # no space after the comma between thousands
     value = value.replace("±", r"\pm")
     return f"${value}${escape(bracket + note)}"
 
 
-def to_csv(found: Mapping[str, Contrasts]) -> str:
-    """A row a measure and label, with all digits; what there is none of is empty.
+def to_csv(tables: Mapping[str, Contrasts]) -> str:
+    """Return CSV with a row per measure and label, with all digits; missing numbers are empty.
 
     Args:
-        found: By data set.
+        tables: The comparisons of each data set.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = "data measure label seeds n mean sd low high baseline pairs difference difference_low difference_high"
     writer.writerow([*names.split(), "test", "p", "p_holm"])
-    for data, table in found.items():
+    for data, table in tables.items():
         for row in table.rows:
             value, d = row.value, row.difference or Difference(None, 0)
             writer.writerow(
@@ -420,19 +409,17 @@ def to_csv(found: Mapping[str, Contrasts]) -> str:
     return text.getvalue()
 
 
-def to_json(rows: Sequence[Row], found: Contrasts) -> list[dict[str, Any]]:
-    """What ``tables.to_json`` gives, and in each compared measure its ``interval``, ``budget`` and ``difference``."""
-    from fedstrata.reporting import tables
-
-    plain = tables.to_json(rows)
-    for row in found.rows:
+def to_json(rows: Sequence[Row], table: Contrasts) -> list[dict[str, Any]]:
+    """Return ``tables.to_json(rows)`` with ``interval``, ``budget`` and ``difference`` of each compared measure."""
+    plain = plain_rows(rows)
+    for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})
         cell |= {"mean": row.value.mean, "sd": row.value.sd, "n": row.value.n, "interval": row.value.interval}
-        if row.key in found.budgets:
-            cell["budget"] = found.budgets[row.key]
+        if row.key in table.budgets:
+            cell["budget"] = table.budgets[row.key]
         if (d := row.difference) is not None:
             cell["difference"] = {
-                "to": found.baseline, "mean": d.mean, "n": d.n, "interval": d.interval,
-                "test": found.test, "p": d.p, "p_holm": d.corrected,
+                "to": table.baseline, "mean": d.mean, "n": d.n, "interval": d.interval,
+                "test": table.test, "p": d.p, "p_holm": d.corrected,
             }  # fmt: skip
     return plain

@@ -1,4 +1,4 @@
-"""What a picture of runs is made of: a column over the rounds, who took part, what was sent."""
+"""The parts of pictures of runs: columns over the rounds, participation and communication."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Curves: TypeAlias = "Mapping[str, Sequence[History]]"
 """The histories of a label's seeds, by label."""
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito (2008) without black and yellow: told apart with any colour vision, on white and on black."""
+"""The colours of Okabe and Ito (2008) without black and yellow, which differ in all kinds of colour vision."""
 Dash = Literal["-", "--", ":", "-."]
 DASHES: tuple[Dash, ...] = ("-", "--", ":", "-.")
 INK, GRID = "#22272e", "#d5d9de"
-"""Text and lines, and the grid."""
+"""The colours of text and lines, and of the grid."""
 MARKED = 25
-"""Curves of so many points at most have markers."""
+"""The most points of a curve with markers."""
 
 TRAFFIC = ("bytes_up", "bytes_down")
 
@@ -36,11 +36,11 @@ FATES = {
     "clients_late": ("late", "#56b4e9"),
     "clients_failed": ("failed", "#d55e00"),
 }
-"""What becomes of the invited clients, in the order in which it is stacked."""
+"""The name and colour of each outcome of invited clients, in stacking order."""
 
 
 class Quantity(NamedTuple):
-    """How a column is shown: its name with the unit, and what its values are multiplied by."""
+    """The display of a column: its name with the unit, and the factor of its values."""
 
     name: str
     factor: float = 1.0
@@ -59,7 +59,7 @@ QUANTITIES = {
 
 
 def quantity(column: str) -> Quantity:
-    """How a column is shown; one that is not known by its own name.
+    """Return the display of a column; an unknown column keeps its name.
 
     >>> quantity("bytes_up").factor, quantity("head_accuracy").name, quantity("weight_diversity").name
     (1e-06, 'head accuracy, %', 'weight diversity')
@@ -71,7 +71,7 @@ def quantity(column: str) -> Quantity:
 
 
 class Band(NamedTuple):
-    """Mean and sample standard deviation over seeds; (R,) each, the deviation 0 where there is one seed."""
+    """Mean and sample standard deviation over seeds, (R,) each; the deviation of one seed is 0."""
 
     rounds: NDArray[np.int64]
     mean: Floats
@@ -79,38 +79,36 @@ class Band(NamedTuple):
 
 
 def over_seeds(histories: Sequence[History], column: str) -> Band:
-    """A column's mean and deviation in those rounds that every seed has.
+    """Compute a column's mean and deviation in the rounds that all seeds have.
 
-    A seed that has nothing in the column does not count; one that ended early ends the curve, since the mean
-    of the others would jump there.
+    A seed without values in the column is left out. A seed that ended early ends the curve, because the mean of the
+    others would jump there.
 
     Raises:
         SpecError: No seed has such a column.
     """
-    found: list[dict[int, float]] = []
+    curves: list[dict[int, float]] = []
     missing: SpecError | None = None
     for history in histories:
         try:
             rounds, values = history.column(column)
-        except SpecError as error:  # a column of a method's own may lack where a round was never of its kind
+        except SpecError as error:  # the column may depend on events that did not happen with this seed
             missing = error
             continue
         if len(rounds):
-            found.append(dict(zip(rounds.tolist(), values.tolist(), strict=True)))
-    if missing is not None and not found:
+            curves.append(dict(zip(rounds.tolist(), values.tolist(), strict=True)))
+    if missing is not None and not curves:
         raise missing
-    common = sorted(set.intersection(*(set(values) for values in found))) if found else []
-    table = np.array([[values[round] for round in common] for values in found], dtype=np.float64)
-    table = table.reshape(len(found), len(common))
-    shared = np.array(common, dtype=np.int64)
+    common = sorted(set.intersection(*map(set, curves))) if curves else []
     if not common:
-        return Band(shared, np.zeros(0), np.zeros(0))
+        return Band(np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0))
+    table = np.array([[curve[round] for round in common] for curve in curves], dtype=np.float64)
     sd = table.std(axis=0, ddof=1) if len(table) > 1 else np.zeros(len(common))
-    return Band(shared, table.mean(axis=0), sd)
+    return Band(np.array(common, dtype=np.int64), table.mean(axis=0), sd)
 
 
 def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "round") -> None:
-    """Draw into axes; ``against="bytes"`` puts the data sent since the start, in MB, on a logarithmic horizontal axis.
+    """Draw a column over the rounds, or with ``against="bytes"`` over the data sent since the start, logarithmic in MB.
 
     Raises:
         SpecError: No history has such a column.
@@ -125,33 +123,28 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
             problem = error
             continue
         drawn += 1
-        across = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
-        sending = across > 0  # nothing has no place on a logarithmic axis
-        across, mean, sd = across[sending], mean[sending], sd[sending]
-        if not len(across):
-            continue
-        colour, dash = look(number)
-        _line(axes, across, mean * shown.factor, colour, dash)
-        if sd.any():
-            low, high = (mean - sd) * shown.factor, (mean + sd) * shown.factor
-            axes.fill_between(across, low, high, color=colour, alpha=0.18, linewidth=0)
+        x = rounds.astype(np.float64) if against == "round" else sent(histories, rounds)
+        positive = x > 0  # a logarithmic axis has no 0
+        if positive.any():
+            _band(axes, x[positive], mean[positive] * shown.factor, sd[positive] * shown.factor, *look(number))
     if problem is not None and not drawn:
         raise problem
-    _style(axes, "round" if against == "round" else "sent and received since the start, MB", shown.name)
     if against == "round":
-        _whole_rounds(axes)
-    elif axes.has_data():
-        axes.set_xscale("log")  # methods differ by orders of magnitude
+        _style_rounds(axes, shown.name)
+    else:
+        _style(axes, "sent and received since the start, MB", shown.name)
+        if axes.has_data():
+            axes.set_xscale("log")  # methods differ by orders of magnitude
 
 
 def sent(histories: Sequence[History], rounds: NDArray[np.int64]) -> Floats:
-    """Bytes up and down until each of ``rounds``, in MB, as a mean over seeds; (R,)."""
+    """Return the data sent and received until each of ``rounds``, in MB, averaged over seeds, (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
 def spent(history: History, columns: Sequence[str], rounds: NDArray[np.int64]) -> Floats:
-    """What a run has spent until each of ``rounds``: the sum of columns over all rounds up to it, (R,)."""
+    """Return the sum of columns over all rounds until each of ``rounds``, (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:
         when, amount = history.column(column)
@@ -160,73 +153,58 @@ def spent(history: History, columns: Sequence[str], rounds: NDArray[np.int64]) -
 
 
 def draw_participation(axes: Axes, histories: Sequence[History]) -> None:
-    """What became of the invited clients in each round, stacked; over several seeds the mean."""
-    invited = over_seeds(histories, "clients_invited")
+    """Draw the outcomes of the invited clients of each round, stacked and averaged over seeds."""
     base: Floats | None = None
     for column, (name, colour) in FATES.items():
         band = over_seeds(histories, column)
         if len(band.rounds) == 0 or (column != "clients_returned" and not band.mean.any()):
             continue
         base = np.zeros(len(band.rounds)) if base is None else base
-        if len(base) != len(band.rounds):  # recorded in other rounds than the rest: cannot be stacked on it
+        if len(base) != len(band.rounds):  # columns of other rounds cannot be stacked
             continue
-        edges = np.append(band.rounds - 0.5, band.rounds[-1] + 0.5)
         low, high = (np.append(values, values[-1]) for values in (base, base + band.mean))
-        axes.fill_between(edges, low, high, step="post", color=colour, alpha=0.85, linewidth=0, label=name)
+        axes.fill_between(_edges(band), low, high, step="post", color=colour, alpha=0.85, linewidth=0, label=name)
         base = base + band.mean
+    invited = over_seeds(histories, "clients_invited")
     if len(invited.rounds):
-        edges = np.append(invited.rounds - 0.5, invited.rounds[-1] + 0.5)
-        axes.step(
-            edges,
-            np.append(invited.mean, invited.mean[-1]),
-            where="post",
-            color=INK,
-            linewidth=1,
-            label="invited",
-        )
-    _style(axes, "round", "clients")
-    axes.set_ylim(bottom=0)
-    _whole_rounds(axes)
-    _key(axes)
+        values = np.append(invited.mean, invited.mean[-1])
+        axes.step(_edges(invited), values, where="post", color=INK, linewidth=1, label="invited")
+    _style_rounds(axes, "clients", from_zero=True)
+
+
+def _edges(band: Band) -> Floats:
+    return np.append(band.rounds - 0.5, band.rounds[-1] + 0.5)
 
 
 def draw_communication(axes: Axes, histories: Sequence[History]) -> None:
-    """Data sent since the start, by clients and to clients; over several seeds the mean."""
-    for column, name, colour in (
-        ("bytes_up", "by clients", COLOURS[0]),
-        ("bytes_down", "to clients", COLOURS[1]),
-    ):
-        rounds, mean, _ = over_seeds(histories, column)
-        if len(rounds):
-            _line(axes, rounds, np.cumsum(mean) * 1e-6, colour, label=name)
-    _style(axes, "round", "sent since the start, MB")
-    axes.set_ylim(bottom=0)
-    _whole_rounds(axes)
-    _key(axes)
+    """Draw the data sent since the start, by clients and to clients, averaged over seeds."""
+    for column, name, colour in zip(TRAFFIC, ("by clients", "to clients"), COLOURS, strict=False):
+        rounds, mean, sd = over_seeds(histories, column)
+        _band(axes, rounds, np.cumsum(mean) * 1e-6, np.zeros_like(sd), colour, label=name)
+    _style_rounds(axes, "sent since the start, MB", from_zero=True)
 
 
 def draw_losses(axes: Axes, histories: Sequence[History]) -> None:
-    """Test and training loss; over several seeds mean and deviation."""
-    for column, name, colour in (("loss", "test", COLOURS[0]), ("train_loss", "training", COLOURS[1])):
-        rounds, mean, sd = over_seeds(histories, column)
-        if len(rounds):
-            _line(axes, rounds, mean, colour, label=name)
-            axes.fill_between(rounds, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0)
-    _style(axes, "round", "loss")
-    _whole_rounds(axes)
-    _key(axes)
+    """Draw test and training loss, with mean and deviation over seeds."""
+    for column, name, colour in zip(("loss", "train_loss"), ("test", "training"), COLOURS, strict=False):
+        _band(axes, *over_seeds(histories, column), colour, label=name)
+    _style_rounds(axes, "loss")
 
 
 def look(number: int) -> tuple[str, Dash]:
-    """Colour and dash of the ``number``-th label; the dash changes once the colours are used up."""
+    """Return colour and dash of the ``number``-th label; labels beyond the colours get another dash."""
     return COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
 
 
-def _line(
-    axes: Axes, across: NDArray[Any], values: Floats, colour: str, dash: Dash = "-", label: str | None = None
+def _band(
+    axes: Axes, x: NDArray[Any], mean: Floats, sd: Floats, colour: str, dash: Dash = "-", label: str | None = None
 ) -> None:
-    marker = "o" if len(values) <= MARKED else ""  # a single round would not be seen without
-    axes.plot(across, values, dash, color=colour, marker=marker, markersize=3, linewidth=1.6, label=label)
+    if not len(x):
+        return
+    marker = "o" if len(mean) <= MARKED else ""  # without markers, a single round would be invisible
+    axes.plot(x, mean, dash, color=colour, marker=marker, markersize=3, linewidth=1.6, label=label)
+    if sd.any():
+        axes.fill_between(x, mean - sd, mean + sd, color=colour, alpha=0.18, linewidth=0)
 
 
 def _style(axes: Axes, xlabel: str, ylabel: str) -> None:
@@ -242,14 +220,14 @@ def _style(axes: Axes, xlabel: str, ylabel: str) -> None:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", va="center", color=INK)
 
 
-def _whole_rounds(axes: Axes) -> None:
+def _style_rounds(axes: Axes, ylabel: str, *, from_zero: bool = False) -> None:
+    """Style axes over the rounds, with a legend above the axes if lines have labels."""
     from matplotlib.ticker import MaxNLocator
 
+    _style(axes, "round", ylabel)
+    if from_zero:
+        axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
-
-
-def _key(axes: Axes) -> None:
-    """A legend above the axes, where it hides nothing."""
     handles, names = axes.get_legend_handles_labels()
     if handles:
         axes.legend(
@@ -259,5 +237,5 @@ def _key(axes: Axes) -> None:
 
 
 def literal(text: str) -> str:
-    """Text that is shown as it is: a dollar sign would start mathematics."""
+    """Escape dollar signs, with which Matplotlib would start mathematics."""
     return text.replace("$", r"\$")

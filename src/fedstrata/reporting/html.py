@@ -1,4 +1,4 @@
-"""One HTML page about runs, with everything in it: no network, light and dark, fit to print."""
+"""Write a self-contained HTML page about runs, without network access, for light and dark screens and for print."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from markupsafe import Markup
 
 EVENTS = 10
-"""Events of a method that are shown in full."""
+"""The most events of a method that are shown in full."""
 NAMED = 12
-"""Clients of an event, or entries of a list, that are shown."""
+"""The most clients of an event, and entries of a list, that are shown."""
 PICTURES = 1_000_000
-"""Bytes of all pictures of partitions together, at most."""
+"""The largest size of all pictures of partitions together, in bytes."""
 PNG = b"\x89PNG\r\n\x1a\n"
 SCRIPTS, STYLES = ("uPlot.iife.min.js", "base.js", "report.js"), ("uPlot.min.css", "report.css")
 
@@ -37,8 +37,8 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
     """Write a page about run folders and compare folders.
 
     Args:
-        folders: Run folders and compare folders, mixed as you like.
-        out: The file, or a folder that gets a ``report.html``.
+        folders: Run folders and compare folders, in any mixture.
+        out: The file, or a folder for ``report.html``.
 
     Returns:
         The file.
@@ -55,13 +55,13 @@ def write_report(folders: Sequence[Path | str], out: Path | str) -> Path:
 
 
 def write_comparison(folder: Path | str) -> list[tables.Row]:
-    """Write the tables, pictures and page of a compare folder into it.
+    """Write the tables, pictures and page of a compare folder into the folder.
 
-    They are ``table.md``, ``table.json``, ``accuracy`` and ``traffic`` as PNG and PDF, and ``report.html``; all of
-    finished runs, where there are any.
+    These are ``table.md``, ``table.json``, ``accuracy`` and ``traffic`` as PNG and PDF, and ``report.html``. They show
+    only finished runs, if there are any.
 
     Returns:
-        The table.
+        The rows of the table.
 
     Raises:
         DataError: The folder holds no runs, or their files are damaged.
@@ -71,10 +71,10 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
     rows = tables.compare_table(histories(runs))
     text, plain = tables.to_markdown(rows), list[dict[str, Any]]()
     for data, members in (several := by_data(runs)).items():
-        found = contrasts.contrast(histories(members))
+        comparison = contrasts.contrast(histories(members))
         text += f"\nOn {data}:\n\n" if len(several) > 1 else "\n"
-        text += contrasts.to_markdown(found)
-        plain += contrasts.to_json([row for row in rows if row.label in members], found)
+        text += contrasts.to_markdown(comparison)
+        plain += contrasts.to_json([row for row in rows if row.label in members], comparison)
     replace_file(folder / "table.md", text.encode())
     write_json(folder / "table.json", plain)
     plots.plot_comparison(histories(runs), folder)
@@ -83,7 +83,7 @@ def write_comparison(folder: Path | str) -> list[tables.Row]:
 
 
 def template(name: str) -> Template:
-    """One of the package's pages, in which what is not marked as markup is text."""
+    """Load a template of the package, which escapes all values that are not marked as markup."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -97,24 +97,23 @@ def template(name: str) -> Template:
 
 
 def assets(names: Sequence[str]) -> dict[str, Any]:
-    """A page's styles and scripts, and the hashes by which a browser knows them.
+    """Return a page's styles and scripts, and the hashes of the scripts for its security policy.
 
     Args:
-        names: Of the scripts, uPlot first.
+        names: The names of the scripts, uPlot first.
     """
     from markupsafe import Markup
 
     scripts = [_asset(name) for name in names]
-    # The licence of a library goes where the library goes.
     scripts[0] = Markup(f"/*\n{_asset('uPlot.LICENSE')}*/\n{scripts[0]}")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    # Nothing but these scripts may run, whatever a name in a spec says.
+    # The browser runs only these scripts, even if a name in a spec contains a script.
     trusted = " ".join(f"'sha256-{each}'" for each in hashes)
     return {"styles": [_asset(name) for name in STYLES], "scripts": scripts, "trusted": trusted}
 
 
 def render(runs: Mapping[str, Sequence[Run]]) -> str:
-    """The page about the runs of each label, as text."""
+    """Return the page about the runs of each label."""
     several = by_data(runs)
     return template("report.html.j2").render(
         title=_title(runs, list(several)),
@@ -134,113 +133,94 @@ def _title(runs: Mapping[str, Sequence[Run]], data: Sequence[str]) -> str:
 
 
 def _asset(name: str) -> Markup:
-    """The text of a file that comes with the package, which is no untrusted one."""
+    """Read a file of the package as trusted markup."""
     from markupsafe import Markup
 
     return Markup((resources.files("fedstrata.reporting") / "assets" / name).read_text(encoding="utf-8"))
 
 
 def _embedded(data: object) -> Markup:
-    """Data as JSON to stand in a page: no text in it can end the element that it stands in."""
+    """Return data as JSON in which no text can end the element of the page that contains it."""
     from markupsafe import Markup
 
     return Markup(json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"))
 
 
 def _comparison(data: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """The tables of one data set's runs."""
+    """Return the tables of one data set's runs."""
     members = histories(runs)
-    rows, found = tables.compare_table(members), contrasts.contrast(members)
-    keys = tables.keys(rows)
+    rows, comparison = tables.compare_table(members), contrasts.contrast(members)
+    timed = any(row.cells["seconds"].mean for row in rows)
+    left_out = ("best_round", "rounds", *(() if timed else ("seconds",)))
+    keys = [key for key in tables.keys(rows) if key not in left_out]
     other = [key for key in keys if key not in tables.MEASURES and not tables.is_target(key)]
-    main = [
-        key
-        for key in keys
-        if key not in (*other, "best_round", "rounds")
-        and (key != "seconds" or any(row.cells[key].mean for row in rows))
-    ]
-    equal = [column for key in found.measures if key not in tables.MEASURES for column in _contrasted(found, key)]
-    summary = [column for key in main for column in _columns(rows, key, found)]
-    more = equal + [column for key in other for column in _columns(rows, key, found)]
+    budgets = [key for key in comparison.measures if key not in tables.MEASURES]
+    summary = [column for key in keys if key not in other for column in _columns(rows, key, comparison)]
+    more = [column for key in (*budgets, *other) for column in _columns(rows, key, comparison)]
     return {
         "data": data,
         "labels": [(row.marked, look(i)[0], " ".join(map(str, DASHES[look(i)[1]]))) for i, row in enumerate(rows)],
         "tables": [(title, columns) for title, columns in (("Summary", summary), ("More measures", more)) if columns],
-        "caption": contrasts.caption(found),
+        "caption": contrasts.caption(comparison),
         "seeds": list(dict.fromkeys(run.name for each in runs.values() for run in each)),
     }
 
 
-def _columns(rows: Sequence[tables.Row], key: str, found: contrasts.Contrasts) -> list[dict[str, Any]]:
-    """A measure as columns of the page's table: one, or two where it is compared with the baseline."""
-    if key in found.measures:
-        return _contrasted(found, key)
-    cells = [_cell(tables.show(row, key), row.cells[key].mean) for row in rows]
-    return [{"heading": tables.measure(key).heading, "cells": cells}]
-
-
-def _contrasted(found: contrasts.Contrasts, key: str) -> list[dict[str, Any]]:
-    rows, how = found.groups[key], found.measures[key]
+def _columns(rows: Sequence[tables.Row], key: str, comparison: contrasts.Contrasts) -> list[dict[str, Any]]:
+    """Return a measure as columns of the page's table: one, or two if it is compared with the baseline."""
+    if key not in comparison.measures:
+        cells = [_cell(tables.show(row, key), row.cells[key].mean) for row in rows]
+        return [{"heading": tables.measure(key).heading, "cells": cells}]
+    compared, how = comparison.groups[key], comparison.measures[key]
     cells = [
-        _cell(
-            tables.shown(row.value, how, row.seeds),
-            row.value.mean,
-            contrasts.range_text(row.value.interval, how) if row.value.interval else "",
-        )
-        for row in rows
+        _cell(tables.shown(row.value, how, row.seeds), row.value.mean, contrasts.range_text(row.value.interval, how))
+        for row in compared
     ]
     columns = [{"heading": how.heading, "cells": cells}]
-    differences = [row.difference for row in rows]
-    if any(each is not None and each.mean is not None for each in differences):
-        cells = [
-            _cell(*(("baseline", 0.0) if row.label == found.baseline else (tables.MISSING, None)))
-            if (each := row.difference) is None or each.mean is None
-            else _cell(
-                tables.number(each.mean, how, "+"),
-                each.mean,
-                contrasts.range_text(each.interval, how, "+") if each.interval else "",
-                f"p {contrasts.p_text(each.corrected)}" if each.corrected is not None else "",
-            )
-            for row in rows
-        ]
-        columns.append({"heading": f"minus {found.baseline}", "cells": cells})
+    if any(row.difference is not None and row.difference.mean is not None for row in compared):
+        cells = [_difference(row, how, comparison.baseline) for row in compared]
+        columns.append({"heading": f"minus {comparison.baseline}", "cells": cells})
     return columns
 
 
+def _difference(row: contrasts.Contrast, how: tables.Measure, baseline: str | None) -> dict[str, Any]:
+    difference = row.difference
+    if difference is None or difference.mean is None:
+        return _cell("baseline", 0.0) if row.label == baseline else _cell(tables.MISSING, None)
+    interval = contrasts.range_text(difference.interval, how, "+")
+    p = "" if difference.corrected is None else f"p {contrasts.p_text(difference.corrected)}"
+    return _cell(tables.number(difference.mean, how, "+"), difference.mean, interval, p)
+
+
 def _cell(text: str, value: float | None, *below: str) -> dict[str, Any]:
-    return {"text": text, "value": "" if value is None else f"{value:.10g}", "below": [line for line in below if line]}
+    lines = [line for line in below if line not in ("", tables.MISSING)]
+    return {"text": text, "value": "" if value is None else f"{value:.10g}", "below": lines}
 
 
 def _partitions(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
-    """Each picture once, with the runs whose partition it is; those that would make the page large by name only."""
+    """Return each distinct picture with its runs, and only the runs once all pictures exceed ``PICTURES``."""
     owners: dict[bytes, list[tuple[str, str]]] = {}
     for label, members in runs.items():
         for run in members:
             data = run.partition.read_bytes() if run.partition is not None else b""
             if data.startswith(PNG):
                 owners.setdefault(data, []).append((label, run.name))
-    found, left = [], PICTURES
-    for data, of in owners.items():
-        left -= len(data)
-        who = list(dict.fromkeys(name for _, name in of))
-        labels = list(dict.fromkeys(label for label, _ in of))
-        whose = (
-            "all methods"
-            if len(labels) == len(runs)
-            else ", ".join(labels[:NAMED]) + ("" if len(labels) <= NAMED else ", …")
-        )
-        found.append(
-            {
-                "of": ", ".join(who[:NAMED]) + (", …" if len(who) > NAMED else ""),
-                "whose": whose if len(runs) > 1 else "",
-                "source": f"data:image/png;base64,{base64.b64encode(data).decode()}" if left >= 0 else None,
-            }
-        )
-    return found
+    pictures, size = [], 0
+    for data, pairs in owners.items():
+        size += len(data)
+        labels, names = (list(dict.fromkeys(each)) for each in zip(*pairs, strict=True))
+        whose = "all methods" if len(labels) == len(runs) else _first(labels)
+        source = f"data:image/png;base64,{base64.b64encode(data).decode()}" if size <= PICTURES else None
+        pictures.append({"of": _first(names), "whose": whose if len(runs) > 1 else "", "source": source})
+    return pictures
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", …" if len(names) > NAMED else "")
 
 
 def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-    """How many events of each kind there are of each method, and how many clients they name, counted each time."""
+    """Count the events of each method by kind, and the clients in these events, each time they occur."""
     counts = {label: Counter[str]() for label in runs}
     clients = {label: Counter[str]() for label in runs}
     for label, members in runs.items():
@@ -257,19 +237,19 @@ def _event_counts(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
 
 
 def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """What is told of one label alone: its runs in words, what it recorded, events and spec."""
+    """Return the part of the page about one label: its runs, other records, events and spec."""
     members = [run.history for run in runs]
     every = [(run, event) for run in runs for event in run.events]
-    # What went wrong comes before what was expected: a client that drops out gives no reason.
-    telling = sorted(every, key=lambda pair: not pair[1].get("reason"))
+    # Errors, which have a reason, come before expected events, such as dropouts.
+    ordered = sorted(every, key=lambda pair: not pair[1].get("reason"))
     return {
         "label": label,
-        "runs": [(run.name, summary_lines(_unplaced(run.history))) for run in runs],
+        "runs": [(run.name, summary_lines(_without_folder(run.history))) for run in runs],
         "constant": constants(members),
         "lists": last_lists(members),
         "first": [
             (run.name, event["round"], event.get("kind", ""), _brief(event.get("clients", [])), event.get("reason", ""))
-            for run, event in telling[:EVENTS]
+            for run, event in ordered[:EVENTS]
         ],
         "events": len(every),
         "spec": runs[0].spec,
@@ -278,7 +258,7 @@ def _method(label: str, runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def constants(members: Sequence[History]) -> dict[str, str]:
-    """A method's own columns whose number is the same in every round, with it."""
+    """Return a method's own columns with the same number in every round, and that number."""
     values: dict[str, set[float]] = {}
     for history in members:
         for name in filter(is_own, history.columns):
@@ -287,7 +267,7 @@ def constants(members: Sequence[History]) -> dict[str, str]:
 
 
 def last_lists(members: Sequence[History]) -> list[tuple[str, str]]:
-    """The lists and texts that the last round of the first seed recorded, cut to the first entries."""
+    """Return the lists and texts that the last round of the first seed recorded; long lists are shortened."""
     records = members[0][-1:] if len(members[0]) else []
     return [
         (name, _brief(value) if isinstance(value, list) else str(value))
@@ -302,9 +282,6 @@ def _brief(values: Sequence[Any]) -> str:
     return shown + (f", … ({len(values)} in all)" if len(values) > NAMED else "")
 
 
-def _unplaced(history: History) -> History:
-    """The history without its folder: a page that is passed on says nothing about where it was made."""
+def _without_folder(history: History) -> History:
+    """Copy a history without its folder, which readers of the page must not see."""
     return History(history, method=history.method, seed=history.seed, targets=history.targets, stopped=history.stopped)
-
-
-__all__ = ["constants", "last_lists", "render", "write_comparison", "write_report"]

@@ -1,4 +1,4 @@
-"""Pictures of runs, as figures and as files; they need no screen and change no global state."""
+"""Pictures of runs, as figures and as files. They need no screen and do not change Matplotlib's global state."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def plot(
     *,
     against: str = "round",
 ) -> Figure:
-    """Draw a column over the rounds; the picture is written too where a path is given.
+    """Draw a column over the rounds: the mean over seeds as a line, one standard deviation as a band.
 
     Args:
         history: A run, or the runs of each label as ``compare`` returns them.
         column: A column of numbers, such as ``accuracy`` or ``bytes_up``.
-        path: Where to write the picture; its suffix is the format, such as ``.png`` or ``.pdf``.
+        path: The file to write, if any; its suffix is the format, such as ``.png`` or ``.pdf``.
         against: ``"round"``, or ``"bytes"`` for the data sent since the start.
 
     Raises:
@@ -46,24 +46,7 @@ def plot(
     if against not in ("round", "bytes"):
         raise SpecError("against", "expected 'round' or 'bytes'", against)
     curves = history if isinstance(history, Mapping) else {history.method or "run": [history]}
-    return plot_curves(curves, column, path, against=against)
-
-
-def plot_curves(
-    curves: Curves, column: str = "accuracy", path: Path | str | None = None, *, against: str = "round"
-) -> Figure:
-    """A column over the rounds: the mean over seeds as a line, one standard deviation as a band.
-
-    Args:
-        curves: The histories of each label.
-        column: A column of numbers.
-        path: Where to write the picture; its suffix is the format.
-        against: ``"round"``, or ``"bytes"`` for the data sent since the start.
-
-    Raises:
-        SpecError: No history has such a column.
-    """
-    figure = _figure(7.0, 4.2)
+    figure = _figure()
     draw_curves(figure.subplots(), curves, column, against=against)
     _legend(figure, curves)
     return _saved(figure, path)
@@ -77,7 +60,7 @@ def plot_comparison(curves: Curves, folder: Path | str) -> list[Path]:
     """
     files = []
     for name, against in (("accuracy", "round"), ("traffic", "bytes")):
-        figure = plot_curves(curves, "accuracy", against=against)
+        figure = plot(curves, "accuracy", against=against)
         for suffix in (".png", ".pdf"):
             files.append(Path(folder) / f"{name}{suffix}")
             _saved(figure, files[-1])
@@ -98,17 +81,17 @@ def plot_run(history: History, folder: Path | str) -> list[Path]:
     }
     files = []
     for name, draw in pictures.items():
-        figure = _figure(7.0, 4.2)
+        figure = _figure()
         draw(figure.subplots())
         files.append(Path(folder) / f"{name}.png")
         _saved(figure, files[-1])
     return files
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure() -> Figure:
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), dpi=130, layout="constrained")
+    return Figure(figsize=(7.0, 4.2), dpi=130, layout="constrained")
 
 
 def _saved(figure: Figure, path: Path | str | None) -> Figure:
@@ -116,10 +99,10 @@ def _saved(figure: Figure, path: Path | str | None) -> Figure:
         return figure
     import matplotlib
 
-    # Journals take TrueType fonts and no Type 3; a picture of the same runs has the same bytes.
-    undated = {"CreationDate": None} if Path(path).suffix.lower() == ".pdf" else None
+    # Journals require TrueType fonts. Without a date, pictures of the same runs have the same bytes.
+    metadata = {"CreationDate": None} if Path(path).suffix.lower() == ".pdf" else None
     with matplotlib.rc_context({"pdf.fonttype": 42}):
-        figure.savefig(path, metadata=undated)
+        figure.savefig(path, metadata=metadata)
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What a terminal, a notebook or a log shows while something long goes on."""
+"""Progress of long work, for terminals, notebooks and logs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import html
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fedstrata.reporting.summary import percent
 from fedstrata.reporting.tables import MISSING
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
 
 
 LINE_EVERY = 10.0
-"""Seconds between two lines where there is neither a terminal nor a notebook: short work says nothing."""
+"""Seconds between two lines of a log. Short work writes none."""
 
 DRAW_EVERY = 0.25
-"""Seconds between two pictures in a notebook."""
+"""Seconds between two updates in a notebook."""
 
 
 @dataclass
 class _Task:
-    """How far a task is, and how far it was when it was first heard of."""
+    """The progress of a task, now and when it was first shown."""
 
     done: int
     total: int
@@ -36,30 +37,24 @@ class _Task:
     began: float
     first: int
 
-    def left(self, now: float) -> str:
-        """About how long it will take from here, once there is something to tell it by."""
-        fresh = self.done - self.first
-        if fresh < 1 or self.done >= self.total:
+    def remaining(self, now: float) -> str:
+        """Estimate the remaining time; an empty text before the first part is done, and at the end."""
+        new = self.done - self.first
+        if new < 1 or self.done >= self.total:
             return ""
-        seconds = round((now - self.began) / fresh * (self.total - self.done))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
-
-
-class _Handle(Protocol):
-    def update(self, shown: object) -> object:
-        """Show something else in the same place."""
+        time_left = timedelta(seconds=round((now - self.began) / new * (self.total - self.done)))
+        return f"{time_left} left"
 
 
 class Progress:
-    """How far each task is, for the time of a ``with`` block.
+    """The progress of tasks, shown during a ``with`` block.
 
-    A bar in a terminal, on standard error, and in a notebook; elsewhere a line every ten seconds, as far as there is
-    something to tell then.
+    It is a bar in a terminal, on standard error, and in a notebook. In a log it is at most a line every ten seconds.
 
     Args:
-        quiet: Show nothing at all.
-        console: Another place to write to.
-        clock: Tells seconds.
+        quiet: Whether to show nothing.
+        console: Another console to write to.
+        clock: The function that returns the time in seconds.
 
     >>> with Progress(quiet=True) as progress:
     ...     progress.show("audit", 0, 4, "round 9 again")
@@ -70,13 +65,12 @@ class Progress:
     ) -> None:
         self.quiet, self._console, self._clock = quiet, console, clock
         self._bars: Bars | None = None
-        """In a terminal alone."""
+        """The bars of a terminal."""
         self._ids: dict[str, TaskID] = {}
         self._tasks: dict[str, _Task] = {}
-        self._handle: _Handle | None = None
-        """In a notebook alone."""
-        self._said = 0.0
-        """When something was shown last."""
+        self._handle: Any = None
+        """The display of a notebook."""
+        self._shown_at = 0.0
 
     def __enter__(self) -> Self:
         from rich.console import Console
@@ -84,11 +78,13 @@ class Progress:
         from rich.progress import Progress as Bars
 
         self._console = console = self._console or Console(stderr=True)
-        self._said = self._clock()
+        self._shown_at = self._clock()
         if self.quiet:
             return self
         if console.is_jupyter:
-            self._handle = _display(self._picture())
+            from IPython.display import display
+
+            self._handle = display(self._html(), display_id=True)
         elif console.is_terminal:
             self._bars = Bars(
                 TextColumn("{task.description}", markup=False),
@@ -109,24 +105,24 @@ class Progress:
             self._bars.stop()
             self._bars = None
         if self._handle is not None:
-            self._handle.update(_markup(self._picture()))
+            self._handle.update(self._html())
             self._handle = None
         self.quiet = True
 
     def show(self, task: str, done: int, total: int, note: str = "", *, visible: bool = True) -> None:
-        """Show how far a task has come; its bar is made when it is first heard of.
+        """Show the progress of a task; the first call creates its bar.
 
         Args:
             task: Its name.
-            done: Parts that are done.
-            total: All parts.
-            note: What to say beside the bar.
+            done: The number of parts that are done.
+            total: The number of all parts.
+            note: The text beside the bar.
             visible: Whether its bar is shown.
         """
         if self.quiet or self._console is None:
             return
         if self._bars is not None:
-            if task not in self._ids:  # Parts done before are not progress: they say nothing about the time left.
+            if task not in self._ids:  # parts that were done before do not count for the remaining time
                 self._ids[task] = self._bars.add_task(task, completed=done, total=total, note=note, visible=visible)
             self._bars.update(self._ids[task], completed=done, total=total, note=note, visible=visible)
             return
@@ -134,41 +130,42 @@ class Progress:
         before = self._tasks.get(task)
         began, first = (now, done) if before is None else (before.began, before.first)
         self._tasks[task] = _Task(done, total, note, visible, began, first)
-        if now - self._said < (LINE_EVERY if self._handle is None else DRAW_EVERY):
+        if now - self._shown_at < (LINE_EVERY if self._handle is None else DRAW_EVERY):
             return
-        self._said = now
+        self._shown_at = now
         if self._handle is not None:
-            self._handle.update(_markup(self._picture()))
+            self._handle.update(self._html())
         else:
-            # The first task is the whole of it; what it is made of would be a line each.
+            # Only the first task is written, which is the whole; others are its parts.
             name, whole = next(iter(self._tasks.items()))
-            parts = [f"{whole.done}/{whole.total}", whole.note, whole.left(now)]
-            self._console.print(
-                f"{name}: {' '.join(filter(None, parts))}", markup=False, highlight=False, soft_wrap=True
-            )
+            parts = [f"{whole.done}/{whole.total}", whole.note, whole.remaining(now)]
+            text = f"{name}: {' '.join(filter(None, parts))}"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _picture(self) -> str:
-        """What a notebook shows: a row a task."""
+    def _html(self) -> object:
+        """Return the display of a notebook: a row per task."""
+        from IPython.display import HTML
+
         rows = [
             f'<tr><td style="text-align:left">{html.escape(name)}</td>'
             f'<td><progress value="{task.done}" max="{task.total}"></progress></td>'
             f'<td style="text-align:left">{task.done}/{task.total} {html.escape(task.note)}</td>'
-            f"<td>{task.left(self._clock())}</td></tr>"
+            f"<td>{task.remaining(self._clock())}</td></tr>"
             for name, task in self._tasks.items()
             if task.visible
         ]
-        return f"<table>{''.join(rows)}</table>" if rows else ""
+        return HTML(f"<table>{''.join(rows)}</table>" if rows else "")
 
     def of_run(self, label: str, rounds: int, done: int = 0) -> Callable[[Mapping[str, Any]], None]:
-        """A bar for the rounds of a run.
+        """Show a bar for the rounds of a run.
 
         Args:
-            label: What runs.
-            rounds: Rounds of the whole run.
-            done: Rounds done before, where a run is resumed.
+            label: The name of the run.
+            rounds: The number of rounds of the whole run.
+            done: The number of rounds before the run was resumed.
 
         Returns:
-            What to call with the record of every round.
+            The function to call with the record of every round.
         """
         last: float | None = None
         best: float | None = None
@@ -187,13 +184,13 @@ class Progress:
         return watch
 
     def of_runs(self, rounds: Mapping[tuple[str, int], int]) -> Callable[[str, int, int], None]:
-        """A bar for all rounds of a comparison, and one for each run that is going on.
+        """Show a bar for all rounds of a comparison, and one for each current run.
 
         Args:
-            rounds: Rounds of every run, by label and seed.
+            rounds: The number of rounds of every run, by label and seed.
 
         Returns:
-            What to call with a label, a seed and the rounds that this run has done.
+            The function to call with a label, a seed and the number of rounds that this run has done.
         """
         finished = dict.fromkeys(rounds, 0)
         task, total = f"{len(rounds)} runs", sum(rounds.values())
@@ -202,22 +199,8 @@ class Progress:
             finished[label, seed] = done
             self.show(task, sum(finished.values()), total, "rounds")
             if done > 0:
-                all_of_it = rounds[label, seed]
-                self.show(f"  {label}, seed {seed}", done, all_of_it, "rounds", visible=done < all_of_it)
+                of_run = rounds[label, seed]
+                self.show(f"  {label}, seed {seed}", done, of_run, "rounds", visible=done < of_run)
 
         self.show(task, 0, total, "rounds")
         return watch
-
-
-def _display(markup: str) -> _Handle:
-    """Show something in a notebook that can be replaced later."""
-    from IPython.display import display
-
-    handle: _Handle = display(_markup(markup), display_id=True)
-    return handle
-
-
-def _markup(text: str) -> object:
-    from IPython.display import HTML
-
-    return HTML(text)

@@ -1,4 +1,4 @@
-"""Which clients a run's sampler takes for alike, beside the labels that they really hold."""
+"""The strata (client groups) of a run's sampler, and the labels that their clients hold."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class View:
     """The strata of a run after a round.
 
     Args:
-        round: Which.
+        round: The round.
         clients: The clients that the sampler knows, ascending, shape (n,).
-        points: What it compares them by, shape (n, d).
-        strata: The stratum of each, in 0 … H − 1, shape (n,).
-        labels: Samples of each label at each of them, shape (n, C): the truth, which no server sees.
+        points: The vectors by which it groups them, shape (n, d).
+        strata: The stratum of each client, in 0 … H − 1, shape (n,).
+        labels: The samples of each label at each client, shape (n, C), which the server does not see.
     """
 
     round: int
@@ -37,21 +37,22 @@ class View:
     labels: NDArray[np.int64]
 
     def sizes(self) -> list[int]:
-        """Clients of each stratum."""
-        return [int((self.strata == h).sum()) for h in range(int(self.strata.max()) + 1)]
+        """Count the clients of each stratum."""
+        sizes: list[int] = np.bincount(self.strata).tolist()
+        return sizes
 
     def purity(self) -> float:
-        """The share of all samples that bear their stratum's most frequent label, in [0, 1]."""
+        """Return the share of samples with the most frequent label of their stratum, in [0, 1]."""
         largest = [self.labels[self.strata == h].sum(axis=0).max() for h in range(int(self.strata.max()) + 1)]
         return float(sum(largest)) / max(int(self.labels.sum()), 1)
 
 
 def strata_after(prepared: Prepared, rounds: int = 1) -> View:
-    """Run some rounds in memory and look at the strata.
+    """Run some rounds in memory and return the strata after them.
 
     Args:
         prepared: The experiment.
-        rounds: How many rounds.
+        rounds: The number of rounds.
 
     Raises:
         SpecError: The method's client sampler has no strata.
@@ -64,37 +65,37 @@ def strata_after(prepared: Prepared, rounds: int = 1) -> View:
 
 
 def strata_of_folder(folder: Path) -> tuple[Prepared, View]:
-    """The strata at the last checkpoint of a run.
+    """Return the strata at the last checkpoint of a run.
 
     Raises:
-        SpecError: It is no run, or its client sampler has no strata.
-        CheckpointError: It has no checkpoint.
+        SpecError: The folder has no run, or its client sampler has no strata.
+        CheckpointError: The run has no checkpoint.
     """
     prepared = prepare_again(folder, "strata")
     _sampler(prepared.spec)
-    found = checkpoint.load(folder / "checkpoint")
-    if found is None:
+    last = checkpoint.load(folder / "checkpoint")
+    if last is None:
         raise CheckpointError(f"{folder} has no checkpoint; set evaluation.checkpoint_every, or give the spec instead")
-    return prepared, strata_of(prepared, found.state, found.round)
+    return prepared, strata_of(prepared, last.state, last.round)
 
 
 def strata_of(prepared: Prepared, state: Any, round: int) -> View:
-    """The strata of a method's state.
+    """Return the strata of a method's state.
 
     Raises:
-        SpecError: The method's client sampler has none.
+        SpecError: The method's client sampler has no strata.
     """
     sampler = _sampler(prepared.spec)
-    found = sampler.stratification(prepared.config, state.clients, round) if isinstance(state, RecipeState) else None
-    if found is None:
+    strata = sampler.stratification(prepared.config, state.clients, round) if isinstance(state, RecipeState) else None
+    if strata is None:
         raise _no_strata(prepared.spec)
     data = prepared.data
     table = prepared.assignment.counts(data.y_train.cpu().numpy(), data.classes)
-    return View(round, found.clients, found.points, found.strata, table[found.clients])
+    return View(round, strata.clients, strata.points, strata.strata, table[strata.clients])
 
 
 def draw(prepared: Prepared, view: View, path: Path | str) -> None:
-    """Write the picture of a view; see ``fedstrata.reporting.strata``."""
+    """Write the picture of a view; see ``strata.draw_strata``."""
     from fedstrata.reporting.strata import draw_strata
 
     spec = prepared.spec
@@ -109,6 +110,5 @@ def _sampler(spec: Experiment) -> Any:
 
 
 def _no_strata(spec: Experiment) -> SpecError:
-    return SpecError(
-        "method", "has no strata to show; the client samplers fedsts, fedssar and clustered (2) have", spec.method.name
-    )
+    problem = "has no strata to show; the client samplers fedsts, fedssar and clustered (2) have"
+    return SpecError("method", problem, spec.method.name)

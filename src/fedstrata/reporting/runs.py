@@ -1,4 +1,4 @@
-"""Run folders and compare folders, read for a report, a table or a data frame."""
+"""Read run folders and compare folders, for reports, tables and data frames."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LABELS = "labels.json"
-"""Where a compare folder has its labels in their order."""
+"""The file of a compare folder with the order of its labels."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder.
+    """The content of a run folder.
 
     Args:
-        label: What to call it; runs that differ only in their seed share one.
+        label: Its name in reports, which runs with other seeds share.
         history: Its records.
-        folder: Where it is.
-        events: Its events, empty where none were recorded.
-        spec: The text of its ``spec.toml``, empty where there is none.
+        folder: Its path.
+        events: Its events, empty if none were recorded.
+        spec: The text of its ``spec.toml``, empty if there is none.
     """
 
     label: str
@@ -40,40 +40,40 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What tells it from others of its label: its seed, or its folder where that is not known."""
+        """Its name among the runs of its label: the seed, or the folder if the seed is not known."""
         return self.folder.name if self.history.seed is None else f"seed {self.history.seed}"
 
     @property
     def partition(self) -> Path | None:
-        """The picture of its partition, where there is one."""
+        """The picture of its partition, if there is one."""
         path = self.folder / "partition.png"
         return path if path.is_file() else None
 
     @property
     def finished(self) -> bool:
-        """Whether it is over: a run that was broken off has no summary yet."""
+        """Whether the run is finished: an interrupted run has no summary yet."""
         return (self.folder / "summary.json").is_file()
 
     @property
     def data(self) -> str:
-        """The name of its data set, empty where no spec tells."""
+        """The name of its data set, empty without a spec."""
         section = tomllib.loads(self.spec).get("data")
         return str(section.get("name", "")) if isinstance(section, dict) else ""
 
 
 class Runs(dict[str, list[Run]]):
-    """The runs of each label, in order of their seeds; a dict."""
+    """A dictionary of the runs of each label, in order of their seeds."""
 
     def finished(self) -> Runs:
-        """Those that are over, where there are any, else all of them.
+        """Return the finished runs if there are any, else all runs.
 
-        One that was broken off would stand in a table with the accuracy that it had, and in means over seeds.
+        An interrupted run would change the means over seeds with the accuracy that it had reached.
         """
-        over = {label: done for label, members in self.items() if (done := [run for run in members if run.finished])}
-        return Runs(over) if over else self
+        finished = {label: done for label, runs in self.items() if (done := [run for run in runs if run.finished])}
+        return Runs(finished) if finished else self
 
     def to_frame(self) -> DataFrame:
-        """A pandas data frame with a row a run, by label, seed and what ``summary.json`` holds.
+        """Return a pandas data frame with a row per run: label, seed and the content of ``summary.json``.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -89,45 +89,39 @@ class Runs(dict[str, list[Run]]):
 
 
 def load_runs(folders: Path | str | Sequence[Path | str]) -> Runs:
-    """The runs of run folders and compare folders, by label and in order of their seeds.
+    """Read the runs of run folders and compare folders, by label and in order of their seeds.
 
-    A compare folder holds ``LABEL/seed-S/``; ``LABEL`` alone will do. Its labels come in the order of their comparison,
-    or by name. A run folder by itself is called by its name. A label that comes from several places gets the names of
-    the folders above it.
+    A compare folder has folders ``LABEL/seed-S/``; a folder ``LABEL`` is accepted too. Its labels are in the order of
+    the comparison, or by name. The label of a run folder is its name. Equal labels from several folders get the names
+    of the folders above.
 
     Args:
-        folders: One of them, or several.
+        folders: One folder, or several.
 
     Raises:
-        DataError: A folder is neither, or there is none.
+        DataError: A folder is neither of these, or no folder is given.
     """
     folders = [folders] if isinstance(folders, (Path, str)) else folders
     if not folders:
         raise DataError("no folder was given to report on")
-    places = list(dict.fromkeys(place for folder in folders for place in _find(Path(folder))))
     groups: dict[Path, list[Path]] = {}
-    for place in places:
-        groups.setdefault(place.parent if place.name.startswith("seed-") else place, []).append(place)
+    for path in dict.fromkeys(path for folder in folders for path in _find(Path(folder))):
+        groups.setdefault(path.parent if path.name.startswith("seed-") else path, []).append(path)
     labels = _labels(list(groups))
-    return Runs(
-        {
-            labels[group]: sorted(
-                (_read(labels[group], member) for member in members),
-                key=lambda run: (run.history.seed is None, run.history.seed or 0, run.folder.name),
-            )
-            for group, members in groups.items()
-        }
-    )
+    runs = {labels[group]: [_read(labels[group], path) for path in paths] for group, paths in groups.items()}
+    for members in runs.values():
+        members.sort(key=lambda run: (run.history.seed is None, run.history.seed or 0, run.folder.name))
+    return Runs(runs)
 
 
 def keep_order(folder: Path, labels: Iterable[str]) -> None:
-    """Note the order of a comparison's labels in its folder; others that it holds already come after them."""
+    """Write the order of a comparison's labels into its folder; labels that it has already come after them."""
     labels = list(labels)
     write_json(folder / LABELS, labels + [label for label in _order(folder) if label not in labels])
 
 
 def _order(folder: Path) -> list[str]:
-    """The labels of a compare folder, as far as their order was noted.
+    """Read the order of the labels of a compare folder; an empty list if there is no such file.
 
     Raises:
         DataError: The file is damaged.
@@ -143,16 +137,16 @@ def _order(folder: Path) -> list[str]:
 
 
 def by_data(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, list[Run]]]:
-    """The runs of each label, by data set: accuracies on different data are not for one table."""
-    found: dict[str, dict[str, list[Run]]] = {}
+    """Group the runs of each label by data set, because accuracies on different data sets cannot be compared."""
+    groups: dict[str, dict[str, list[Run]]] = {}
     for label, members in runs.items():
         for run in members:
-            found.setdefault(run.data, {}).setdefault(label, []).append(run)
-    return found
+            groups.setdefault(run.data, {}).setdefault(label, []).append(run)
+    return groups
 
 
 def histories(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
-    """Only the histories."""
+    """Return the histories of each label's runs."""
     return {label: [run.history for run in members] for label, members in runs.items()}
 
 
@@ -161,24 +155,21 @@ def _find(folder: Path) -> list[Path]:
         raise DataError(f"{folder} is no folder")
     root = folder.resolve()
     for pattern in ("metrics.jsonl", "seed-*/metrics.jsonl", "*/seed-*/metrics.jsonl"):
-        if found := sorted(path.parent for path in root.glob(pattern)):
+        if paths := sorted(path.parent for path in root.glob(pattern)):
             ranks = {label: rank for rank, label in enumerate(_order(root))}
-            return sorted(found, key=lambda place: ranks.get(place.parent.name, len(ranks)))
-    raise DataError(
-        f"{folder} is neither a run folder (with metrics.jsonl) nor a compare folder (with LABEL/seed-S/metrics.jsonl)"
-    )
+            return sorted(paths, key=lambda path: ranks.get(path.parent.name, len(ranks)))
+    compare = "a compare folder (with LABEL/seed-S/metrics.jsonl)"
+    raise DataError(f"{folder} is neither a run folder (with metrics.jsonl) nor {compare}")
 
 
 def _labels(groups: list[Path]) -> dict[Path, str]:
-    """The shortest ends of the paths that tell them apart."""
+    """Return the shortest end of each path that no other path has."""
     labels: dict[Path, str] = {}
     for group in groups:
-        depth = 1
-        while depth < len(group.parts) - 1 and any(
-            other != group and other.parts[-depth:] == group.parts[-depth:] for other in groups
-        ):
-            depth += 1
-        labels[group] = "/".join(group.parts[-depth:])
+        ends = [group.parts[-depth:] for depth in range(1, len(group.parts))]
+        others = [other.parts for other in groups if other != group]
+        unique = (end for end in ends if all(parts[-len(end) :] != end for parts in others))
+        labels[group] = "/".join(next(unique, ends[-1]))
     return labels
 
 

@@ -1,9 +1,9 @@
 """Statistics over a few seeds: means with intervals, differences paired by seed, tests and their correction.
 
-There are two procedures. ``paired_difference`` with ``holm`` serves tables of any runs.
-``planned_differences`` judges the papers' claims: an order is stated only from ``MIN_SEEDS`` seeds on, and only where
-the interval of the difference leaves out zero. Its intervals are Student's t, held together at 95 % over all planned
-comparisons (Bonferroni); its p-values are corrected over the same family (Holm).
+There are two procedures. ``paired_difference`` with ``holm`` is for tables of any runs. ``planned_differences`` judges
+the papers' claims: an order is stated only with at least ``MIN_SEEDS`` seeds, and only if the interval of the
+difference excludes zero. Its intervals are Student's t, simultaneous at 95 % over all planned comparisons (Bonferroni).
+Its p-values are corrected over the same family (Holm).
 
 SciPy is imported when it is first needed.
 """
@@ -35,15 +35,15 @@ Values: TypeAlias = Mapping[K, float | None]
 TESTS: tuple[Test, ...] = ("t", "wilcoxon")
 """Tests of paired differences: Student's t, and Wilcoxon's signed ranks."""
 LEVEL = 0.95
-"""Of all intervals."""
+"""The confidence level of all intervals."""
 RESAMPLES = 9_999
-"""Of a bootstrap interval."""
+"""The number of resamples of a bootstrap interval."""
 FEWEST = {"t": 2, "wilcoxon": 6}
-"""Pairs that a test needs. The smallest two-sided p of n signed ranks is 2^(1-n): below six it cannot reach 0.05."""
+"""The fewest pairs of a test. The smallest two-sided p of n signed ranks is 2^(1-n), which is above 0.05 for n < 6."""
 MIN_SEEDS = 3
-"""Seeds below which no order is stated."""
+"""The fewest seeds with which an order is stated."""
 ALIKE = 1e-12
-"""Values that differ by no more than this share of the largest one differ by rounding alone."""
+"""Differences below this share of the largest value are due to rounding."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Estimate:
     """A number over seeds.
 
     Args:
-        mean: Mean over the seeds that have the number; None where none has.
+        mean: The mean over the seeds that have the number; None if none has.
         sd: Their sample standard deviation; None for fewer than two.
-        n: How many seeds have the number.
+        n: The number of these seeds.
         interval: The 95 % interval of the mean by Student's t; None for fewer than two.
     """
 
@@ -64,7 +64,7 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Iterable[float | None]) -> Estimate:
-        """The estimate of some seeds' values, None where a seed has none.
+        """Compute the estimate of the seeds' values; None stands for a missing value.
 
         >>> Estimate.over([1.0, None])
         Estimate(mean=1.0, sd=None, n=1, interval=None)
@@ -77,31 +77,31 @@ class Estimate:
 
 
 def t_interval(mean: float, sd: float, n: int, *, together: int = 1) -> Range:
-    """The 95 % interval of the mean of ``n`` normal numbers, mean ± t(n - 1) · sd / √n.
+    """Compute the 95 % interval of the mean of ``n`` normal numbers, mean ± t(n - 1) · sd / √n.
 
     Args:
         mean: Their mean.
         sd: Their sample standard deviation.
-        n: How many, at least two.
-        together: How many such intervals hold their means all together with 95 % (Bonferroni).
+        n: Their number, at least two.
+        together: The number of such intervals that are simultaneous at 95 % (Bonferroni).
     """
     from scipy.stats import t
 
-    reach = float(t.ppf(1 - (1 - LEVEL) / 2 / together, n - 1)) * sd / n**0.5
-    return mean - reach, mean + reach
+    margin = float(t.ppf(1 - (1 - LEVEL) / 2 / together, n - 1)) * sd / n**0.5
+    return mean - margin, mean + margin
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What is left of a number when the baseline's of the same seed is taken away.
+    """The difference between a number and the baseline's number of the same seed.
 
     Args:
-        mean: Mean over the pairs; None where there is none.
-        n: Pairs, which are the seeds that both have.
-        interval: Its 95 % interval, see ``paired_difference``; None for fewer than two pairs.
-        p: Of the test, two-sided and not corrected; None below the test's ``FEWEST`` pairs, and where all differences
-            are alike, of which no test has anything to say.
-        corrected: The same after ``holm`` over all comparisons of a table.
+        mean: The mean over the pairs; None without pairs.
+        n: The number of pairs, which are the seeds that both have.
+        interval: The 95 % interval of the mean, see ``paired_difference``; None for fewer than two pairs.
+        p: The two-sided p-value, not corrected; None for fewer pairs than the test's ``FEWEST``, and if all differences
+            are equal, so that no test is possible.
+        corrected: The p-value after ``holm`` over all comparisons of a table.
     """
 
     mean: float | None
@@ -119,7 +119,7 @@ class Difference:
         )
 
     def order(self, margin: float = 0.0) -> Order:
-        """Return what may be said of the difference plus a margin.
+        """Return the order that the difference plus a margin shows.
 
         >>> Difference(1.5, 3, (0.5, 2.5)).order(), Difference(1.0, 3, (-0.5, 2.5)).order()
         ('above', 'no order shown')
@@ -146,13 +146,13 @@ def paired_difference(
     """Compute the difference to a baseline, paired by key.
 
     Args:
-        values: A number for each seed, None where a seed has none.
-        baseline: The same of the baseline.
+        values: A number for each seed, None for a missing one.
+        baseline: The numbers of the baseline.
         test: ``"t"``, the paired t-test, or ``"wilcoxon"``, the signed ranks.
-        resolution: To what both are rounded; the interval is then Student's t, otherwise ``bootstrap_interval``.
-            Differences of rounded numbers deviate by resolution / √6 for that alone, and are not taken to deviate
-            less: three that are equal by chance would have no interval at all.
-        together: How many t intervals hold all together, see ``t_interval``.
+        resolution: The unit to which the numbers are rounded. If given, the interval is Student's t, otherwise
+            ``bootstrap_interval``. Its standard deviation is at least resolution / √6, that of the rounding errors:
+            otherwise, three differences that are equal by chance would give an interval of length zero.
+        together: The number of simultaneous t intervals, see ``t_interval``.
 
     Raises:
         SpecError: There is no such test.
@@ -165,12 +165,12 @@ def paired_difference(
     pairs = [(a, b) for key in values if (a := values[key]) is not None and (b := baseline.get(key)) is not None]
     if not pairs:
         return Difference(None, 0)
-    mine, theirs = np.array(pairs, dtype=np.float64).T
-    differences = mine - theirs
+    table = np.array(pairs, dtype=np.float64)
+    differences = table[:, 0] - table[:, 1]
     mean = float(differences.mean())
     if len(differences) < 2:
         return Difference(mean, len(differences))
-    rounding = ALIKE * float(np.abs([mine, theirs]).max())
+    rounding = ALIKE * float(np.abs(table).max())
     alike = bool(np.ptp(differences) <= rounding)
     if resolution is not None:
         sd = max(statistics.stdev(differences.tolist()), resolution / 6**0.5)
@@ -183,25 +183,25 @@ def paired_difference(
 def planned_differences(
     pairs: Sequence[tuple[Values[K], Values[K]]], *, resolution: float, bounds: Range = (-math.inf, math.inf)
 ) -> list[Difference]:
-    """Compute the differences of all comparisons that were planned, run or not, as one family.
+    """Compute the differences of all planned comparisons, run or not, as one family.
 
     Args:
         pairs: The values and the baseline of each comparison.
-        resolution: To what the values are rounded.
-        bounds: The smallest and the largest difference that is possible; the intervals are cut there.
+        resolution: The unit to which the values are rounded.
+        bounds: The smallest and the largest possible difference; the intervals are cut there.
     """
-    found = [paired_difference(*pair, resolution=resolution, together=len(pairs)) for pair in pairs]
-    tested = [each.p if each.n >= MIN_SEEDS else None for each in found]
-    # What is not tested yet counts as tested in vain: what is stated today must not fall with the next cell.
+    differences = [paired_difference(*pair, resolution=resolution, together=len(pairs)) for pair in pairs]
+    tested = [each.p if each.n >= MIN_SEEDS else None for each in differences]
+    # Comparisons without a test count with p = 1, so that a claim cannot fail when more runs are added.
     corrected = holm([1.0 if p is None else p for p in tested])
     return [
         replace(each, interval=cut(each.interval, bounds), corrected=None if p is None else q)
-        for each, p, q in zip(found, tested, corrected, strict=True)
+        for each, p, q in zip(differences, tested, corrected, strict=True)
     ]
 
 
 def cut(interval: Range | None, to: Range) -> Range | None:
-    """Return the part of an interval that is possible; a t interval of few seeds may be wider.
+    """Cut an interval to the possible values; a t interval of few seeds may be wider.
 
     >>> cut((-186.7, 3.5), (-100.0, 100.0)), cut(None, (-100.0, 100.0))
     ((-100.0, 3.5), None)
@@ -210,26 +210,20 @@ def cut(interval: Range | None, to: Range) -> Range | None:
 
 
 def bootstrap_interval(values: NDArray[np.float64]) -> Range:
-    """The 95 % percentile bootstrap interval of a mean; the same values give the same interval.
+    """Compute the 95 % percentile bootstrap interval of a mean, with a fixed seed.
 
-    Of few values it is too narrow. Of means of normal numbers it held the true one in 51 % of 2,000 trials with 2
-    values, 75 % with 3, 85 % with 5, 91 % with 10; BCa intervals did no better (51, 72, 84 and 90 %):
+    It is too narrow for few values. In 2,000 trials with normal numbers it contained the true mean in 51 % with 2
+    values, 75 % with 3, 85 % with 5 and 91 % with 10. BCa intervals are not better (51, 72, 84 and 90 %). See
     ``benchmarks/bootstrap_coverage.py``.
 
     Args:
-        values: At least two, (n,).
+        values: At least two numbers, (n,).
     """
     from scipy.stats import bootstrap
 
-    found = bootstrap(
-        (values,),
-        np.mean,
-        confidence_level=LEVEL,
-        n_resamples=RESAMPLES,
-        method="percentile",
-        rng=np.random.default_rng(0),
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+    options = {"confidence_level": LEVEL, "n_resamples": RESAMPLES, "method": "percentile"}
+    low, high = bootstrap((values,), np.mean, **options, rng=np.random.default_rng(0)).confidence_interval
+    return float(low), float(high)
 
 
 def _p(differences: NDArray[np.float64], test: Test, rounding: float) -> float | None:
@@ -237,28 +231,28 @@ def _p(differences: NDArray[np.float64], test: Test, rounding: float) -> float |
 
     if test == "t":
         return float(stats.ttest_1samp(differences, 0.0).pvalue)
-    steps = np.round(differences / rounding)  # accuracies that differ by as many samples share a rank
-    if np.count_nonzero(steps) < FEWEST[test]:  # pairs that are alike have none
+    steps = np.round(differences / rounding)  # accuracies that differ by equally many samples share a rank
+    if np.count_nonzero(steps) < FEWEST[test]:  # equal pairs have no rank
         return None
     return float(stats.wilcoxon(steps).pvalue)
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction: the chance of any false positive among all tests stays below the level.
+    """Correct p-values by Holm's step-down procedure, which limits the chance of any false positive among all tests.
 
-    The k-th smallest of m is multiplied by m - k + 1, and none becomes smaller than the one before (Holm, A simple
-    sequentially rejective multiple test procedure, Scand. J. Statist. 6, 1979).
+    The k-th smallest of m p-values is multiplied by m - k + 1, and is at least as large as the previous one (Holm, A
+    simple sequentially rejective multiple test procedure, Scand. J. Statist. 6, 1979).
 
     Args:
-        ps: Of all tests of a family; None for what was not tested, which does not count.
+        ps: The p-values of all tests of a family; None for comparisons without a test, which do not count.
 
     >>> holm([0.01, None, 0.04, 0.03])
     [0.03, None, 0.06, 0.06]
     """
-    tested = sorted((p, place) for place, p in enumerate(ps) if p is not None)
+    tested = sorted((p, index) for index, p in enumerate(ps) if p is not None)
     corrected: list[float | None] = [None] * len(ps)
     largest = 0.0
-    for rank, (p, place) in enumerate(tested):
+    for rank, (p, index) in enumerate(tested):
         largest = max(largest, min(1.0, p * (len(tested) - rank)))
-        corrected[place] = largest
+        corrected[index] = largest
     return corrected

@@ -1,4 +1,4 @@
-"""A picture of the strata: the clients in the plane, by stratum and by the labels that they hold."""
+"""Draw the strata: the clients as points in the plane, by stratum and by the labels that they hold."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PIES = 200
-"""Up to so many clients each is a pie of its labels; beyond, a dot in the colour of the label it holds most of."""
+"""The most clients that are pies of their labels; more clients are dots in the colour of their most frequent label."""
 
 
 def plane(points: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
-    """The first two principal components.
+    """Compute the first two principal components.
 
     Args:
-        points: Shape (n, d), n ≥ 1.
+        points: The points, shape (n, d), n ≥ 1.
 
     Returns:
-        Coordinates, shape (n, 2), and the share of the variance that they show, in [0, 1].
+        Coordinates, shape (n, 2), and their share of the variance, in [0, 1].
 
     >>> where, share = plane(np.array([[0, 0, 1], [3, 0, 1], [6, 0, 1]], dtype=np.float32))
     >>> np.abs(where).round(4).tolist(), round(share, 4)
     ([[3.0, 0.0], [0.0, 0.0], [3.0, 0.0]], 1.0)
     """
     centred = points - points.mean(axis=0, dtype=np.float64)
-    # Through the products of clients, for they are fewer than coordinates.
+    # From the scalar products of the points, because there are fewer points than coordinates.
     values, vectors = np.linalg.eigh(centred @ centred.T)
     values = np.maximum(values[::-1], 0.0)
     where = np.zeros((len(points), 2))
@@ -50,15 +50,15 @@ def draw_strata(
     title: str = "",
     class_names: tuple[str, ...] = (),
 ) -> None:
-    """Write the picture: left by stratum, right by the labels that the server never sees.
+    """Write a picture: the clients by stratum on the left, and by their labels on the right.
 
     Args:
-        points: What the sampler compares clients by, shape (n, d).
-        strata: The stratum of each, shape (n,).
-        labels: Samples of each label at each client, shape (n, C).
-        path: The file, its suffix the format.
-        title: What it is of.
-        class_names: Names of the labels; numbers without.
+        points: The vectors by which the sampler groups clients, shape (n, d).
+        strata: The stratum of each client, shape (n,).
+        labels: The samples of each label at each client, shape (n, C).
+        path: The file; its suffix is the format.
+        title: The title of the picture.
+        class_names: The names of the labels. By default, numbers.
     """
     from matplotlib import colormaps
     from matplotlib.figure import Figure
@@ -68,9 +68,7 @@ def draw_strata(
     figure = Figure(figsize=(11.5, 5.4), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2, sharex=True, sharey=True)
     strata_colours = [colormaps["tab20"](h % 20) for h in range(count)]
-    left.scatter(
-        where[:, 0], where[:, 1], c=[strata_colours[h] for h in strata], s=46, linewidths=0.4, edgecolors="white"
-    )
+    left.scatter(*where.T, c=[strata_colours[h] for h in strata], s=46, linewidths=0.4, edgecolors="white")
     for h in range(count):
         middle = where[strata == h].mean(axis=0)
         left.annotate(str(int((strata == h).sum())), middle, color=INK, fontsize=9, ha="center", va="center")
@@ -80,9 +78,9 @@ def draw_strata(
     if len(points) <= PIES:
         _pies(right, where, labels, colours)
     else:
-        right.scatter(where[:, 0], where[:, 1], c=[colours[c] for c in labels.argmax(axis=1)], s=14, linewidths=0)
-    what = "labels held" if len(points) <= PIES else "the label most held"
-    right.set_title(f"the same clients by {what}", fontsize=10, loc="left")
+        right.scatter(*where.T, c=[colours[c] for c in labels.argmax(axis=1)], s=14, linewidths=0)
+    criterion = "labels held" if len(points) <= PIES else "the label most held"
+    right.set_title(f"the same clients by {criterion}", fontsize=10, loc="left")
     if classes <= 20:
         names = class_names or tuple(map(str, range(classes)))
         for name, colour in zip(names, colours, strict=True):
@@ -103,22 +101,16 @@ def draw_strata(
 def _pies(
     axes: Axes, where: NDArray[np.float64], labels: NDArray[np.int64], colours: list[tuple[float, float, float, float]]
 ) -> None:
-    """One small pie a client: a marker for each of its labels."""
+    """Draw a small pie per client, with a marker for each of its labels."""
     from matplotlib.path import Path as Outline
 
     axes.scatter(where[:, 0], where[:, 1], s=110, facecolors="white", edgecolors=GRID, linewidths=0.8)
-    for place, held in zip(where, labels, strict=True):
+    for (x, y), held in zip(where, labels, strict=True):
         ends = np.concatenate([[0.0], np.cumsum(held) / max(int(held.sum()), 1)])
         for c in np.flatnonzero(held):
             angle = 2 * np.pi * np.linspace(ends[c], ends[c + 1], max(3, int(40 * (ends[c + 1] - ends[c]))))
             rim = np.stack([np.sin(angle), np.cos(angle)], axis=1)
             outline = Outline(np.concatenate([[[0.0, 0.0]], rim, [[0.0, 0.0]]]))
-            # Matplotlib scales a marker by its own extent; this keeps all slices of a pie on one circle.
-            axes.scatter(
-                [place[0]],
-                [place[1]],
-                marker=outline,
-                s=90 * float(np.abs(rim).max()) ** 2,
-                color=colours[c],
-                linewidths=0,
-            )
+            # Matplotlib scales a marker by its extent; this size puts all slices of a pie on one circle.
+            size = 90 * float(np.abs(rim).max()) ** 2
+            axes.scatter([x], [y], marker=outline, s=size, color=colours[c], linewidths=0)

@@ -1,4 +1,4 @@
-"""The end of a run in a few words: a panel for the terminal, lines for the page."""
+"""Summarise a run: a panel for the terminal, lines for the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def summary_panel(history: History) -> Panel:
-    """What to print at the end of a run: how good it got, who took part, what it cost and where it is."""
+    """Return the panel for the end of a run: its accuracy, participation, costs and folder."""
     from rich.panel import Panel
     from rich.table import Table
     from rich.text import Text
@@ -29,30 +29,26 @@ def summary_panel(history: History) -> Panel:
 
 
 def summary_lines(history: History) -> list[tuple[str, str]]:
-    """The lines of the panel: a word and its value."""
+    """Return the lines of the panel: a word and its value."""
     summary = history.summary
     rounds = f"{summary['rounds']} round{'' if summary['rounds'] == 1 else 's'}"
     lines = [("accuracy", f"{percent(summary['final_accuracy'])} after {rounds}")]
     if summary["best_round"] is not None:
         by = "by the validation samples" if summary["best_on"] == "validation" else "picked on the test set"
         lines.append(("best", f"{percent(summary['best_accuracy'])} in round {summary['best_round']}, {by}"))
-    lines += [("measured", ", ".join(found))] if (found := _metrics(history)) else []
+    lines += [("measured", ", ".join(metrics))] if (metrics := _metrics(history)) else []
     if history.warning:
         lines.append(("warning", history.warning))
     if history.stopped:
         lines.append(("stopped", history.stopped))
-    reached = {target: round for target, round in summary["rounds_to_target"].items() if isinstance(round, int)}
-    if reached:
-        parts = (f"{float(target) * 100:g} % in round {round}" for target, round in reached.items())
-        lines.append(("reached", ", ".join(parts)))
+    targets = summary["rounds_to_target"].items()
+    if reached := [f"{float(t) * 100:g} % in round {round}" for t, round in targets if isinstance(round, int)]:
+        lines.append(("reached", ", ".join(reached)))
     if invited := history.total("clients_invited"):
         share = history.total("clients_returned") / invited
-        absent = [
-            f"{history.total(f'clients_{fate}'):,.0f} {word}"
-            for fate, word in (("dropped", "dropped out"), ("late", "late"), ("failed", "failed"))
-            if history.total(f"clients_{fate}")
-        ]
-        lines.append(("returned", f"{percent(share, 1)} of those invited" + "".join(f", {text}" for text in absent)))
+        names = (("dropped", "dropped out"), ("late", "late"), ("failed", "failed"))
+        absent = [f", {n:,.0f} {name}" for fate, name in names if (n := history.total(f"clients_{fate}"))]
+        lines.append(("returned", f"{percent(share, 1)} of those invited{''.join(absent)}"))
     lines.append(("trained", f"{summary['samples']:,} samples in {summary['seconds']:,.1f} s"))
     up, down = (summary[key] * 1e-6 for key in ("bytes_up", "bytes_down"))
     lines.append(("sent", f"{up:,.1f} MB by clients, {down:,.1f} MB to clients"))
@@ -62,25 +58,25 @@ def summary_lines(history: History) -> list[tuple[str, str]]:
 
 
 def _metrics(history: History) -> list[str]:
-    """Metrics of the last evaluation on the test set, but for the accuracy."""
+    """Return the metrics of the last evaluation on the test set, except the accuracy."""
     last: dict[str, float | None] = next((record["test"] for record in reversed(history) if record.get("test")), {})
     return [f"{name} {MISSING if v is None else f'{v:.4f}'}" for name, v in last.items() if name != "accuracy"]
 
 
 def failures(history: History) -> str | None:
-    """What went wrong in the run of a folder and how often, with the first reason; None where nothing did."""
-    events = history.path / "events.jsonl" if history.path is not None else None
-    found = read_jsonl(events) if events is not None and events.exists() else []
-    # Of a log that was damaged something may be left that is no event any more.
-    wrong = [event for event in found if event.get("kind") in ("failed", "refused", "label skipped", "batch skipped")]
-    if not wrong:
+    """Count the failures in a run's events, with the reason of the first; None without failures."""
+    path = history.path / "events.jsonl" if history.path is not None else None
+    events = read_jsonl(path) if path is not None and path.exists() else []
+    # A repaired log may contain records that are not events.
+    failed = [event for event in events if event.get("kind") in ("failed", "refused", "label skipped", "batch skipped")]
+    if not failed:
         return None
-    counts = ", ".join(f"{count} × {kind}" for kind, count in Counter(event["kind"] for event in wrong).items())
-    return f"{counts}; the first: {wrong[0].get('reason', '')} (all in {events})"
+    counts = ", ".join(f"{count} × {kind}" for kind, count in Counter(event["kind"] for event in failed).items())
+    return f"{counts}; the first: {failed[0].get('reason', '')} (all in {path})"
 
 
 def percent(fraction: float | None, digits: int = 2) -> str:
-    """A fraction in percent.
+    """Format a fraction in percent.
 
     >>> percent(0.5), percent(None)
     ('50.00 %', '–')

@@ -1,8 +1,8 @@
-"""Methods side by side: mean and standard deviation over seeds, for the terminal, Markdown and JSON."""
+"""Tables of methods, with mean and standard deviation over seeds: for the terminal, Markdown and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 STUCK = "†"
-"""Marks the label of runs whose model never took a step."""
+"""The mark of labels with runs whose model never took a step."""
 ABREAST = 4
-"""So many labels fit beside each other on a terminal."""
+"""The most labels that fit beside each other on a terminal."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Row:
     """One label of a table.
 
     Args:
-        label: The method, or whatever distinguishes the runs.
-        seeds: How many runs there are.
-        cells: An estimate for each measure, by its key.
-        stuck: How many of the runs never took a step.
+        label: The method, or another name of the runs.
+        seeds: The number of runs.
+        cells: An estimate for each measure, by key.
+        stuck: The number of runs that never took a step.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark where a run never took a step."""
+        """The label, with a mark if a run never took a step."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
@@ -47,8 +47,8 @@ class Measure:
 
     Args:
         heading: Its name, with the unit.
-        factor: From the recorded unit to that of the heading.
-        digits: After the decimal point.
+        factor: The factor from the recorded unit to that of the heading.
+        digits: The number of digits after the decimal point.
     """
 
     heading: str
@@ -66,23 +66,22 @@ MEASURES = {
     "bytes_down": Measure("MB down", 1e-6, 1),
     "seconds": Measure("seconds", 1, 1),
 }
-"""The columns of every table; those of the targets stand before ``samples``."""
+"""The columns of every table; columns of targets come before ``samples``."""
 
 _TARGET = "rounds_to_"
 _TEST, _CLIENTS, _WORST = "test.", "clients.", ".worst_10"
 
 
 def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
-    """A row for each label.
+    """Build a row for each label.
 
     Args:
         runs: The histories of each label's seeds.
 
     Returns:
-        Rows whose cells are keyed by ``MEASURES``, ``rounds_to_T`` for each target T of any history, and the columns
-        of other metrics, ``test.NAME`` and ``clients.NAME.worst_10``, by the last evaluation.
-        Accuracies are fractions and data are bytes; means and sample standard deviations are over seeds. A
-        seed that never reached a target does not count in that cell, which its ``n`` tells.
+        Rows with a cell per key of ``MEASURES``, ``rounds_to_T`` for each target T of any history, and the columns
+        ``test.NAME`` and ``clients.NAME.worst_10`` of other metrics in the last evaluation. Accuracies are fractions,
+        and data are bytes. Seeds that never reached a target are left out of its cell, and of its ``n``.
     """
     targets = sorted({target for members in runs.values() for history in members for target in history.targets})
     measured = sorted({name for members in runs.values() for history in members for name in _measured(history)})
@@ -91,9 +90,8 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
         summaries = [history.summary for history in members]
         cells = {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[:4]}
         for target in targets:
-            cells[f"{_TARGET}{target_text(target)}"] = Estimate.over(
-                history.rounds_to_target(target) for history in members
-            )
+            rounds = [history.rounds_to_target(target) for history in members]
+            cells[f"{_TARGET}{target_text(target)}"] = Estimate.over(rounds)
         cells |= {name: Estimate.over(_last(history, name) for history in members) for name in measured}
         cells |= {key: Estimate.over(summary[key] for summary in summaries) for key in list(MEASURES)[4:]}
         rows.append(Row(label, len(members), cells, sum(bool(history.warning) for history in members)))
@@ -101,7 +99,7 @@ def compare_table(runs: Mapping[str, Sequence[History]]) -> list[Row]:
 
 
 def _measured(history: History) -> Iterator[str]:
-    """Columns of metrics other than the accuracy on the test set, and of the clients that fare worst."""
+    """Yield the columns of other metrics on the test set, and of the clients with the worst results."""
     for name in history.columns:
         worst = name.startswith(_CLIENTS) and name.endswith(_WORST) and not name.startswith(f"{_CLIENTS}unheard.")
         if worst or (name.startswith(_TEST) and name != f"{_TEST}accuracy"):
@@ -109,12 +107,12 @@ def _measured(history: History) -> Iterator[str]:
 
 
 def _last(history: History, name: str) -> float | None:
-    """The last value of a column, None where a run has none."""
+    """Return the last value of a column, None if a run has none."""
     return float(history.column(name)[1][-1]) if name in history.columns else None
 
 
 def is_target(key: str) -> bool:
-    """Whether a key is ``rounds_to_T`` for a number T.
+    """Return True for keys ``rounds_to_T`` with a number T.
 
     >>> is_target("rounds_to_0.8"), is_target("rounds_to_go")
     (True, False)
@@ -127,12 +125,12 @@ def is_target(key: str) -> bool:
 
 
 def reached(history: History, key: str) -> int | None:
-    """The first round that reached the target of a key, or None."""
+    """Return the first round that reached the target of a key, or None."""
     return history.rounds_to_target(float(key.removeprefix(_TARGET)))
 
 
 def measure(key: str) -> Measure:
-    """How a cell is shown.
+    """Return the display of a measure.
 
     >>> measure("rounds_to_0.8").heading
     'rounds to 80 %'
@@ -147,7 +145,7 @@ def measure(key: str) -> Measure:
 
 
 def show(row: Row, key: str) -> str:
-    """A cell as text.
+    """Format a cell of a row.
 
     >>> show(Row("fedavg", 3, {"final_accuracy": Estimate(0.56, 0.0123, 3)}), "final_accuracy")
     '56.00 ± 1.23'
@@ -158,17 +156,17 @@ def show(row: Row, key: str) -> str:
 
 
 def shown(cell: Estimate, how: Measure, seeds: int) -> str:
-    """An estimate as text, with how many of the ``seeds`` have the number where some have not."""
+    """Format an estimate, with the number of seeds that have a value if some have none."""
     if cell.mean is None:
         return MISSING
     text = number(cell.mean, how)
-    if cell.sd:  # what every seed has alike needs no deviation
+    if cell.sd:  # a deviation of 0 is not shown
         text += f" ± {number(cell.sd, how)}"
     return text + (f" ({cell.n} of {seeds})" if cell.n < seeds else "")
 
 
 def number(value: float, how: Measure, sign: str = "") -> str:
-    """A number in the unit of its heading.
+    """Format a number in the unit of its heading.
 
     >>> number(0.5, MEASURES["final_accuracy"], "+")
     '+50.00'
@@ -177,13 +175,13 @@ def number(value: float, how: Measure, sign: str = "") -> str:
 
 
 def keys(rows: Sequence[Row]) -> list[str]:
-    """The measures worth a column: all but targets that nobody reached."""
+    """List the measures that get a column: all except targets that no run reached."""
     every = list(rows[0].cells) if rows else []
     return [key for key in every if not key.startswith(_TARGET) or any(row.cells[key].n for row in rows)]
 
 
 def caption(rows: Sequence[Row]) -> str:
-    """What the numbers are, in a sentence or two; empty where every label has one seed and took its steps."""
+    """Return sentences that explain the numbers; none if every label has one seed and its runs took steps."""
     sentences, counts = list[str](), sorted({row.seeds for row in rows})
     if counts and counts != [1]:
         seeds = f"{counts[0]} seeds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
@@ -192,7 +190,7 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """A sentence about the labels of which runs never took a step; none where there are none.
+    """Return a sentence about the runs that never took a step, if there are any.
 
     >>> of_stuck({"fedavg": 0, "wild": 2})
     ['† No reply could be used in 2 runs of wild: their models never took a step.']
@@ -203,49 +201,70 @@ def of_stuck(stuck: Mapping[str, int]) -> list[str]:
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
-    """The table for a terminal of 80 columns.
+    """Return the table for a terminal of 80 columns.
 
-    Up to ``ABREAST`` labels stand side by side with all measures; more of them stand below each other, with the
-    measures that methods are compared by.
+    Up to ``ABREAST`` labels are columns, with a row per measure. More labels are rows, with the measures by which
+    methods are compared.
+    """
+    if len(rows) <= ABREAST:
+        cells = [[measure(key).heading, *(show(row, key) for row in rows)] for key in keys(rows)]
+        table = rich_table([row.marked for row in rows], cells)
+    else:
+        shown = [key for key in keys(rows) if key not in ("best_round", "rounds", "seconds")]
+        # The deviation is below the mean, so that columns are narrow.
+        cells = [[row.marked, *(show(row, key).replace(" ±", "\n±") for key in shown)] for row in rows]
+        table = rich_table([measure(key).heading for key in shown], cells, whole_words=True)
+    table.title, table.caption, table.caption_justify = title, caption(rows) or None, "left"
+    return table
+
+
+def rich_table(headings: Iterable[str], rows: Iterable[Sequence[str]], *, whole_words: bool = False) -> Table:
+    """Return a table for a terminal, whose first column has no heading.
+
+    Args:
+        headings: The headings of the other columns.
+        rows: The cells.
+        whole_words: Whether columns are wide enough for the words of their heading.
     """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.caption, table.caption_justify = caption(rows) or None, "left"
-    table.add_column("", overflow="fold")
-    if len(rows) <= ABREAST:
-        for row in rows:
-            table.add_column(Text(row.marked), justify="right", overflow="fold")
-        for key in keys(rows):
-            table.add_row(Text(measure(key).heading), *(Text(show(row, key)) for row in rows))
-        return table
-    shown = [key for key in keys(rows) if key not in ("best_round", "rounds", "seconds")]
-    for key in shown:
-        heading = measure(key).heading
-        table.add_column(Text(heading), justify="right", min_width=max(map(len, heading.split())))
-    for row in rows:  # the deviation goes below the mean, to be narrow
-        table.add_row(Text(row.marked), *(Text(show(row, key).replace(" ±", "\n±")) for key in shown))
+    table = Table("", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for heading in headings:
+        width = max(map(len, heading.split())) if whole_words else None
+        table.add_column(Text(heading), justify="right", overflow="fold", min_width=width)
+    table.columns[0].overflow = "fold"
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """The table in Markdown, with a caption below where there are several seeds."""
+    """Return the table in Markdown, with a caption below if it needs one."""
     shown = keys(rows)
-    lines = [
-        ["", *(measure(key).heading for key in shown)],
-        ["---", *("---:" for _ in shown)],
-        *([row.marked.replace("|", r"\|"), *(show(row, key) for key in shown)] for row in rows),
-    ]
-    text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    headings = ["", *(measure(key).heading for key in shown)]
+    text = markdown_table(headings, [[row.marked, *(show(row, key) for key in shown)] for row in rows])
     return text + (f"\n{caption(rows)}\n" if caption(rows) else "")
 
 
-def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The table as plain values: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """Return a table in Markdown whose first ``left`` columns are aligned to the left.
 
-    ``stuck`` is how many runs never took a step, where there are any.
+    >>> print(markdown_table(["", "n"], [["a", "1"]]), end="")
+    |  | n |
+    | --- | ---: |
+    | a | 1 |
+    """
+    rules = ["---" if i < left else "---:" for i in range(len(headings))]
+    lines = [[cell.replace("|", r"\|") for cell in line] for line in (headings, rules, *rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return the table as plain values: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
+
+    ``stuck`` is the number of runs that never took a step, if there are any.
     """
     return [
         {"label": row.label, "seeds": row.seeds}
