@@ -123,25 +123,6 @@ def incremental_kmeans(_: str) -> Works:
     return plain, fast
 
 
-def exact_kmeans(_: str) -> Works:
-    """The exact 1-D k-means of a gradient of 178,110 values: by bounds, or by the whole dynamic programme."""
-    from fedstrata.sampling import quantization
-
-    values = np.random.default_rng(0).standard_t(3, size=178_110).astype(np.float32)
-
-    def within(small: int) -> Callable[[], None]:
-        def work() -> None:
-            before, quantization.SMALL = quantization.SMALL, small
-            try:
-                quantization.quantize(values, 9)
-            finally:
-                quantization.SMALL = before
-
-        return work
-
-    return within(1 << 40), within(quantization.SMALL)
-
-
 def memory(model: str) -> Works:
     """Freed memory kept by the process, or given back to the system as glibc does by itself."""
 
@@ -186,7 +167,6 @@ PATHS: dict[str, tuple[Callable[[str], Works], str, str]] = {
     "team, CNN": (team, "cnn", "engines/worker_pool.py: 10 clients of 600 samples, with convolutions"),
     "fused, MLP": (fused, "mlp", "stratify/client_batch.py: Stratify batch, 100 clients, one pass a batch"),
     "incremental k-means": (incremental_kmeans, "", "sampling/incremental_kmeans.py: 10,000 clients, 100 renewed"),
-    "exact k-means": (exact_kmeans, "", "sampling/kmeans_1d.py: 178,110 values, 9 centres"),
     "memory, CNN": (memory, "cnn", "process.py: FedAvg, freed memory kept"),
     "memory, MLP": (memory, "mlp", "process.py: the same with an MLP"),
 }

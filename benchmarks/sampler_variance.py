@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,14 +31,16 @@ from fedstrata.federation.messages import Fit, Weights
 from fedstrata.runs.simulation import Simulation
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import Selection
-from fedstrata.sampling.clustered import by_group, by_size, counted, group
+from fedstrata.sampling.clustered import Distributions, by_group, by_size, group
 from fedstrata.sampling.fedssar import cluster, shares
 from fedstrata.sampling.messages import Compress, LossReport
 from fedstrata.sampling.quantization import restore
 from fedstrata.sampling.sketches import sketch
 from fedstrata.sampling.stratified import draw, stratify
-from fedstrata.sampling.variance import moments, scattered
 from fedstrata.sampling.weighted import with_replacement, without_replacement
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+from aggregate_moments import moments, scattered
 
 N, M, STRATA = 100, 10, 10
 Draw = Callable[[np.random.Generator], np.ndarray]
@@ -107,6 +110,9 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
 
     one, two = by_size(sizes, M), by_group(group(known["updates"].astype(np.float32), sizes, M), sizes, M)
 
+    def clustered(distributions: Distributions, g: np.random.Generator) -> Selection:
+        return Selection.from_draws(everybody, np.bincount(distributions.draw(g), minlength=N), sizes)
+
     def fedsampling(g: np.random.Generator) -> np.ndarray:
         kept = g.binomial(sizes, M / N)
         return kept / max(kept.sum(), 1)
@@ -123,8 +129,8 @@ def samplers(known: dict[str, Any]) -> dict[str, Draw]:
         ),
         "by size with replacement": by(lambda g: with_replacement(everybody, sizes, M, g), MeanBySize()),
         "by size without replacement": by(lambda g: without_replacement(everybody, sizes, M, g), MeanBySize()),
-        "clustered 1": by(lambda g: counted(everybody, sizes, one.draw(g)), MeanBySize()),
-        "clustered 2": by(lambda g: counted(everybody, sizes, two.draw(g)), MeanBySize()),
+        "clustered 1": by(lambda g: clustered(one, g), MeanBySize()),
+        "clustered 2": by(lambda g: clustered(two, g), MeanBySize()),
         "FedSTS, paper": by(fedsts("neyman", False), StratumMean()),
         "FedSTS, one draw for each stratum": by(fedsts("neyman-at-least-one", False), StratumMean()),
         "FedSTS, rounded at random, Horvitz-Thompson": by(fedsts("neyman-random", True), HorvitzThompson()),

@@ -214,15 +214,20 @@ MUTANTS = [
         "p = norms[members] / total if total < 0 else",
     ),
     stratified("probabilities of the whole", "probability[members] = p\n", "probability[members] = p / len(sizes)\n"),
-    weighted("nobody is certain", "left * sizes >= sizes[~certain].sum()", "left * sizes > 2 * sizes[~certain].sum()"),
-    weighted("the first pointer", "generator.integers(total) + total * np.arange(places)", "total * np.arange(places)"),
+    weighted("nobody is certain", "remaining * sizes >= sizes[~", "remaining * sizes > 2 * sizes[~"),
+    allocation(
+        "the first pointer",
+        "generator.integers(total) + total * np.arange(count)",
+        "total * np.arange(count)",
+        "sampling/test_weighted.py",
+    ),
     sizes(
         "LDP's α", "return -math.expm1(-epsilon) / (1 + (bound - 2)", "return -math.expm1(-epsilon) / (1 + (bound - 1)"
     ),
     sizes("LDP's estimate", "(1 - alpha) * bound * m / 2", "(1 - alpha) * (bound - 1) * m / 2"),
     sizes("the answer's range", "max(1, min(size, bound - 1))", "min(size, bound)"),
     ldp("the last estimate", "self.fraction * state.total / state.rounds", "self.fraction * estimate"),
-    fedsampling("answers are kept", "~np.isin(state.known, fresh) & self.reuse", "~np.isin(state.known, fresh)"),
+    fedsampling("answers are kept", "strict=True)) if self.reuse else {}", "strict=True))"),
     fedsampling("never more than one", "min(1.0, self.samples / estimate)", "min(1.0, self.samples / (2 * estimate))"),
     choice("the best, not the worst", "len(asked)), -losses))[:m]", "len(asked)), losses))[:m]"),
     choice("candidates without sizes", "replace=False, p=sizes / sizes.sum())", "replace=False)"),

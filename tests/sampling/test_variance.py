@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from aggregate_moments import Moments, moments, scattered
 
 from fedstrata.aggregation.base import Aggregator, HorvitzThompson, Mean, MeanBySize, StratumMean
 from fedstrata.sampling.allocation import allocated, neyman, spread
 from fedstrata.sampling.base import Selection
-from fedstrata.sampling.clustered import Distributions, by_group, by_size, counted, group
+from fedstrata.sampling.clustered import Distributions, by_group, by_size, group
 from fedstrata.sampling.fedssar import shares
 from fedstrata.sampling.stratified import draw as draw_strata
 from fedstrata.sampling.stratified import stratify
-from fedstrata.sampling.variance import Moments, moments, scattered
 from fedstrata.sampling.weighted import with_replacement, without_replacement
 
 N, M, D, DRAWS = 24, 6, 5, 4_000
@@ -65,7 +65,7 @@ def by_rule(updates: np.ndarray, rule, strata: int = 8):
 
 
 def drawn_from(made: Distributions, sizes: np.ndarray):
-    return lambda g: counted(EVERYBODY, sizes, made.draw(g))
+    return lambda g: Selection.from_draws(EVERYBODY, np.bincount(made.draw(g), minlength=N), sizes)
 
 
 UNBIASED = {

@@ -1,4 +1,4 @@
-"""How many clients each stratum gets."""
+"""Allocation of a round's draws to strata, and systematic sampling."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proportional"]
-"""Rules: Neyman's, by which strata may get none; the same rounded at random above a floor, so that every stratum has a
-chance; with one for every stratum; in proportion to N_h, with one for every stratum."""
+"""The allocation rules.
+
+- ``neyman``: Neyman's optimal allocation; a stratum may get no draw.
+- ``neyman-random``: The same, rounded at random and above a floor, so that every stratum can get a draw.
+- ``neyman-at-least-one``: Neyman's allocation with at least one draw for every stratum.
+- ``proportional``: In proportion to N_h, with at least one draw for every stratum.
+"""
 
 FLOOR = 0.5
-"""Of an equal share of the places: what ``neyman-random`` leaves every stratum on average, at most one place."""
+"""The fewest draws of a stratum under ``neyman-random``, on average, as a share of budget / H; at most one draw."""
 
 
 def spread(points: NDArray[np.float32], strata: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """S_h: the root of the mean coordinate variance within each stratum, shape (count,).
+    """Return S_h, the root of the mean coordinate variance within each stratum, shape (count,).
 
     Args:
         points: Shape (N, d).
@@ -34,23 +39,23 @@ def spread(points: NDArray[np.float32], strata: NDArray[np.int64], count: int) -
 def allocate(
     budget: int, sizes: NDArray[np.int64], weights: NDArray[np.float64], *, least: int = 1
 ) -> NDArray[np.int64]:
-    """Whole numbers in proportion to ``weights``, by largest remainder, that add up to ``budget``.
+    """Return whole numbers in proportion to ``weights``, by largest remainder, that add up to ``budget``.
 
-    No stratum gets more than its size. With ``least = 1`` every stratum that is not empty gets at least one while the
-    budget allows it: one that were left out would bias the aggregate. Where the budget is smaller than the number of
-    strata, those of the largest weight get the ones.
+    No stratum gets more than its size. With ``least = 1`` every stratum that is not empty gets at least one draw,
+    because a stratum without a draw biases the aggregate. If the budget is smaller than the number of strata, the
+    strata with the largest weights get one draw each.
 
     Args:
         budget: m, at most Σ N_h.
         sizes: N_h, shape (H,).
         weights: Shape (H,), not negative.
-        least: Fewest of a stratum that is not empty: 0 or 1.
+        least: The fewest draws of a stratum that is not empty: 0 or 1.
 
     Returns:
         m_h, shape (H,).
 
     Raises:
-        ValueError: The budget is more than there is.
+        ValueError: The budget is larger than Σ N_h.
 
     >>> allocate(10, np.array([5, 20, 3]), np.array([1.0, 8.0, 1.0])).tolist()
     [1, 8, 1]
@@ -74,7 +79,7 @@ def allocate(
 def quotas(
     budget: int, sizes: NDArray[np.int64], weights: NDArray[np.float64], floors: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Numbers in proportion to ``weights``, held between ``floors`` and ``sizes``, that add up to ``budget``.
+    """Return real numbers in proportion to ``weights``, between ``floors`` and ``sizes``, that add up to ``budget``.
 
     Args:
         budget: m, between Σ floors and Σ N_h.
@@ -86,7 +91,7 @@ def quotas(
         Shape (H,).
 
     Raises:
-        ValueError: The budget is more than there is.
+        ValueError: The budget is larger than Σ N_h.
 
     >>> quotas(4, np.array([9, 9, 9]), np.array([6.0, 2.0, 0.0]), np.array([0.5, 0.5, 0.5])).round(6).tolist()
     [2.625, 0.875, 0.5]
@@ -95,11 +100,10 @@ def quotas(
     if budget == 0:
         return np.zeros(len(sizes))
     filled, total = sizes > 0, weights.sum()
-    # A trace of proportionality to size lets strata of weight zero take what is left when all others are full.
+    # The small second term gives the rest of the budget to strata of weight zero when all other strata are full.
     shares = (weights / total if total > 0 else 0.0) + 1e-12 * sizes / sizes.sum()
-    # The scale at which the shares, held between the bounds, add up to the budget.
+    # Find the scale at which the clipped shares add up to the budget, by bisection down to the last bit.
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
-    # Until no number lies between the two.
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)
     exact: NDArray[np.float64] = np.clip(high * shares, floors, sizes)
@@ -107,12 +111,12 @@ def quotas(
 
 
 def systematic(exact: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.int64]:
-    """Whole numbers that are ``exact`` on average, each rounded down or up, with the same sum.
+    """Round numbers down or up at random, so that their sum stays and each equals ``exact`` on average.
 
-    Systematic rounding: one random start, and a step whenever the running sum passes a whole number from it.
+    The rounding is systematic: the cumulative sums are shifted by one random number, and then rounded down.
 
     Args:
-        exact: Shape (H,); adds up to a whole number.
+        exact: Shape (H,); the sum is a whole number.
         generator: Randomness.
 
     >>> systematic(np.array([0.5, 0.5, 2.0]), np.random.default_rng(0)).sum()
@@ -120,10 +124,32 @@ def systematic(exact: NDArray[np.float64], generator: np.random.Generator) -> ND
     """
     ends = np.concatenate(([0.0], np.cumsum(exact)))
     ends[-1] = round(float(ends[-1]))
-    # Sums of decimals miss whole numbers by rounding, and a stratum must not lose its place by that.
-    near = np.round(ends)
-    ends = np.where(np.abs(ends - near) < 1e-9, near, ends)
+    # Correct rounding errors of the sums, because they could cost a stratum its draw.
+    whole = np.round(ends)
+    ends = np.where(np.abs(ends - whole) < 1e-9, whole, ends)
     return np.diff(np.floor(ends + generator.random())).astype(np.int64)
+
+
+def systematic_draws(
+    items: NDArray[np.int64], sizes: NDArray[np.int64], count: int, generator: np.random.Generator
+) -> NDArray[np.int64]:
+    """Draw items by systematic sampling in random order (Madow 1949): item k count · n_k / Σ n times on average.
+
+    Args:
+        items: The items to draw from, shape (I,).
+        sizes: n_k, indexed by the items.
+        count: Number of draws.
+        generator: Randomness.
+
+    Returns:
+        The items drawn, shape (count,); each appears ⌊count · n_k / Σ n⌋ or ⌈count · n_k / Σ n⌉ times.
+    """
+    order = generator.permutation(items)
+    # Item k covers count · n_k of a line of whole numbers, and the pointers are Σ n apart.
+    ends = np.cumsum(sizes[order] * count)
+    total = int(sizes[order].sum())
+    pointers = generator.integers(total) + total * np.arange(count)
+    return order[np.searchsorted(ends, pointers, side="right")]
 
 
 def allocated(
@@ -133,7 +159,7 @@ def allocated(
     deviations: NDArray[np.float64],
     generator: np.random.Generator,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """How many clients each stratum gets by a rule, and how likely it was to get any.
+    """Return how many draws each stratum gets by a rule, and the probability that it gets any.
 
     Args:
         rule: See ``Allocation``.
@@ -143,8 +169,8 @@ def allocated(
         generator: Randomness, for ``neyman-random``.
 
     Returns:
-        m_h, shape (H,), with Σ m_h = m and m_h ≤ N_h; the probability of m_h > 0, shape (H,), which is 0 or 1 where
-        nothing is random.
+        m_h, shape (H,), with Σ m_h = m and m_h ≤ N_h; and the probability of m_h > 0, shape (H,), which is 0 or 1 for
+        rules that are not random.
     """
     if rule == "proportional":
         counts = allocate(budget, sizes, sizes.astype(np.float64))
@@ -162,13 +188,13 @@ def allocated(
 def neyman(
     budget: int, sizes: NDArray[np.int64], deviations: NDArray[np.float64], *, least: int = 1
 ) -> NDArray[np.int64]:
-    """Neyman's optimal allocation m_h ∝ N_h S_h (FedSTS, Eq. 5); proportional to N_h where all S_h are zero.
+    """Return Neyman's optimal allocation m_h ∝ N_h S_h (FedSTS, Eq. 5); proportional to N_h if all S_h are zero.
 
     Args:
         budget: m.
         sizes: N_h, shape (H,).
         deviations: S_h, shape (H,).
-        least: Fewest of a stratum that is not empty: 0 (as the authors' published code has it) or 1.
+        least: The fewest draws of a stratum that is not empty: 0 (as in the authors' published code) or 1.
 
     Returns:
         m_h, shape (H,), with Σ m_h = m and m_h ≤ N_h.

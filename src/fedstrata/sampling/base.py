@@ -28,11 +28,11 @@ class Selection:
         draws: How often each client was drawn, shape (m,); 1 without replacement.
         probability: The probability p_k of each client in a single draw of its stratum, shape (m,).
         stratum: The stratum of each client, shape (m,).
-        stratum_sizes: N_h, clients in every stratum, shape (H,).
+        stratum_sizes: N_h, the number of clients in every stratum, shape (H,).
         stratum_samples: Σ n_k of every stratum, shape (H,), if clients were drawn in proportion to n_k: a mean by
             size then counts all draws of a stratum equally. None if the draws did not depend on size.
         stratum_chance: The probability that each stratum gets a draw, shape (H,), if the numbers of draws are random.
-            None if they are not.
+            None if they are not random.
         metrics: The sampler's metrics of the round.
     """
 
@@ -58,10 +58,32 @@ class Selection:
             stratum_sizes=np.array([population]),
         )
 
+    @classmethod
+    def from_draws(
+        cls, clients: NDArray[np.int64], draws: NDArray[np.int64], sizes: NDArray[np.int64], *, by_size: bool = True
+    ) -> Selection:
+        """Return the selection of draws from one stratum, whose expected numbers are in proportion to ``sizes``.
+
+        Args:
+            clients: All clients that could be drawn, ascending, shape (N,).
+            draws: How often each was drawn, shape (N,).
+            sizes: n_k, shape (N,), not all zero.
+            by_size: Whether ``sizes`` are numbers of samples; otherwise they say nothing about a client's data.
+        """
+        drawn = draws > 0
+        return cls(
+            clients=clients[drawn],
+            draws=draws[drawn],
+            probability=(sizes / sizes.sum())[drawn],
+            stratum=np.zeros(int(drawn.sum()), dtype=np.int64),
+            stratum_sizes=np.array([len(clients)]),
+            stratum_samples=np.array([sizes.sum()]) if by_size else None,
+        )
+
 
 @dataclass(frozen=True)
 class Strata:
-    """The strata of a sampler, and the features that they are made from.
+    """The strata of a sampler, and the features that the sampler computed them from.
 
     Args:
         clients: Clients with known features, ascending, shape (n,).
@@ -75,10 +97,16 @@ class Strata:
 
 
 class ClientSampler(Setting):
-    """Draws the clients of a round. Its state is a tree, which the methods take and return explicitly."""
+    """Base class of the samplers that draw a round's clients.
+
+    The sampler's state is a tree, which these functions take and return explicitly.
+    """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """Client code for the sampler's own requests; see ``fedstrata.clients.handling``."""
+
+    tells_sizes: ClassVar[bool] = False
+    """Whether clients report the number of their samples in the clear."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
@@ -87,11 +115,6 @@ class ClientSampler(Setting):
             raise SpecError(
                 "training.clients_per_round", f"the partition has {config.clients} clients; give at most that", m
             )
-
-    @property
-    def tells_sizes(self) -> bool:
-        """True if clients report the number of their samples in the clear."""
-        return False
 
     def check_private(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the sampler would learn sizes that clients keep private."""
@@ -115,7 +138,7 @@ class ClientSampler(Setting):
         """Choose the clients of the round that has begun.
 
         Args:
-            federation: Gives the clients that may be invited, and takes the sampler's requests.
+            federation: Lists the clients that may be invited, and sends the sampler's requests.
             state: The sampler's state.
             weights: The global model.
         """
@@ -143,30 +166,13 @@ def with_replacement(
     *,
     by_size: bool = True,
 ) -> Selection:
-    """Draw m times independently, each time in proportion to ``sizes``.
-
-    Args:
-        clients: Ascending, shape (N,).
-        sizes: n_k, shape (N,), not all zero.
-        m: Draws.
-        generator: Randomness.
-        by_size: Whether ``sizes`` count samples; otherwise the draws say nothing of how much a client holds.
-    """
-    p = sizes / sizes.sum()
-    times = generator.multinomial(m, p)
-    drawn = times > 0
-    return Selection(
-        clients=clients[drawn],
-        draws=times[drawn],
-        probability=p[drawn],
-        stratum=np.zeros(int(drawn.sum()), dtype=np.int64),
-        stratum_sizes=np.array([len(clients)]),
-        stratum_samples=np.array([sizes.sum()]) if by_size else None,
-    )
+    """Draw m times independently, each time in proportion to ``sizes``; see ``Selection.from_draws``."""
+    draws = generator.multinomial(m, sizes / sizes.sum())
+    return Selection.from_draws(clients, draws, sizes, by_size=by_size)
 
 
 class Uniform(ClientSampler):
-    """m clients, each with the same probability.
+    """m clients, each drawn with the same probability.
 
     Args:
         replacement: Whether a client may be drawn more than once.
@@ -189,21 +195,19 @@ class Uniform(ClientSampler):
 
 
 class DataSampler(Setting):
-    """Selects the samples that clients use in a round."""
+    """Base class of the samplers that decide how many of their samples clients use in a round."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
     """Client code for the sampler's own requests; see ``fedstrata.clients.handling``."""
+
+    fixed_share: ClassVar[float | None] = None
+    """The share of its samples that every participant keeps in every round; None if it varies."""
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` if the settings do not fit the federation."""
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
         """Return the sampler's requests; None if they are not declared, and real sites then refuse the method."""
-        return None
-
-    @property
-    def fixed_share(self) -> float | None:
-        """The share of its samples that every participant keeps in every round; None if it varies."""
         return None
 
     def init(self, federation: Federation) -> Tree:
@@ -229,10 +233,7 @@ class DataSampler(Setting):
 class AllData(DataSampler):
     """All clients use all their samples."""
 
-    @property
-    def fixed_share(self) -> float:
-        """1, because all samples are kept."""
-        return 1.0
+    fixed_share = 1.0
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return no requests."""

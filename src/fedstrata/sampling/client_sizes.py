@@ -1,4 +1,4 @@
-"""How many samples the clients hold: asked plainly, or under local differential privacy (FedSTaS §2.4)."""
+"""Requests for the clients' numbers of samples, in the clear or under local differential privacy (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from fedstrata.federation.messages import Phase
 from fedstrata.sampling.messages import SizeReport
 
 Epsilon = Annotated[float, Field(ge=1e-6)]
-"""ε of local differential privacy; with less the truth would be told so rarely that estimates divide by zero."""
+"""ε of local differential privacy. Below 1e-6, truthful answers are so rare that estimates would divide by zero."""
 
 
 @record("Sizes")
 class Sizes:
-    """Who holds how much.
+    """The clients' numbers of samples.
 
     Args:
-        known: Clients that answered and hold something, ascending, int64.
-        samples: n_k of each, int64.
+        known: Clients that answered and hold samples, ascending, int64.
+        samples: n_k of each of them, int64.
     """
 
     known: NDArray[np.int64]
@@ -35,29 +35,27 @@ class Sizes:
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
-        """Ask every client for its plain n_k; who holds nothing or does not answer is never drawn."""
+        """Ask every client for its n_k. Clients without samples or without an answer are left out, and never drawn."""
         sizes, _, _ = ask_sizes(federation, federation.candidates().tolist())
         held = {client: samples for client, samples in sizes.items() if samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
     def among(self, candidates: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The candidates that are known, and their sizes."""
-        there = np.isin(self.known, candidates)
-        return self.known[there], self.samples[there]
+        """Return the candidates with a known size, and their sizes."""
+        available = np.isin(self.known, candidates)
+        return self.known[available], self.samples[available]
 
 
 def ask_sizes(
     federation: Federation, clients: Iterable[int], epsilon: float | None = None, bound: int = 0
 ) -> tuple[dict[int, int], int, float]:
-    """Ask clients how many samples they hold, under ε-LDP where there is an ε.
+    """Ask clients how many samples they hold, under ε-LDP if ``epsilon`` is given.
 
     Returns:
-        The answers of those who answered, and the M and α that turn them into an estimate (0 and 1 without an ε).
+        The answers by client, and the M and α for ``estimated_total`` (0 and 1 without ε).
     """
-    bound = bound if epsilon is not None else 0
-    alpha = truth_probability(epsilon, bound) if epsilon is not None else 1.0
-    request = SizeReport(federation.round, bound, alpha)
-    replies = federation.ask(clients, request)
+    bound, alpha = (0, 1.0) if epsilon is None else (bound, truth_probability(epsilon, bound))
+    replies = federation.ask(clients, SizeReport(federation.round, bound, alpha))
     return {client: reply.samples for client, reply in replies.items()}, bound, alpha
 
 
@@ -81,17 +79,17 @@ def allowed_sizes(
 
 
 def truth_probability(epsilon: float, bound: int) -> float:
-    """α = (e^ε − 1) / (e^ε + M − 2), with which the randomised response is ε-LDP (FedSTaS, Lemma 2.4, Eq. 11).
+    """Return α = (e^ε − 1) / (e^ε + M − 2), which makes the randomised response ε-LDP (FedSTaS, Lemma 2.4, Eq. 11).
 
     >>> round(truth_probability(3.0, 100), 4)
     0.1616
     """
-    # Both sides divided by e^ε, which overflows where ε is large.
+    # Numerator and denominator are divided by e^ε, which overflows for a large ε.
     return -math.expm1(-epsilon) / (1 + (bound - 2) * math.exp(-epsilon))
 
 
 def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Generator) -> int:
-    """R = min(n, M − 1) with probability α, else uniform on {1, …, M − 1}.
+    """Return min(n, M − 1) with probability α, and otherwise a uniform number from {1, …, M − 1}.
 
     Args:
         size: n_k, the true number of samples.
@@ -100,15 +98,15 @@ def randomised_size(size: int, bound: int, alpha: float, generator: np.random.Ge
         generator: Randomness.
     """
     truthful, other = generator.random() < alpha, int(generator.integers(1, bound))
-    # The response's range is {1, …, M − 1}: a client without data answers 1, or ε-LDP would not hold for it.
+    # A client without data answers 1, because 0 is outside {1, …, M − 1} and would reveal that it has none.
     return max(1, min(size, bound - 1)) if truthful else other
 
 
 def estimated_total(responses: Sequence[int], bound: int, alpha: float) -> float:
-    """ñ = (Σ r_k − (1 − α) M m / 2) / α, at least 1 (FedSTaS, Eq. 7).
+    """Return the estimate ñ = (Σ r_k − (1 − α) M m / 2) / α of the total size, at least 1 (FedSTaS, Eq. 7).
 
-    Unbiased before it is held above 1, where no n_k exceeds M − 1. Where noise is large the bound of 1 is often met,
-    and the estimate is then too large on average: 107 for a true total of 87 at ε = 1.3, M = 20 and m = 10
+    Without the minimum of 1, the estimate is unbiased if no n_k exceeds M − 1. With much noise, the minimum often
+    applies and makes the estimate too large on average: 107 for a true total of 87 at ε = 1.3, M = 20 and m = 10
     (``fedstrata.papers.readings``).
 
     >>> estimated_total([10, 20], bound=100, alpha=1.0)

@@ -1,20 +1,21 @@
 """Clustered sampling (Fraboni et al. 2021, Clustered Sampling: Low-Variance and Improved Representativity, ICML).
 
-Each of the m draws of a round has a distribution of its own over the clients. In whole numbers: client k brings a mass
-of m n_k, every distribution holds exactly Σn, and all mass is used; so the expected weight of k, each draw counting
-1/m, is exactly n_k / Σn, however the masses are arranged. Algorithm 1 arranges clients by size, Algorithm 2 by the
-likeness of their updates.
+A round makes m draws, each from its own distribution over the clients. All quantities are whole numbers: client k has
+the mass m n_k, each distribution holds exactly the mass Σn, and all mass is used. Each draw counts 1/m, so the expected
+weight of client k is exactly n_k / Σn, however the masses are divided. Algorithm 1 divides them by client size,
+Algorithm 2 by the similarity of the clients' updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from typing_extensions import override
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
@@ -29,16 +30,16 @@ from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
 Algorithm = Literal[1, 2]
 
 LARGEST = 5000
-"""Clients up to which Ward's clustering, which keeps all their distances, is done."""
+"""Most clients for Algorithm 2, because Ward's clustering needs all pairwise distances."""
 
 
 @dataclass(frozen=True)
 class Distributions:
-    """m distributions one after another: shares of clients, of which every Σn in a row are one distribution.
+    """m distributions over the clients, stored one after another; each consecutive mass of Σn is one distribution.
 
     Args:
-        places: Whose share, a place among the clients, shape (s,).
-        masses: How large it is, shape (s,); they add up to ``draws`` · ``each``.
+        places: The position of the client that each piece of mass belongs to, shape (s,).
+        masses: The size of each piece, shape (s,); the sum is ``draws`` · ``each``.
         draws: m.
         each: Σn.
     """
@@ -49,14 +50,14 @@ class Distributions:
     each: int
 
     def matrix(self, clients: int) -> NDArray[np.float64]:
-        """r_i(k), shape (m, N), for looking at."""
+        """Return the probability of each client in each distribution, shape (m, N)."""
         result = np.zeros((self.draws, clients))
-        which = (np.cumsum(self.masses) - 1) // self.each
-        np.add.at(result, (which, self.places), self.masses / self.each)
+        distribution = (np.cumsum(self.masses) - 1) // self.each
+        np.add.at(result, (distribution, self.places), self.masses / self.each)
         return result
 
     def draw(self, generator: np.random.Generator) -> NDArray[np.int64]:
-        """One client from every distribution, shape (m,)."""
+        """Draw the position of one client from every distribution, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
         drawn: NDArray[np.int64] = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
         return drawn
@@ -64,12 +65,12 @@ class Distributions:
 
 @record("ClusteredState")
 class ClusteredState:
-    """What the server remembers.
+    """The sampler's state.
 
     Args:
-        sizes: Of all clients.
-        sketches: Of the last update of each client, for Algorithm 2.
-        seed: The experiment's seed, which the sketches belong to.
+        sizes: The sizes of all clients.
+        sketches: Sketches of each client's last update, for Algorithm 2.
+        seed: The experiment's seed, on which the sketches depend.
     """
 
     sizes: Sizes
@@ -81,16 +82,18 @@ class Clustered(ClientSampler):
     """m draws from m distributions that each hold similar clients; the aggregators ``size`` and ``mean`` are unbiased.
 
     Args:
-        algorithm: 1 groups clients by size; 2 groups them by their last updates (Ward's method on directions), those
-            that never took part among themselves.
-        coordinates: The length of the sketch of its update that is kept of a client; 0 for the whole update.
+        algorithm: 1 groups clients by size; 2 groups them by the directions of their last updates (Ward's method), and
+            clients that never took part together.
+        coordinates: The length of the sketch of a client's update that is stored; 0 for the whole update.
     """
+
+    tells_sizes = True
 
     algorithm: Algorithm = 2
     coordinates: int = Field(default=2048, ge=0)
 
     def check(self, config: FederationConfig) -> None:
-        """Algorithm 2 is for thousands of clients at most."""
+        """Refuse Algorithm 2 for more than ``LARGEST`` clients."""
         super().check(config)
         if self.algorithm == 2 and config.clients > LARGEST:
             problem = (
@@ -99,13 +102,8 @@ class Clustered(ClientSampler):
             )
             raise SpecError("method.client_sampler.algorithm", problem, self.algorithm)
 
-    @property
-    def tells_sizes(self) -> bool:
-        """Clients are drawn by size."""
-        return True
-
+    @override
     def learns(self, config: FederationConfig) -> bool:
-        """Algorithm 2 compares updates."""
         return self.algorithm == 2
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
@@ -113,11 +111,11 @@ class Clustered(ClientSampler):
         return [allowed_sizes(phase="enrolment")]
 
     def init(self, federation: Federation) -> Tree:
-        """The sizes; no updates yet."""
+        """Ask all clients for their sizes."""
         return ClusteredState(Sizes.ask(federation), nobody(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Arrange those who may be invited, draw one from each distribution."""
+        """Divide the available clients into m distributions, and draw one client from each."""
         config = federation.config
         clients, sizes = state.sizes.among(federation.candidates())
         if len(clients) == 0:
@@ -125,24 +123,25 @@ class Clustered(ClientSampler):
         m = config.training.invited(config.clients)
         metrics: dict[str, Any] = {}
         if self.algorithm == 1:
-            made = by_size(sizes, m)
+            distributions = by_size(sizes, m)
         else:
             sent = sketch(weights.params, self.coordinates, state.seed)
             state = replace(state, sketches=replace(state.sketches, sent=sent))
             groups = group(_updates(state.sketches, clients, len(sent)), sizes, m)
-            made = by_group(groups, sizes, m)
+            distributions = by_group(groups, sizes, m)
             metrics = {"strata_sizes": np.bincount(groups).tolist()}
-        drawn = made.draw(federation.rng("client-sampling"))
-        return replace(counted(clients, sizes, drawn), metrics=metrics), state
+        drawn = distributions.draw(federation.rng("client-sampling"))
+        draws = np.bincount(drawn, minlength=len(clients))
+        return replace(Selection.from_draws(clients, draws, sizes), metrics=metrics), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """The updates of the participants, for Algorithm 2."""
+        """Store the participants' updates, for Algorithm 2."""
         if self.algorithm == 1:
             return state
         return replace(state, sketches=learn(state.sketches, replies, self.coordinates, state.seed, updates=True))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """The groups of Algorithm 2."""
+        """Return the groups of Algorithm 2."""
         if self.algorithm == 1 or len(state.sizes.known) == 0 or len(state.sketches.known) == 0:
             return None
         clients, sizes = state.sizes.known, state.sizes.samples
@@ -150,22 +149,8 @@ class Clustered(ClientSampler):
         return Strata(clients, updates, group(updates, sizes, config.training.invited(config.clients)))
 
 
-def counted(clients: NDArray[np.int64], sizes: NDArray[np.int64], drawn: NDArray[np.int64]) -> Selection:
-    """A selection from draws whose expected number is in proportion to ``sizes``."""
-    times = np.bincount(drawn, minlength=len(clients))
-    there = times > 0
-    return Selection(
-        clients=clients[there],
-        draws=times[there],
-        probability=(sizes / sizes.sum())[there],
-        stratum=np.zeros(int(there.sum()), dtype=np.int64),
-        stratum_sizes=np.array([len(clients)]),
-        stratum_samples=np.array([sizes.sum()]),
-    )
-
-
 def by_size(sizes: NDArray[np.int64], m: int) -> Distributions:
-    """Algorithm 1: the largest clients fill the first distributions, and so on.
+    """Divide the masses by client size (Algorithm 1): the largest clients fill the first distributions, and so on.
 
     Args:
         sizes: n_k, shape (N,), positive.
@@ -174,69 +159,59 @@ def by_size(sizes: NDArray[np.int64], m: int) -> Distributions:
     >>> by_size(np.array([1, 3, 2]), 2).matrix(3).round(2).tolist()
     [[0.0, 1.0, 0.0], [0.33, 0.0, 0.67]]
     """
-    order = np.argsort(-sizes, kind="stable")
-    return _fill([(order, sizes[order] * m)], m, int(sizes.sum()))
+    order, total = np.argsort(-sizes, kind="stable"), int(sizes.sum())
+    ends = np.cumsum(sizes[order] * m)
+    # Cut a client's mass where one distribution ends and the next begins.
+    cuts = np.union1d(ends, total * np.arange(1, m + 1))
+    return Distributions(order[np.searchsorted(ends, cuts)], np.diff(cuts, prepend=0), m, total)
 
 
 def by_group(groups: NDArray[np.int64], sizes: NDArray[np.int64], m: int) -> Distributions:
-    """Algorithm 2, lines 5 to 12: the m heaviest groups are a distribution each, the others fill what is left of them.
+    """Divide the masses by group (Algorithm 2, lines 5 to 12).
 
-    A client with a mass of Σn or more first fills as many distributions by itself as it can.
+    A client with a mass of Σn or more first fills as many whole distributions by itself as it can. Each of the heaviest
+    groups then starts one of the remaining distributions, and the clients of the other groups fill these up.
 
     Args:
-        groups: The group of each client, whose masses (without the distributions that one client fills) are Σn at most.
+        groups: The group of each client. The mass of a group, without the distributions that one client fills, is at
+            most Σn.
         sizes: n_k, shape (N,), positive.
         m: Draws.
     """
     total = int(sizes.sum())
-    alone, masses = np.divmod(sizes * m, total)
-    left = m - int(alone.sum())
-    weight = np.bincount(groups, weights=masses).astype(np.int64)
-    heaviest = np.argsort(-weight, kind="stable")
-    seeds = heaviest[:left]
-    rest = np.concatenate([np.flatnonzero(groups == g) for g in heaviest[left:]] or [np.empty(0, dtype=np.int64)])
-    pouring = [[int(k), int(masses[k])] for k in rest if masses[k]]
-    pouring.reverse()
-    parts: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-    for seed in seeds:
-        members = np.flatnonzero((groups == seed) & (masses > 0))
-        parts.append((members, masses[members]))
-        room = total - int(weight[seed])
-        while room:
-            place, mass = pouring[-1]
-            taken = min(mass, room)
-            parts.append((np.array([place]), np.array([taken])))
-            room -= taken
-            pouring[-1][1] -= taken
-            if pouring[-1][1] == 0:
-                pouring.pop()
-    lone = np.repeat(np.arange(len(sizes)), alone)
-    return _fill([(lone, np.full(len(lone), total)), *parts], m, total)
-
-
-def _fill(parts: Iterable[tuple[NDArray[np.int64], NDArray[np.int64]]], m: int, each: int) -> Distributions:
-    """Cut shares where one distribution ends and the next begins."""
-    pieces = list(parts)
-    places = np.concatenate([place for place, _ in pieces])
-    ends = np.cumsum(np.concatenate([mass for _, mass in pieces]))
-    cuts = np.union1d(ends, each * np.arange(1, m + 1))
-    owners = places[np.searchsorted(ends, cuts, side="left")]
-    return Distributions(owners, np.diff(cuts, prepend=0), m, each)
+    filled, masses = np.divmod(sizes * m, total)
+    single = np.repeat(np.arange(len(sizes)), filled)
+    remaining = m - len(single)
+    group_masses = np.bincount(groups, weights=masses).astype(np.int64)
+    heaviest = np.argsort(-group_masses, kind="stable")
+    rank = np.argsort(heaviest)[groups]
+    order = np.argsort(rank, kind="stable")
+    order = order[masses[order] > 0]
+    first, rest = order[rank[order] < remaining], order[rank[order] >= remaining]
+    # Cut the mass of the rest where a client ends, and where a distribution is full.
+    room = np.cumsum(total - group_masses[heaviest[:remaining]])
+    ends = np.cumsum(masses[rest])
+    cuts = np.union1d(ends, room[room > 0])
+    distribution = np.concatenate([np.full(len(single), -1), rank[first], np.searchsorted(room, cuts)])
+    places = np.concatenate([single, first, rest[np.searchsorted(ends, cuts)]])
+    pieces = np.concatenate([np.full(len(single), total), masses[first], np.diff(cuts, prepend=0)])
+    by_distribution = np.argsort(distribution, kind="stable")
+    return Distributions(places[by_distribution], pieces[by_distribution], m, total)
 
 
 def group(updates: NDArray[np.float32], sizes: NDArray[np.int64], m: int) -> NDArray[np.int64]:
-    """Ward's clustering of the clients, cut into the largest groups whose mass is at most Σn (Algorithm 2, lines 1-4).
+    """Cut Ward's clustering of the clients into the largest groups with a mass of at most Σn (Algorithm 2, lines 1-4).
 
-    Updates are compared by their directions: the distance of two unit vectors grows with the angle between them.
-    Clients without an update (zero) are equal.
+    Updates are compared by direction, as the distance of two unit vectors grows with the angle between them. All
+    clients without an update (zero) are in the same place.
 
     Args:
-        updates: Representative gradients, shape (N, d).
+        updates: The last update of each client, shape (N, d).
         sizes: n_k, shape (N,).
         m: Draws.
 
     Returns:
-        The group of each, shape (N,), in 0 … G − 1.
+        The group of each client, shape (N,), in 0 … G − 1.
     """
     n, total = len(sizes), int(sizes.sum())
     masses = (sizes * m) % total
@@ -249,7 +224,7 @@ def group(updates: NDArray[np.float32], sizes: NDArray[np.int64], m: int) -> NDA
     weight = np.concatenate([masses, np.zeros(n - 1, dtype=np.int64)])
     for i, (a, b) in enumerate(children):
         weight[n + i] = weight[a] + weight[b]
-    # From the root down: a subtree that is light enough is one group.
+    # Go from the root to the leaves: a subtree with a mass of at most Σn is one group.
     group_of = np.full(2 * n - 1, -1, dtype=np.int64)
     count = 0
     for node in range(2 * n - 2, -1, -1):
@@ -262,9 +237,9 @@ def group(updates: NDArray[np.float32], sizes: NDArray[np.int64], m: int) -> NDA
 
 
 def _updates(sketches: Sketches, clients: NDArray[np.int64], length: int) -> NDArray[np.float32]:
-    """The last update of each client; zero for one that never took part."""
+    """Return the last update of each client; zeros for a client that never took part."""
     result = np.zeros((len(clients), length), dtype=np.float32)
-    there = np.isin(sketches.known, clients)
-    if there.any():
-        result[np.searchsorted(clients, sketches.known[there])] = sketches.points[there]
+    known = np.isin(sketches.known, clients)
+    if known.any():
+        result[np.searchsorted(clients, sketches.known[known])] = sketches.points[known]
     return result

@@ -1,4 +1,4 @@
-"""FedSampling (Qi et al. 2023): one sample of the data of all clients together, instead of a sample of clients."""
+"""FedSampling (Qi et al. 2023): draws samples from the data of all clients, instead of drawing clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class AnswersState:
 
     Args:
         known: Clients that answered, ascending, int64.
-        answers: Their answers, int64.
+        answers: The answer of each of them, int64.
     """
 
     known: NDArray[np.int64]
@@ -52,7 +52,7 @@ class FedSamplingData(DataSampler):
     """Each sample of the participants is kept with probability K/ñ, the same for all clients.
 
     Args:
-        samples: K, samples wanted in a round over all participants.
+        samples: K, the number of samples wanted per round, over all participants.
         epsilon: ε of local differential privacy for the answers about the clients' sizes; none by default. It protects
             only these answers: the aggregation weighs by the samples that participants kept, which discloses sizes.
         bound: M, the public bound on a client's size under privacy; see ``fedstrata.sampling.ldp``.
@@ -82,19 +82,18 @@ class FedSamplingData(DataSampler):
         self, federation: Federation, state: Tree, clients: Sequence[int]
     ) -> tuple[float, Tree, Mapping[str, Any]]:
         """Ask the clients without a known size, estimate ñ, and return K/ñ."""
-        participants = np.array(sorted(clients), dtype=np.int64)
-        asked = np.setdiff1d(participants, state.known) if self.reuse else participants
-        sizes, bound, alpha = ask_sizes(federation, asked.tolist(), self.epsilon, self.bound)
-        fresh = np.fromiter(sizes, dtype=np.int64)
-        answers = np.fromiter(sizes.values(), dtype=np.int64)
-        stays = ~np.isin(state.known, fresh) & self.reuse
-        known = np.concatenate([state.known[stays], fresh])
-        answers = np.concatenate([state.answers[stays], answers])
-        order = np.argsort(known)
-        state = AnswersState(known[order], answers[order])
-        heard = state.answers[np.isin(state.known, participants)]
-        if len(heard) == 0:
+        participants = sorted(clients)
+        answers = dict(zip(state.known.tolist(), state.answers.tolist(), strict=True)) if self.reuse else {}
+        unknown = [client for client in participants if client not in answers]
+        sizes, bound, alpha = ask_sizes(federation, unknown, self.epsilon, self.bound)
+        answers |= sizes
+        known = sorted(answers)
+        state = AnswersState(
+            np.array(known, dtype=np.int64), np.array([answers[client] for client in known], dtype=np.int64)
+        )
+        responses = [answers[client] for client in participants if client in answers]
+        if not responses:
             return 1.0, state, {}
-        estimate = estimated_total(heard.tolist(), bound, alpha)
+        estimate = estimated_total(responses, bound, alpha)
         keep = min(1.0, self.samples / estimate)
         return keep, state, {"estimated_samples": estimate, "requested_samples": float(self.samples), "keep": keep}

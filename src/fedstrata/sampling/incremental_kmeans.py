@@ -1,10 +1,11 @@
-"""k-means of many rows of which a few are renewed every round: Lloyd's iteration goes on where it stood.
+"""k-means of many rows of which a few change in every round: Lloyd's iteration continues from the last round.
 
-Sums of strata change by what their members changed. Bounds on distances (Hamerly 2010, Making k-means even faster) tell
-which rows may have to change sides after the centres moved; only these are looked at. So a round costs about what
-changed in it, and its end is the same as if every row had been compared with every centre.
+The sum of each stratum is updated by the rows that changed. Bounds on distances (Hamerly 2010, Making k-means even
+faster) show which rows may belong to another stratum after the centres moved, and only these rows are compared with the
+centres. So the cost of a round depends on how much changed, and the result is the same as if every row had been
+compared with every centre.
 
-With 10,000 clients of whom 100 are renewed it is 25 times as fast as k-means from the start
+With 10,000 clients of which 100 change, this is 25 times as fast as k-means from the start
 (``benchmarks/fast_paths.py``).
 """
 
@@ -23,23 +24,24 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 STEPS = 5
-"""Most steps of Lloyd's iteration in a round; what is left of them waits for the next."""
+"""The most steps of Lloyd's iteration in one round; the next round continues with the rest."""
 
-NOWHERE = -1
+UNASSIGNED = -1
+"""The label of a row without a stratum."""
 
 
 @record("Clusters")
 class Clusters:
-    """Where Lloyd's iteration stands.
+    """The state of Lloyd's iteration.
 
     Args:
-        centres: The centres that the bounds are about, shape (H, d), float32.
-        sums: Of each stratum's rows, shape (H, d), float64.
-        sizes: Of the strata, shape (H,), int64.
-        labels: The stratum of each row, −1 for one that has none yet, shape (n,), int64.
-        upper: At least the distance to its own centre, shape (n,), float64.
-        lower: At most the distance to any other centre, shape (n,), float64.
-        renewed: Rows that were renewed since the centres were first sought.
+        centres: The centres that the bounds refer to, shape (H, d), float32.
+        sums: The sum of each stratum's rows, shape (H, d), float64.
+        sizes: The number of rows of each stratum, shape (H,), int64.
+        labels: The stratum of each row, or ``UNASSIGNED``, shape (n,), int64.
+        upper: An upper bound on the distance of each row to the centre of its stratum, shape (n,), float64.
+        lower: A lower bound on the distance of each row to any other centre, shape (n,), float64.
+        renewed: The number of rows that were replaced or added since ``of``.
     """
 
     centres: NDArray[np.float32]
@@ -52,52 +54,53 @@ class Clusters:
 
     @classmethod
     def of(cls, rows: RowStore, labels: Ints) -> Clusters:
-        """Begin with strata 0 … H − 1, none of them empty."""
+        """Begin with given strata 0 … H − 1, none of them empty."""
         count, matrix = int(labels.max()) + 1, rows.whole()
         sums = np.stack([matrix[labels == h].sum(axis=0, dtype=np.float64) for h in range(count)])
         sizes = np.bincount(labels, minlength=count)
         centres = (sums / sizes[:, None]).astype(np.float32)
-        # Some may not be nearest to their own: their bounds cross, and the first step looks at them.
+        # The bounds of a row that is nearer to another centre cross, so that the first step checks the row.
         scale = _scale(rows.norms)
         upper, lower = (scale * bound for bound in _bounds(_distances(rows, None, centres, scale), labels))
         return cls(centres, sums, sizes, labels, upper, lower)
 
     def without(self, places: Ints, before: NDArray[np.float32]) -> Clusters:
-        """With some rows, that were ``before`` until now, in no stratum."""
-        inside = self.labels[places] != NOWHERE
-        places, before = places[inside], before[inside]
+        """Return a copy in which some rows, whose values are ``before``, are unassigned."""
+        assigned = self.labels[places] != UNASSIGNED
+        places, before = places[assigned], before[assigned]
         sums, labels = self.sums.copy(), self.labels.copy()
         np.subtract.at(sums, labels[places], before.astype(np.float64))
         sizes = self.sizes - np.bincount(labels[places], minlength=len(self.sizes))
-        labels[places] = NOWHERE
+        labels[places] = UNASSIGNED
         return replace(self, sums=sums, sizes=sizes, labels=labels, renewed=self.renewed + len(places))
 
     def among(self, places: Ints, count: int) -> Clusters:
-        """With more rows, in no stratum, so that those of now are in ``places`` of ``count``."""
-        labels, upper, lower = np.full(count, NOWHERE), np.zeros(count), np.zeros(count)
+        """Return a copy with ``count`` rows: the present rows at ``places``, and new unassigned rows elsewhere."""
+        labels, upper, lower = np.full(count, UNASSIGNED), np.zeros(count), np.zeros(count)
         labels[places], upper[places], lower[places] = self.labels, self.upper, self.lower
         return replace(self, labels=labels, upper=upper, lower=lower, renewed=self.renewed + count - len(self.labels))
 
     def converged(self, rows: RowStore) -> Clusters:
-        """Every row in the stratum of its nearest centre, and the centres where their strata's means are."""
+        """Run Lloyd's iteration until every row belongs to its nearest centre, but at most ``STEPS`` steps."""
         scale = _scale(rows.norms)
         centres, sums, sizes = self.centres, self.sums.copy(), self.sizes.copy()
         labels, upper, lower = self.labels.copy(), self.upper.copy(), self.lower.copy()
-        suspects = np.flatnonzero((labels == NOWHERE) | (upper > lower))
+        suspects = np.flatnonzero((labels == UNASSIGNED) | (upper > lower))
         for _ in range(STEPS):
             if len(suspects) == 0:
                 break
             distances = scale * _distances(rows, suspects, centres, scale)
             nearest = distances.argmin(axis=1)
             changed = np.flatnonzero(nearest != labels[suspects])
-            moved, old = rows.take(suspects[changed]).astype(np.float64), labels[suspects[changed]]
-            np.add.at(sums, nearest[changed], moved)
-            np.subtract.at(sums, old[old != NOWHERE], moved[old != NOWHERE])
+            changed_rows, old = rows.take(suspects[changed]).astype(np.float64), labels[suspects[changed]]
+            assigned = old != UNASSIGNED
+            np.add.at(sums, nearest[changed], changed_rows)
+            np.subtract.at(sums, old[assigned], changed_rows[assigned])
             sizes += np.bincount(nearest[changed], minlength=len(sizes))
-            sizes -= np.bincount(old[old != NOWHERE], minlength=len(sizes))
+            sizes -= np.bincount(old[assigned], minlength=len(sizes))
             labels[suspects] = nearest
             upper[suspects], lower[suspects] = _bounds(distances, nearest)
-            # An empty stratum's centre stays where it is.
+            # The centre of an empty stratum does not move.
             means = np.where(sizes[:, None] > 0, sums / np.maximum(sizes, 1)[:, None], centres)
             shift = np.linalg.norm((means - centres) / scale, axis=1) * scale
             centres = means.astype(np.float32)
@@ -107,10 +110,10 @@ class Clusters:
         return replace(self, centres=centres, sums=sums, sizes=sizes, labels=labels, upper=upper, lower=lower)
 
     def spread(self, norms: Floats) -> tuple[Floats, float]:
-        """S_h, shape (H,), and S of all rows together; see ``allocation.spread``.
+        """Return S_h, shape (H,), and S of all rows as one stratum; see ``allocation.spread``.
 
         Args:
-            norms: The length of every row, shape (n,).
+            norms: The norm of every row, shape (n,).
         """
         scale, d = _scale(norms), self.sums.shape[1]
         parts = np.bincount(self.labels, weights=np.square(norms / scale), minlength=len(self.sizes))
@@ -129,23 +132,23 @@ class Clusters:
 
 
 def _scale(norms: Floats) -> float:
-    """What rows are divided by: squares of very small or large gradients leave the range of float32."""
+    """Return the divisor of all rows, because squares of very small or large values leave the range of float32."""
     return float(norms.max()) or 1.0
 
 
-def _distances(rows: RowStore, where: Ints | None, centres: NDArray[np.float32], scale: float) -> Floats:
-    """Of some rows, or of all, to each centre, in units of ``scale``, shape (rows, H)."""
-    near = centres / np.float32(scale)
-    products = rows.times(near.T) if where is None else rows.take(where) @ near.T
-    lengths = (rows.norms if where is None else rows.norms[where]) / scale
-    squares = np.square(lengths)[:, None] - 2 * products / scale + np.square(near, dtype=np.float64).sum(axis=1)
+def _distances(rows: RowStore, indices: Ints | None, centres: NDArray[np.float32], scale: float) -> Floats:
+    """Return the distances of some rows, or of all, to each centre, in units of ``scale``, shape (rows, H)."""
+    scaled = centres / np.float32(scale)
+    products = rows.times(scaled.T) if indices is None else rows.take(indices) @ scaled.T
+    norms = (rows.norms if indices is None else rows.norms[indices]) / scale
+    squares = np.square(norms)[:, None] - 2 * products / scale + np.square(scaled, dtype=np.float64).sum(axis=1)
     distances: Floats = np.sqrt(np.maximum(squares, 0.0))
     return distances
 
 
 def _bounds(distances: Floats, labels: Ints) -> tuple[Floats, Floats]:
-    """The distance to the own centre and to the nearest other; infinite where there is none."""
-    each = np.arange(len(labels))
+    """Return the distance of each row to its own centre, and to the nearest other centre (infinite without one)."""
+    rows = np.arange(len(labels))
     others = distances.copy()
-    others[each, labels] = np.inf
-    return distances[each, labels], others.min(axis=1)
+    others[rows, labels] = np.inf
+    return distances[rows, labels], others.min(axis=1)

@@ -1,4 +1,4 @@
-"""Data-level sampling with a requested number of samples, under local differential privacy (FedSTaS §2.4)."""
+"""FedSTaS's data sampler: a requested number of samples, under local differential privacy (FedSTaS §2.4)."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class FedSTaSData(DataSampler):
         wanted = float(self.samples) if self.samples is not None else self.fraction * state.total / state.rounds
         keep = min(1.0, wanted / estimate)
         metrics = {"estimated_samples": estimate, "requested_samples": wanted, "keep": keep}
-        if (held := federation.config.sizes) is not None:
-            # Known only in simulations. Keeping samples with probability n*/ñ keeps more than n* on average, because
-            # 1/ñ is convex, and far more if M clips. A comparison at equal samples needs this figure.
-            metrics["expected_samples"] = keep * float(held[list(sizes)].sum())
+        if (true_sizes := federation.config.sizes) is not None:
+            # The true sizes are known only in simulations. The expected number of samples exceeds n*, because 1/ñ is
+            # convex, and far more so if M clips sizes. Comparisons at equal numbers of samples need this figure.
+            metrics["expected_samples"] = keep * float(true_sizes[list(sizes)].sum())
         return keep, state, metrics

@@ -1,4 +1,4 @@
-"""What samplers ask clients: sizes, compressed gradients, sketches of models, losses."""
+"""The samplers' requests to clients: for sizes, compressed gradients, sketches of models, and losses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
-from fedstrata.federation.messages import ModelRequest, Reply, Request, RequestRule, Weights
+from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, RequestRule, Weights
 from fedstrata.federation.reply_checks import require_shape
 from fedstrata.sampling.quantization import restore
 
 MOST_SAMPLES = 2**31
-"""Nobody holds more, and the sizes of a million clients still add up in 64 bits."""
+"""The largest size that a client may report. The sum over a million clients still fits into 64 bits."""
+
+
+def sketch_length(params: Params, coordinates: int) -> int:
+    """Return min(d, K), the length of the projection of d parameters to K ``coordinates``; d if K is 0."""
+    d = sum(map(torch.numel, params.values()))
+    return min(d, coordinates or d)
 
 
 @record("SizeReply")
 class SizeReply(Reply):
-    """The size, or its randomised response.
+    """The client's number of samples, or its randomised response.
 
     Args:
         samples: The answer.
@@ -32,7 +38,7 @@ class SizeReply(Reply):
 
 @record("SizeReport")
 class SizeReport(Request):
-    """How many samples do you hold? With ``bound``, answered under local differential privacy.
+    """Asks a client for its number of samples; with ``bound``, under local differential privacy.
 
     Args:
         round: The round, counted from 1.
@@ -48,7 +54,7 @@ class SizeReport(Request):
     alpha: float
 
     def check(self, reply: SizeReply) -> None:
-        """A size that can be."""
+        """Refuse a size outside the possible range."""
         if not 0 <= reply.samples <= MOST_SAMPLES or (self.bound and not 1 <= reply.samples < self.bound):
             raise ReplyRefusedError(f"size {reply.samples} is impossible")
 
@@ -59,7 +65,7 @@ class CompressReply(Reply):
 
     Args:
         centres: X, shape (d',), float32.
-        codes: λ, the centre of every coordinate, uint8; two coordinates a byte (high half first) where d' ≤ 16.
+        codes: λ, the centre of every coordinate, uint8. If d' ≤ 16, each byte holds two coordinates, high half first.
         length: The number of coordinates.
     """
 
@@ -68,7 +74,7 @@ class CompressReply(Reply):
     length: int
 
     def restored(self) -> NDArray[np.float32]:
-        """The gradient that it stands for, shape (length,).
+        """Return the quantized gradient as floats, shape (length,).
 
         Raises:
             ValueError: The codes do not fit the length or the centres.
@@ -78,13 +84,14 @@ class CompressReply(Reply):
 
 @record("Compress")
 class Compress(ModelRequest):
-    """Send the gradient of the local loss at ``weights``, quantized to ``centres`` values (FedSTaS, IS).
+    """Asks a client for the gradient of its loss at ``weights``, quantized to ``centres`` values (FedSTaS, IS).
 
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        centres: d', how many different values are left.
-        coordinates: K_desired, what a seeded random projection reduces the gradient to first; 0 for none.
+        centres: d', the most different values of the quantized gradient.
+        coordinates: K_desired, the length to which a seeded random projection first reduces the gradient; 0 for no
+            projection.
     """
 
     reply_type: ClassVar[type[Reply]] = CompressReply
@@ -96,11 +103,10 @@ class Compress(ModelRequest):
     coordinates: int
 
     def check(self, reply: CompressReply) -> None:
-        """Centres and codes that give a gradient of the right length."""
+        """Refuse centres and codes that do not give a gradient of the right length."""
         require_shape(reply.centres, (-1,), torch.float32, "centres")
         require_shape(reply.codes, (-1,), torch.uint8, "codes")
-        d = sum(tensor.numel() for tensor in self.weights.params.values())
-        length = min(d, self.coordinates or d)
+        length = sketch_length(self.weights.params, self.coordinates)
         if reply.length != length or len(reply.centres) > self.centres:
             raise ReplyRefusedError(
                 f"{reply.length} coordinates and {len(reply.centres)} centres, expected {length} and {self.centres}"
@@ -124,9 +130,10 @@ class SketchReply(Reply):
 
 @record("Sketch")
 class Sketch(ModelRequest):
-    """Train once, starting at ``weights``, and send a sketch of the parameters that this leads to (FedSSAR).
+    """Asks a client to train once, starting at ``weights``, for a sketch of the trained parameters (FedSSAR).
 
-    Plain cross-entropy, on all samples: an objective's own state belongs to the rounds that a client takes part in.
+    The client trains with plain cross-entropy on all its samples, because the state of an objective changes only in
+    rounds in which the client takes part.
 
     Args:
         round: The round, counted from 1.
@@ -142,17 +149,17 @@ class Sketch(ModelRequest):
     coordinates: int
 
     def check(self, reply: SketchReply) -> None:
-        """A sketch of the right length."""
-        d = sum(tensor.numel() for tensor in self.weights.params.values())
-        require_shape(reply.values, (min(d, self.coordinates or d),), torch.float32, "the sketch")
+        """Refuse a sketch of the wrong shape."""
+        length = sketch_length(self.weights.params, self.coordinates)
+        require_shape(reply.values, (length,), torch.float32, "the sketch")
 
 
 @record("LossReply")
 class LossReply(Reply):
-    """The answer.
+    """The loss of the global model at a client.
 
     Args:
-        loss: Mean cross-entropy over a client's samples.
+        loss: Mean cross-entropy over the client's samples.
     """
 
     loss: float
@@ -160,7 +167,7 @@ class LossReply(Reply):
 
 @record("LossReport")
 class LossReport(ModelRequest):
-    """How bad is the global model for you?
+    """Asks a client for the loss of the global model on its samples.
 
     Args:
         round: The round, counted from 1.
@@ -174,6 +181,6 @@ class LossReport(ModelRequest):
     weights: Weights
 
     def check(self, reply: LossReply) -> None:
-        """Cross-entropy is not negative."""
+        """Refuse a negative loss."""
         if reply.loss < 0:
             raise ReplyRefusedError(f"loss {reply.loss} is impossible")

@@ -25,6 +25,8 @@ class PowerOfChoice(ClientSampler):
         candidates: d. Default: twice the clients of a round, or all clients if there are fewer.
     """
 
+    tells_sizes = True
+
     candidates: PositiveInt | None = None
 
     def check(self, config: FederationConfig) -> None:
@@ -35,11 +37,6 @@ class PowerOfChoice(ClientSampler):
             raise SpecError(key, f"the partition has {config.clients} clients; give at most that", self.candidates)
         if self.candidates is not None and self.candidates < m:
             raise SpecError(key, f"a round invites {m} of the candidates; give at least that", self.candidates)
-
-    @property
-    def tells_sizes(self) -> bool:
-        """True: clients are drawn by size."""
-        return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for sizes, once, and for the loss of candidates, in every round."""
@@ -64,5 +61,4 @@ class PowerOfChoice(ClientSampler):
         asked = np.fromiter(replies, dtype=np.int64)
         losses = np.array([reply.loss for reply in replies.values()])
         worst = np.lexsort((federation.rng("client-sampling").permutation(len(asked)), -losses))[:m]
-        selection = Selection.plain(asked[worst], len(clients))
-        return selection, state
+        return Selection.plain(asked[worst], len(clients)), state

@@ -1,4 +1,4 @@
-"""A large matrix of which a few rows are renewed every round."""
+"""A large matrix of which a few rows are replaced in every round."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 SHARE = 8
-"""Renewed rows are put in their places once they are more than one in so many; copying everything costs that seldom."""
+"""The whole matrix is copied only once more than one row in ``SHARE`` was replaced since the last copy."""
 
 
 @record("RowStore")
 class RowStore:
-    """A matrix that never changes in place, and of which renewing 50 of 10,000 rows copies 50 and not 10,000.
+    """An immutable matrix: replacing 50 of 10,000 rows copies only 50 rows.
 
     Args:
-        base: The rows as they were when all were last written, shape (n, d).
-        places: Rows that were renewed since, ascending, shape (c,).
-        newer: What they are now, shape (c, d).
-        norms: The length of every row, shape (n,), float64: squares of very small rows leave the range of float32.
+        base: All rows at the last copy of the whole matrix, shape (n, d).
+        places: The indices of the rows that were replaced since, ascending, shape (c,).
+        newer: Their current values, shape (c, d).
+        norms: The Euclidean norm of every row, shape (n,), float64, because squares of very small values leave the
+            range of float32.
     """
 
     base: Floats
@@ -32,77 +33,82 @@ class RowStore:
 
     @classmethod
     def of(cls, matrix: Floats, norms: NDArray[np.float64] | None = None) -> RowStore:
-        """A matrix as it is."""
-        nowhere = np.empty(0, dtype=np.int64)
-        return cls(matrix, nowhere, matrix[:0], lengths(matrix) if norms is None else norms)
+        """Return a store of a matrix, which must not change afterwards."""
+        places = np.empty(0, dtype=np.int64)
+        return cls(matrix, places, matrix[:0], lengths(matrix) if norms is None else norms)
+
+    @classmethod
+    def empty(cls) -> RowStore:
+        """Return a store without rows."""
+        return cls.of(np.empty((0, 0), dtype=np.float32))
 
     def __len__(self) -> int:
         return len(self.base)
 
     def whole(self) -> Floats:
-        """All rows, shape (n, d); not to be written to."""
+        """Return all rows, shape (n, d), read-only."""
         if len(self.places) == 0:
             return self.base
         matrix = self.base.copy()
         matrix[self.places] = self.newer
         return matrix
 
-    def take(self, where: Ints) -> Floats:
-        """Some rows, shape (len(where), d)."""
-        rows: Floats = self.base[where]
-        hit = np.flatnonzero(np.isin(where, self.places))
-        rows[hit] = self.newer[np.searchsorted(self.places, where[hit])]
+    def take(self, indices: Ints) -> Floats:
+        """Return some rows, shape (len(indices), d)."""
+        rows: Floats = self.base[indices]
+        replaced = np.flatnonzero(np.isin(indices, self.places))
+        rows[replaced] = self.newer[np.searchsorted(self.places, indices[replaced])]
         return rows
 
     def times(self, matrix: Floats) -> Floats:
-        """The product with a matrix, shape (n, columns)."""
+        """Return the product with a matrix, shape (n, columns)."""
         product: Floats = self.base @ matrix
         product[self.places] = self.newer @ matrix
         return product
 
     def renewed(self, places: Ints, rows: Floats) -> RowStore:
-        """With other rows in some places, ascending."""
+        """Return a store with new rows at some indices, ascending."""
         if len(places) == len(self):
             return RowStore.of(rows)
         norms = self.norms.copy()
         norms[places] = lengths(rows)
-        together = np.union1d(self.places, places)
-        if SHARE * len(together) > len(self):
-            matrix = self.whole()
-            matrix = matrix.copy() if matrix is self.base else matrix
+        replaced = np.union1d(self.places, places)
+        if SHARE * len(replaced) > len(self):
+            matrix = self.base.copy()
+            matrix[self.places] = self.newer
             matrix[places] = rows
             return RowStore.of(matrix, norms)
-        newer = np.empty((len(together), rows.shape[1]), dtype=np.float32)
-        newer[np.searchsorted(together, self.places)] = self.newer
-        newer[np.searchsorted(together, places)] = rows
-        return RowStore(self.base, together, newer, norms)
+        newer = np.empty((len(replaced), rows.shape[1]), dtype=np.float32)
+        newer[np.searchsorted(replaced, self.places)] = self.newer
+        newer[np.searchsorted(replaced, places)] = rows
+        return RowStore(self.base, replaced, newer, norms)
 
     def joined(self, known: Ints, clients: Ints, rows: Floats) -> tuple[Ints, RowStore]:
-        """With the rows of some clients renewed, or added where there were none.
+        """Replace the rows of some clients, and add rows for clients that have none.
 
         Args:
-            known: Whose rows these are, ascending, shape (n,).
-            clients: Whose are new, ascending, shape (c,).
-            rows: The new ones, shape (c, d).
+            known: The client of each row, ascending, shape (n,).
+            clients: The clients with new rows, ascending, shape (c,).
+            rows: The new rows, shape (c, d).
 
         Returns:
-            ``known`` and the rows afterwards.
+            The client of each row, and the new store.
         """
         if len(clients) == 0:
             return known, self
         if np.isin(clients, known).all():
             return known, self.renewed(np.searchsorted(known, clients), rows)
-        everybody = np.union1d(known, clients)
-        before, after = np.searchsorted(everybody, known), np.searchsorted(everybody, clients)
-        matrix, norms = np.empty((len(everybody), rows.shape[1]), dtype=np.float32), np.empty(len(everybody))
+        union = np.union1d(known, clients)
+        before, after = np.searchsorted(union, known), np.searchsorted(union, clients)
+        matrix, norms = np.empty((len(union), rows.shape[1]), dtype=np.float32), np.empty(len(union))
         if len(known):
             matrix[before], norms[before] = self.base, self.norms
             matrix[before[self.places]] = self.newer
         matrix[after], norms[after] = rows, lengths(rows)
-        return everybody, RowStore.of(matrix, norms)
+        return union, RowStore.of(matrix, norms)
 
 
 def lengths(matrix: Floats) -> NDArray[np.float64]:
-    """The Euclidean norm of every row, shape (n,)."""
+    """Return the Euclidean norm of every row, shape (n,)."""
     norms: NDArray[np.float64] = np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
     return norms

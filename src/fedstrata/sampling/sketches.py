@@ -1,38 +1,33 @@
-"""What the server remembers of every client's model: a short sketch of it instead of the model.
+"""Sketches of the clients' models, which the server stores instead of the models.
 
-A sketch is the seeded random projection of ``quantization.project``. It is linear, so that the sketch of an update is
-the difference of two sketches, and it keeps squared distances in expectation with a relative standard deviation of
-√(2/K): 3 % for K = 2,048 whatever the model's size. Clusters that differ by less are none. A model of no more than K
-parameters is kept as it is.
+A sketch is the seeded random projection of ``quantization.project``. The projection is linear, so the sketch of an
+update is the difference of two sketches. It keeps squared distances in expectation, with a relative standard deviation
+of √(2/K), which is 3 % for K = 2,048 and models of any size. A model of at most K parameters is stored unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedstrata.base.records import record
 from fedstrata.federation.messages import FitReply, Params
-from fedstrata.sampling.quantization import bucketed, project, signs
+from fedstrata.sampling.quantization import project
 from fedstrata.sampling.row_store import RowStore
-
-TOGETHER = 1 << 18
-"""Parameters that are sketched at once: what stays in a cache."""
 
 
 @record("Sketches")
 class Sketches:
-    """The last sketch of each client that ever sent a model.
+    """The last sketch of each client that has sent a model.
 
     Args:
-        known: Those clients, ascending, int64.
+        known: The clients with a sketch, ascending, int64.
         rows: Their sketches, len(known) rows of length K.
-        sent: The sketch of the model that went out last, shape (K,), float32; empty before the first round.
+        sent: The sketch of the global model that was sent last, shape (K,), float32; empty before the first round.
     """
 
     known: NDArray[np.int64]
@@ -41,77 +36,54 @@ class Sketches:
 
     @property
     def points(self) -> NDArray[np.float32]:
-        """The sketches, shape (len(known), K); not to be written to."""
+        """The sketches, shape (len(known), K), read-only."""
         return self.rows.whole()
 
     def with_rows(self, clients: NDArray[np.int64], points: NDArray[np.float32]) -> Sketches:
-        """With the sketches of some clients, ascending, renewed or added.
+        """Return a copy with new sketches of some clients.
 
         Args:
-            clients: Whose are new, shape (n,).
-            points: The new ones, shape (n, K).
+            clients: Clients with a new sketch, ascending, shape (n,).
+            points: The new sketches, shape (n, K).
         """
         known, rows = self.rows.joined(self.known, clients, points)
         return replace(self, known=known, rows=rows)
 
 
 def nobody() -> Sketches:
-    """No client is known."""
-    empty = np.empty(0, dtype=np.float32)
-    return Sketches(np.empty(0, dtype=np.int64), RowStore.of(np.empty((0, 0), dtype=np.float32)), empty)
+    """Return sketches of no clients."""
+    return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
 
 
 def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
-    """The sketch of a model.
+    """Return the sketch of a model.
 
     Args:
-        params: By name.
-        coordinates: K; 0 for all of them.
+        params: The model's parameters by name.
+        coordinates: K; 0 for all parameters.
         seed: The experiment's seed.
 
     Returns:
         Shape (min(d, K),).
     """
-    sketch: NDArray[np.float32] = project(_flat(params), coordinates, seed).numpy()
+    flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
+    sketch: NDArray[np.float32] = project(flat, coordinates, seed).numpy()
     return sketch
 
 
-def sketches(models: Sequence[Params], coordinates: int, seed: int) -> NDArray[np.float32]:
-    """The sketches of several models, shape (n, min(d, K)), without a copy of all of them at once."""
-    d = sum(tensor.numel() for tensor in models[0].values())
-    if coordinates == 0 or d <= coordinates:
-        return np.stack([_flat(params).numpy() for params in models])
-    sign = signs(d, seed)
-    matrix = np.empty((len(models), coordinates), dtype=np.float32)
-    # One buffer for all groups: writing to fresh memory would take longer than the sums.
-    size = min(max(1, TOGETHER // d), len(models))
-    buffer = torch.empty(size, d)
-    for begin in range(0, len(models), size):
-        group = models[begin : begin + size]
-        for row, params in zip(buffer, group, strict=False):
-            torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()], out=row)
-        signed = buffer[: len(group)].mul_(sign)
-        matrix[begin : begin + len(group)] = bucketed(signed.numpy(), coordinates)
-    return matrix
-
-
-def _flat(params: Params) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
-
-
 def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool) -> Sketches:
-    """Sketch what the participants of a round sent.
+    """Store sketches of the models that the participants of a round returned.
 
     Args:
-        state: What is remembered.
-        replies: The models.
+        state: The sketches so far.
+        replies: The participants' models.
         coordinates: K.
         seed: The experiment's seed.
-        updates: Whether what counts is the difference from the model that was sent out.
+        updates: Whether to sketch the updates instead, the differences from the global model that was sent.
     """
-    # A model that took no step is the one that was sent, and says nothing of the client.
-    replies = {client: reply for client, reply in replies.items() if reply.trained}
-    if not replies:
+    # A client without a step returned the model that it received, which says nothing about its data.
+    models = {client: reply.weights.params for client, reply in replies.items() if reply.trained}
+    if not models:
         return state
-    points = sketches([reply.weights.params for reply in replies.values()], coordinates, seed)
-    return state.with_rows(np.fromiter(replies, dtype=np.int64), points - state.sent if updates else points)
+    points = np.stack([sketch(params, coordinates, seed) for params in models.values()])
+    return state.with_rows(np.fromiter(models, dtype=np.int64), points - state.sent if updates else points)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
+from typing_extensions import override
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
@@ -21,34 +22,34 @@ from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.allocation import Allocation, allocated, spread
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.incremental_kmeans import Clusters
-from fedstrata.sampling.messages import Compress, CompressReply
+from fedstrata.sampling.messages import Compress, CompressReply, sketch_length
 from fedstrata.sampling.row_store import RowStore
-from fedstrata.sampling.sketches import sketch, sketches
+from fedstrata.sampling.sketches import sketch
 
 Refresh = Literal["all", "participants"]
 Gradients = Literal["asked", "updates"]
 Compared = Literal["restored", "centroids"]
 
 LARGE = 1000
-"""Number of clients above which only participants are renewed by default; see ``refresh``."""
+"""The number of clients above which only the participants' gradients are renewed by default; see ``refresh``."""
 
 FITTED = 1000
-"""Clients above which k-means and S_h see a random subset; the others join the nearest centre."""
+"""The number of clients above which k-means and S_h use a random subset; the others join the nearest centre."""
 
 
 @record("StratifiedState")
 class StratifiedState:
-    """What the server remembers: the last compressed gradient of each client.
+    """The sampler's state: the last compressed gradient of each client.
 
     Args:
-        known: Clients that ever sent one, ascending, int64.
-        rows: Their Z, len(known) rows of length d.
-        participants: Who returned a model in the last round, ascending, int64.
-        sent: The sketch of the model that went out, shape (d,), where updates stand for gradients.
-        lr: η of that round.
-        steps: K of every client where it is the same for all, else 1.
-        seed: The experiment's seed, which sketches belong to.
-        clusters: Where k-means stands, beyond ``FITTED`` clients of whom a few are renewed a round.
+        known: Clients with a known gradient, ascending, int64.
+        rows: Z of these clients, len(known) rows of length d.
+        participants: Clients that returned a model in the last round, ascending, int64.
+        sent: The sketch of the global model of the last round, shape (d,), if updates are used as gradients.
+        lr: η of the last round.
+        steps: K, the steps of every client, if it is the same for all clients; otherwise 1.
+        seed: The experiment's seed, on which sketches depend.
+        clusters: The state of k-means, for more than ``FITTED`` clients of which a few are renewed in each round.
     """
 
     known: NDArray[np.int64]
@@ -66,7 +67,7 @@ class StratifiedState:
         return self.rows.whole()
 
     def learned(self, clients: NDArray[np.int64], points: NDArray[np.float32]) -> StratifiedState:
-        """With Z of some clients, ascending, renewed or added."""
+        """Return a copy with new Z of some clients, ascending."""
         known, rows = self.rows.joined(self.known, clients, points)
         clusters = self.clusters
         if clusters is not None and len(clients) == len(known):
@@ -80,31 +81,31 @@ class StratifiedState:
 
 
 class Stratified(ClientSampler):
-    """Clients in strata of similar gradients; more draws where a stratum is large or diverse.
+    """Clients in strata of similar gradients; large and diverse strata get more draws.
 
     Args:
         strata: H.
-        centres: d', different values that a compressed gradient has.
-        coordinates: The length to which a gradient is projected first; 0 for its full length. Our reading of the text's
-            K_desired, which in the published code of FedSTaS is the number of samples that a round wants.
-        refresh: Whose compressed gradient Z is renewed every round, the others keeping their last one: ``all`` (the
-            paper) or ``participants``, by default up to 1,000 clients and beyond.
-        gradients: Where Z comes from. ``asked``: those to be renewed are asked for their compressed gradient at w_t,
-            which takes them a pass over their data; with ``participants`` as many clients that are not known yet are
-            asked too. ``updates``: nobody is asked; what a participant's update says of its gradient, (w_t − w_k) /
-            (η K) after K steps, stands for it, and clients that never took part are a stratum of their own. By default
-            ``asked`` with ``all`` and ``updates`` with ``participants``: asking would take longer than the training.
-        compared: What of a compressed gradient k-means, ‖Z_k‖ and S_h see. ``restored``: the gradient that it stands
-            for, as the paper has it. ``centroids``: only its d' centres, as in the published code of FedSTaS; only for
+        centres: d', the number of different values of a compressed gradient.
+        coordinates: The length to which a gradient is projected first; 0 for its full length. This is our reading of
+            the paper's K_desired. In the published code of FedSTaS, K_desired is the number of samples per round.
+        refresh: Whose compressed gradient Z is renewed in every round; the other clients keep their last one. ``all``
+            (the paper, and the default for up to 1,000 clients) or ``participants`` (the default for more).
+        gradients: Where Z comes from. ``asked``: clients are asked for their compressed gradient at w_t, which costs
+            them a pass over their data. With ``participants``, each round also asks as many unknown clients as it
+            invites. ``updates``: no client is asked. A participant's update (w_t − w_k) / (η K) after K steps is used
+            as its gradient, and clients that never took part are one stratum. Default: ``asked`` with ``all``, and
+            ``updates`` with ``participants``, because asking would take longer than training.
+        compared: The part of a compressed gradient that k-means, ‖Z_k‖ and S_h use. ``restored``: the whole gradient,
+            as in the paper. ``centroids``: only its d' centres, as in the published code of FedSTaS; this needs
             gradients that are ``asked``.
-        replacement: Draw with replacement within a stratum, as unbiased Horvitz-Thompson weights need.
-        allocation: How many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest remainder, which
-            may leave a stratum without any, as in the published code: biased, and no weight repairs that.
-            ``neyman-random``: rounded at random, no stratum below half of an equal share on average; weights take
-            account of it. ``neyman-at-least-one``: a draw for every stratum first, so that with as many draws as strata
-            nothing is left to allocate. ``proportional``: to N_h, with a draw for every stratum. By default ``neyman``;
-            ``neyman-random`` with replacement; ``neyman-at-least-one`` where only participants are renewed, since a
-            stratum without draws would never be looked at again.
+        replacement: Draw with replacement within a stratum, which unbiased Horvitz-Thompson weights need.
+        allocation: How many draws each stratum gets. ``neyman``: in proportion to N_h S_h, by largest remainder, as in
+            the published code. A stratum may get no draw, which is a bias that no weight corrects. ``neyman-random``:
+            rounded at random, with at least half of an equal share for every stratum on average, which the weights
+            correct. ``neyman-at-least-one``: first one draw for every stratum. ``proportional``: in proportion to N_h,
+            with a draw for every stratum. Default: ``neyman``; ``neyman-random`` with replacement;
+            ``neyman-at-least-one`` if only participants are renewed, because a stratum without draws would never be
+            renewed.
     """
 
     strata: PositiveInt = 10
@@ -117,7 +118,7 @@ class Stratified(ClientSampler):
     allocation: Allocation | None = None
 
     def rule(self, config: FederationConfig) -> Allocation:
-        """The allocation in use."""
+        """Return the allocation rule in use."""
         if self.allocation is not None:
             return self.allocation
         if self.replacement:
@@ -125,7 +126,7 @@ class Stratified(ClientSampler):
         return "neyman" if self._refreshes(config) == "all" else "neyman-at-least-one"
 
     def check(self, config: FederationConfig) -> None:
-        """No more strata than clients; fewer draws than strata are allowed, and said."""
+        """Refuse more strata than clients, and warn about fewer draws than strata."""
         super().check(config)
         if self._refreshes(config) == "all" and self.gradients == "updates":
             problem = "there are updates of participants alone: set refresh = 'participants', or use 'asked'"
@@ -135,8 +136,7 @@ class Stratified(ClientSampler):
             raise SpecError("method.compared", problem, self.compared)
         if self.strata > config.clients:
             raise SpecError("method.strata", f"more strata than clients; give at most {config.clients}", self.strata)
-        d = sum(tensor.numel() for tensor in config.model.params().values())
-        d = min(d, self.coordinates or d)
+        d = sketch_length(config.model.params(), self.coordinates)
         if self.centres > d:
             raise SpecError("method.centres", f"the gradient has {d} coordinates; give at most that", self.centres)
         m = config.training.invited(config.clients)
@@ -148,14 +148,14 @@ class Stratified(ClientSampler):
             )
 
     def check_private(self, config: FederationConfig) -> None:
-        """Updates of clients that took unequal numbers of steps would be long where a client holds much."""
+        """Refuse updates as gradients if the number of local steps, and so a client's size, affects their length."""
         if self._uses_updates(config) and config.training.local_steps is None:
             problem = "updates tell how many steps a client took, and with them the size that it keeps private"
             accepted = "use 'asked', or give training.local_steps, the same for all"
             raise SpecError("method.gradients", f"{problem}; {accepted}", "updates")
 
+    @override
     def learns(self, config: FederationConfig) -> bool:
-        """Updates may stand for gradients."""
         return self._uses_updates(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
@@ -167,49 +167,38 @@ class Stratified(ClientSampler):
         description = f"{length} {Compress.rule.description}, rounded to {self.centres} values"
         return [Allowed(Compress, where=where, rule=replace(Compress.rule, description=description))]
 
+    @override
     def init(self, federation: Federation) -> Tree:
-        """Nobody is known."""
         nobody = np.empty(0, dtype=np.int64)
-        return StratifiedState(nobody, RowStore.of(np.empty((0, 0), dtype=np.float32)), nobody)
+        return StratifiedState(nobody, RowStore.empty(), nobody)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
-        """Refresh Z, stratify, allocate, draw."""
+        """Renew the compressed gradients, stratify, allocate and draw."""
         config, candidates = federation.config, federation.candidates()
         state, candidates = self._refresh(federation, state, weights, candidates)
-        met = np.zeros(config.clients, dtype=bool)
-        met[state.known] = True
-        unseen = np.empty(0, dtype=np.int64)
-        if self._uses_updates(config):
-            unseen = candidates[~met[candidates]]
-        known = candidates[met[candidates]]
+        is_known = np.isin(candidates, state.known)
+        known = candidates[is_known]
+        unseen = candidates[~is_known] if self._uses_updates(config) else candidates[:0]
         clients = np.concatenate([known, unseen])
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        # Strangers are a stratum of their own; the few that are known at first have their share of the strata.
+        # Unseen clients are one stratum. Known clients get a share of the other strata in proportion to their number.
         count = self.strata if len(known) == len(clients) else max(1, (self.strata - 1) * len(known) // len(clients))
-        there = np.searchsorted(state.known, known)
-        norms = state.rows.norms[there]
-        # Unseen clients have unknown gradients: give all of them the same length.
+        available = np.searchsorted(state.known, known)
+        norms = state.rows.norms[available]
         strata, deviations, overall = known, np.empty(0), 1.0
         if len(known):
-            state, strata, deviations, overall = self._strata(federation, state, there, min(count, len(known)))
+            state, strata, deviations, overall = self._strata(federation, state, available, min(count, len(known)))
         sizes = np.bincount(strata, minlength=len(deviations))
         if len(unseen):
+            # Norms of 0 give all unseen clients the same probability.
             strata = np.concatenate([strata, np.full(len(unseen), len(sizes))])
             sizes, deviations = np.append(sizes, len(unseen)), np.append(deviations, overall)
             norms = np.concatenate([norms, np.zeros(len(unseen))])
         m = min(config.training.invited(config.clients), len(clients))
         allocation, chance = allocated(self.rule(config), m, sizes, deviations, federation.rng("allocation"))
-        order = np.argsort(clients)
-        selection = draw(
-            clients[order],
-            strata[order],
-            sizes,
-            allocation,
-            norms[order],
-            self.replacement,
-            federation.rng("client-sampling"),
-        )
+        order, generator = np.argsort(clients), federation.rng("client-sampling")
+        selection = draw(clients[order], strata[order], sizes, allocation, norms[order], self.replacement, generator)
         metrics: dict[str, Any] = {
             "strata_sizes": sizes.tolist(),
             "strata_allocation": allocation.tolist(),
@@ -221,19 +210,21 @@ class Stratified(ClientSampler):
         return replace(selection, stratum_chance=random, metrics=metrics), state
 
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
-        """Remember who took part: their compressed gradients are renewed, or their updates stand for them."""
-        # A client that took no step, because it kept no sample this time, has not shown what its gradient is like.
+        """Store the participants, and their updates if these are used as gradients."""
+        # The update of a client without a step, because it kept no sample, says nothing about its gradient.
         trained = {client: reply for client, reply in replies.items() if reply.trained} if len(state.sent) else {}
         if trained:
-            # Where sizes are private nobody tells its steps, and all take the same number: see ``check_private``.
+            # If sizes are private, replies do not contain the number of steps, which ``check_private`` makes equal.
             steps = [reply.steps or state.steps for reply in trained.values()]
-            models = sketches([reply.weights.params for reply in trained.values()], self.coordinates, state.seed)
+            models = np.stack(
+                [sketch(reply.weights.params, self.coordinates, state.seed) for reply in trained.values()]
+            )
             points = (state.sent - models) / (np.float32(state.lr) * np.array(steps, dtype=np.float32))[:, None]
             state = state.learned(np.fromiter(trained, dtype=np.int64), points)
         return replace(state, participants=np.array(sorted(replies), dtype=np.int64))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
-        """Cluster the known gradients with k-means."""
+        """Return the k-means strata of all known gradients."""
         if len(state.known) == 0:
             return None
         points = state.points
@@ -244,55 +235,64 @@ class Stratified(ClientSampler):
         return Strata(state.known, points, strata)
 
     def _strata(
-        self, federation: Federation, state: StratifiedState, there: NDArray[np.int64], count: int
+        self, federation: Federation, state: StratifiedState, available: NDArray[np.int64], count: int
     ) -> tuple[StratifiedState, NDArray[np.int64], NDArray[np.float64], float]:
-        """The strata of those known clients that are ``there``, S_h, and S of all of them together."""
+        """Stratify the available clients.
+
+        Args:
+            federation: The federation.
+            state: The sampler's state.
+            available: The rows of the known clients that are available, ascending, shape (n,).
+            count: H.
+
+        Returns:
+            The new state, the strata of the available clients, S_h, and S of all clients as one stratum.
+        """
         seed, round, rows, clusters = federation.config.seed, federation.round, state.rows, state.clusters
         if len(rows) > FITTED and self._refreshes(federation.config) != "all":
-            # Few changed: the last round's centres go on moving, until half the clients have changed once.
+            # Few rows change: continue from the last round's centres, until half of the rows have been renewed.
             stale = clusters is None or 2 * clusters.renewed > len(rows) or not clusters.sizes.all()
             if clusters is None or stale or len(clusters.sizes) != count:
                 clusters = Clusters.of(rows, stratify(state.points, count, seed, round))
             clusters = clusters.converged(rows)
             deviations, overall = clusters.spread(rows.norms)
-            return replace(state, clusters=clusters), clusters.labels[there], deviations, overall
-        points = state.points if len(there) == len(rows) else rows.take(there)
+            return replace(state, clusters=clusters), clusters.labels[available], deviations, overall
+        points = state.points if len(available) == len(rows) else rows.take(available)
         strata = stratify(points, count, seed, round)
-        seen = _seen(len(points), seed, round)
-        fitted, strata_seen = (points, strata) if seen is None else (points[seen], strata[seen])
-        deviations = spread(fitted, strata_seen, int(strata.max()) + 1)
-        return state, strata, deviations, float(spread(fitted, np.zeros_like(strata_seen), 1)[0])
+        subset = _subset(len(points), seed, round)
+        fitted, fitted_strata = (points, strata) if subset is None else (points[subset], strata[subset])
+        deviations = spread(fitted, fitted_strata, int(strata.max()) + 1)
+        return state, strata, deviations, float(spread(fitted, np.zeros_like(fitted_strata), 1)[0])
 
     def _refresh(
         self, federation: Federation, state: StratifiedState, weights: Weights, candidates: NDArray[np.int64]
     ) -> tuple[StratifiedState, NDArray[np.int64]]:
-        """What is known now, and who of the candidates may be drawn."""
-        refresh = self._refreshes(federation.config)
-        if self._uses_updates(federation.config):
-            config = federation.config
+        """Renew the compressed gradients, and return the new state and the candidates that may be drawn."""
+        config = federation.config
+        refresh, training = self._refreshes(config), config.training
+        if self._uses_updates(config):
             sent = sketch(weights.params, self.coordinates, config.seed)
-            training = config.training
             lr, steps = training.lr_at(federation.round), training.local_steps or 1
             return replace(state, sent=sent, lr=lr, steps=steps, seed=config.seed), candidates
         asked = candidates
         if refresh == "participants":
-            # Those of the last round renew theirs. Nobody can be drawn before being known: as many unseen clients as
-            # a round has places introduce themselves, until all have.
+            # Ask the last round's participants, and as many unknown clients as a round invites, because only known
+            # clients can be drawn.
             unseen = np.setdiff1d(candidates, state.known)
-            m = min(federation.config.training.invited(federation.config.clients), len(unseen))
+            m = min(training.invited(config.clients), len(unseen))
             introduced = federation.rng("introduce").choice(unseen, size=m, replace=False)
             asked = np.union1d(np.intersect1d(state.participants, candidates), introduced)
         request = Compress(federation.round, weights, self.centres, self.coordinates)
         replies = federation.ask(asked, request, work=float)
         if not replies:
             return state, candidates[:0] if refresh == "all" else candidates
-        fresh = np.array(sorted(replies), dtype=np.int64)
-        points = np.stack([self._point(replies[int(client)]) for client in fresh])
-        # Who was just asked and did not answer is not there: inviting it would waste a place.
-        return state.learned(fresh, points), fresh if refresh == "all" else candidates
+        answered = np.array(sorted(replies), dtype=np.int64)
+        points = np.stack([self._point(replies[int(client)]) for client in answered])
+        # A client that was asked and did not answer would probably not train either.
+        return state.learned(answered, points), answered if refresh == "all" else candidates
 
     def _point(self, reply: CompressReply) -> NDArray[np.float32]:
-        """What clients are compared by, shape (d,), or (d',) of centroids: the largest again where there are fewer."""
+        """Return the vector that clients are compared by: Z, shape (d,), or its centres, padded to shape (d',)."""
         if self.compared == "restored":
             return reply.restored()
         centres: NDArray[np.float32] = reply.centres.numpy()
@@ -306,7 +306,7 @@ class Stratified(ClientSampler):
 
 
 def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> NDArray[np.int64]:
-    """k-means of the compressed gradients into strata 0 … H' − 1, none of them empty (H' ≤ ``count``).
+    """Divide compressed gradients by k-means into strata 0 … H' − 1, none of them empty (H' ≤ ``count``).
 
     Args:
         points: Z, shape (N, d).
@@ -317,30 +317,30 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
     from sklearn.cluster import KMeans
     from sklearn.exceptions import ConvergenceWarning
 
-    seen = _seen(len(points), seed, round)
-    fitted = points if seen is None else points[seen]
-    # k-means does not mind the scale, but squares of very small or large gradients leave the range of float32.
+    subset = _subset(len(points), seed, round)
+    fitted = points if subset is None else points[subset]
+    # The scale does not change k-means, but squares of very small or large values leave the range of float32.
     largest = np.float32(max(float(fitted.max()), -float(fitted.min())))
     fitted = fitted / largest if largest > 0 else fitted
     state = int(rng(seed, "strata", round).integers(2**31))
-    # Sums of rows tell different rows apart far faster than the rows do; only where too few differ it is looked up.
+    # Count different rows by their sums, which is much faster, and compare whole rows only if that finds too few.
     distinct = len(np.unique(fitted.sum(axis=1)))
     distinct = distinct if distinct >= count else len(np.unique(fitted, axis=0))
     with warnings.catch_warnings():
-        # Points that differ in the last bits only make fewer clusters than asked: fewer strata are meant then.
+        # scikit-learn warns if points differ only in their last bits and form fewer clusters, which is fine here.
         warnings.simplefilter("ignore", ConvergenceWarning)
         model = KMeans(min(count, distinct), n_init=1, random_state=state).fit(fitted)
     labels = model.labels_
-    if seen is not None:
+    if subset is not None:
         centres = model.cluster_centers_
         products = points @ centres.T / (largest if largest > 0 else np.float32(1))
         labels = np.argmin((centres * centres).sum(axis=1) - 2 * products, axis=1)
-        labels[seen] = model.labels_
+        labels[subset] = model.labels_
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
-def _seen(clients: int, seed: int, round: int) -> NDArray[np.int64] | None:
-    """The rows that k-means sees: None for all, or a random subset of many, the same for every caller."""
+def _subset(clients: int, seed: int, round: int) -> NDArray[np.int64] | None:
+    """Return the rows that k-means uses: a random subset, the same for every caller; None for all rows."""
     if clients <= FITTED:
         return None
     return np.sort(rng(seed, "strata-subset", round).choice(clients, FITTED, replace=False))
@@ -359,7 +359,7 @@ def draw(
 
     Args:
         clients: Shape (N,), ascending.
-        strata: The stratum of each, shape (N,).
+        strata: The stratum of each client, shape (N,).
         sizes: N_h, shape (H,).
         allocation: m_h, shape (H,).
         norms: ‖Z_k‖, shape (N,).
@@ -378,7 +378,7 @@ def draw(
         if replacement:
             times[members] = generator.multinomial(allocation[h], p)
             continue
-        # Without replacement at most as many as have a chance at all can be drawn by weight; the rest is uniform.
+        # Only clients with a positive probability can be drawn by weight; the remaining draws are uniform.
         weighted = min(int(allocation[h]), int((p > 0).sum()))
         chosen = generator.choice(members, size=weighted, replace=False, p=p)
         times[chosen] = 1

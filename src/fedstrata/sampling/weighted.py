@@ -9,6 +9,7 @@ from fedstrata.base.records import Tree
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
+from fedstrata.sampling.allocation import systematic_draws
 from fedstrata.sampling.base import ClientSampler, Selection, with_replacement
 from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
 
@@ -20,17 +21,14 @@ class Weighted(ClientSampler):
     size: E[weight of k] = n_k / Σn.
 
     Args:
-        replacement: Whether a client may be drawn more than once. Without, clients that hold more than 1/m of the
-            data are always drawn and keep their weight n_k / Σn, the others share the rest (systematic sampling in
-            random order, Madow 1949).
+        replacement: Whether a client may be drawn more than once. Without replacement, clients that hold more than
+            1/m of the data are always drawn and keep their weight n_k / Σn, and the other clients are drawn by
+            systematic sampling in random order (Madow 1949).
     """
 
-    replacement: bool = True
+    tells_sizes = True
 
-    @property
-    def tells_sizes(self) -> bool:
-        """True: clients are drawn by size."""
-        return True
+    replacement: bool = True
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
         """Return the request for sizes, once."""
@@ -46,36 +44,32 @@ class Weighted(ClientSampler):
         m, generator = federation.config.training.invited(federation.config.clients), federation.rng("client-sampling")
         if len(clients) == 0:
             return Selection.plain(clients, 0), state
-        drawn = with_replacement if self.replacement else without_replacement
-        return drawn(clients, sizes, m, generator), state
+        draw = with_replacement if self.replacement else without_replacement
+        return draw(clients, sizes, m, generator), state
 
 
 def without_replacement(
     clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, generator: np.random.Generator
 ) -> Selection:
-    """M different clients, each with the probability min(1, c n_k), where c makes these add up to m.
+    """Draw m different clients, each with the probability min(1, c n_k), where c makes these probabilities add up to m.
 
     Each client with probability one is a separate stratum; all other clients are stratum 0.
 
     Args:
         clients: Ascending, shape (N,).
         sizes: n_k, shape (N,), positive.
-        m: Clients to draw; all of them where there are fewer.
+        m: Number of clients to draw; all clients if there are fewer.
         generator: Randomness.
     """
     m = min(m, len(clients))
     certain = certainties(sizes, m)
     others = np.flatnonzero(~certain)
-    places, total = m - int(certain.sum()), int(sizes[others].sum())
     chosen = certain.copy()
-    if places:
-        # Whole numbers: client k covers m n_k of a line, a pointer falls on every Σn of it.
-        order = generator.permutation(others)
-        ends = np.cumsum(sizes[order] * places)
-        pointers = generator.integers(total) + total * np.arange(places)
-        chosen[order[np.searchsorted(ends, pointers, side="right")]] = True
+    if m > certain.sum():
+        chosen[systematic_draws(others, sizes, m - int(certain.sum()), generator)] = True
     stratum = np.zeros(len(clients), dtype=np.int64)
     stratum[certain] = np.arange(1, certain.sum() + 1)
+    total = int(sizes[others].sum())
     probability = np.where(certain, 1.0, sizes / max(total, 1))
     return Selection(
         clients=clients[chosen],
@@ -99,8 +93,8 @@ def certainties(sizes: NDArray[np.int64], m: int) -> NDArray[np.bool_]:
     """
     certain = np.zeros(len(sizes), dtype=bool)
     while True:
-        left = m - int(certain.sum())
-        more = ~certain & (left * sizes >= sizes[~certain].sum()) if left else np.zeros_like(certain)
-        if not more.any():
+        remaining = m - int(certain.sum())
+        more = ~certain & (remaining * sizes >= sizes[~certain].sum())
+        if not remaining or not more.any():
             return certain
         certain |= more
