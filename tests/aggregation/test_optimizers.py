@@ -103,8 +103,8 @@ def test_adaptive_ones_have_a_rate_of_their_own():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: is of sgd; adam takes betas or nothing"),
-        ({"betas": (0.5, 0.9)}, r"betas = .*: are of adam and yogi; sgd has none"),
+        ({"optimizer": "adam", "momentum": 0.9}, "momentum = 0.9: only sgd has momentum, and not adam"),
+        ({"betas": (0.5, 0.9)}, r"betas = .*: only adam and yogi have betas, and not sgd"),
         ({"optimizer": "yogi", "betas": (1.5, 0.9)}, r"betas\.0 = 1.5: input should be less than 1"),
     ],
 )

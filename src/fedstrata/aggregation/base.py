@@ -24,7 +24,7 @@ from fedstrata.sampling.base import ClientSampler, Selection, Uniform
 
 
 class Aggregator(Setting):
-    """A weight a_k for every reply.
+    """Base class of the aggregators, which give every reply a weight a_k.
 
     Args:
         server: How the combined update is applied. By default it is added to the model.
@@ -99,7 +99,7 @@ def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.floa
 def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float64]) -> Params:
     """Average float buffers with the weights a_k / Σ a, and take the maximum of integer buffers (counters)."""
     total = float(a.sum())
-    if total == 0:
+    if total == 0 or not buffers:
         return buffers
     floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
     # Average the changes, so that a buffer that no client changed keeps every bit.
@@ -126,8 +126,8 @@ class MeanBySize(Aggregator):
     ) -> NDArray[np.float64]:
         """Return weights in proportion to the samples used.
 
-        >>> who = Selection.plain(np.array([0, 4, 7]), 10)
-        >>> MeanBySize().coefficients(who, np.array([0, 2]), np.array([30, 10])).tolist()
+        >>> selection = Selection.plain(np.array([0, 4, 7]), 10)
+        >>> MeanBySize().coefficients(selection, np.array([0, 2]), np.array([30, 10])).tolist()
         [0.75, 0.25]
         """
         if selection.stratum_samples is not None:
@@ -152,11 +152,13 @@ class Mean(Aggregator):
 class StratumMean(Aggregator):
     """w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k (FedSTS and FedSTaS, the papers' Eq.).
 
-    With importance sampling inside the strata this mean is biased, although the papers state otherwise: clients with
-    large gradients are drawn more often and not weighted down. ``HorvitzThompson`` is unbiased. m_h counts the clients
-    that returned. Strata from which no client returned are left out, and the other strata weighted up. Strata without
-    a draw under Neyman's allocation are left out as well, which is a second bias and also in the published code. If
-    clients were drawn in proportion to their samples, a stratum is weighted by its samples instead of its clients.
+    m_h counts the clients that returned. Strata from which no client returned are left out, and the weights of the
+    other strata increase. If clients were drawn in proportion to their samples, N_h and N count samples instead of
+    clients.
+
+    With importance sampling inside the strata, this mean is biased, although the papers state otherwise: clients with
+    large gradients are drawn more often, and their weights are not reduced. A second bias, also of the published code,
+    is that strata without a draw under Neyman's allocation are left out. ``HorvitzThompson`` is unbiased.
     """
 
     def coefficients(
@@ -164,8 +166,9 @@ class StratumMean(Aggregator):
     ) -> NDArray[np.float64]:
         """Return N_h / m_h, normalised.
 
-        >>> who = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), np.array([0, 1, 1]), np.array([2, 6]))
-        >>> StratumMean().coefficients(who, np.array([0, 1, 2]), np.ones(3, int)).tolist()
+        >>> stratum, stratum_sizes = np.array([0, 1, 1]), np.array([2, 6])
+        >>> selection = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), stratum, stratum_sizes)
+        >>> StratumMean().coefficients(selection, np.array([0, 1, 2]), np.ones(3, int)).tolist()
         [0.25, 0.375, 0.375]
         """
         stratum, draws = selection.stratum[returned], selection.draws[returned]
@@ -185,15 +188,12 @@ class HorvitzThompson(Aggregator):
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
         """Require draws with replacement, or uniform draws, for which the weights are 1/m."""
         if getattr(sampler, "allocation", None) == "neyman":
-            problem = "leaves strata without a draw in every round, which no weight repairs; horvitz-thompson takes"
-            raise SpecError("method.allocation", f"{problem} 'neyman-random' (its default) or one for each", "neyman")
+            problem = "leaves strata without a draw, which no weight corrects. Use 'neyman-random' (the default of"
+            raise SpecError("method.allocation", f"{problem} horvitz-thompson) or another allocation", "neyman")
         if getattr(sampler, "replacement", None) is False and not isinstance(sampler, Uniform):
-            raise SpecError(
-                "method.client_sampler.replacement",
-                "horvitz-thompson needs draws with replacement; set it to true "
-                "(method.aggregation = 'horvitz-thompson' of fedsts and fedstas does)",
-                False,
-            )
+            problem = "horvitz-thompson needs draws with replacement. Set it to true (fedsts and fedstas do so with"
+            problem += " method.aggregation = 'horvitz-thompson')"
+            raise SpecError("method.client_sampler.replacement", problem, False)
 
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
@@ -214,9 +214,9 @@ def _chance(selection: Selection) -> NDArray[np.float64]:
 
 
 def _population(selection: Selection, sizes: NDArray[np.int64], per_stratum: NDArray[Any]) -> int:
-    """Return the total size of the strata, without strata from which no invited client returned.
+    """Return the total size of the strata, without strata whose invited clients all failed to return.
 
-    A stratum without a draw by chance counts, because ``_chance`` corrects for it over the rounds.
+    A stratum that got no draw by chance counts, because ``_chance`` corrects for it over the rounds.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

@@ -42,11 +42,13 @@ class ServerOptimizer(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     @model_validator(mode="after")
-    def _nothing_is_lost(self) -> Self:
+    def _refuse_settings_without_effect(self) -> Self:
         if self.momentum and self.optimizer != "sgd":
-            raise SpecError("momentum", f"is of sgd; {self.optimizer} takes betas or nothing", self.momentum)
+            raise SpecError("momentum", f"only sgd has momentum, and not {self.optimizer}. Remove it", self.momentum)
         if self.betas != BETAS and self.optimizer not in ("adam", "yogi"):
-            raise SpecError("betas", f"are of adam and yogi; {self.optimizer} has none", self.betas)
+            raise SpecError(
+                "betas", f"only adam and yogi have betas, and not {self.optimizer}. Remove them", self.betas
+            )
         return self
 
     @property
@@ -57,7 +59,8 @@ class ServerOptimizer(Setting):
     def apply(self, params: Params, update: Params, state: Tree) -> tuple[Params, Tree]:
         """Take one step along an update (the negative gradient)."""
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
-            return {name: w.add(update[name], alpha=self.rate) for name, w in params.items()}, None
+            rate = self.rate
+            return {name: w.add(update[name], alpha=rate) for name, w in params.items()}, None
         stepper = Stepper(self, params, state)
         stepper.step({name: -delta for name, delta in update.items()})
         return stepper.params(), stepper.state()
@@ -80,7 +83,7 @@ class Stepper:
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
         self.settings, self._lr = settings, settings.rate if lr is None else lr
-        self._own = {name: w.detach().clone() for name, w in params.items()}
+        self._weights = {name: w.detach().clone() for name, w in params.items()}
         state = state or {}
         self._first: list[Tensor] = [tensor.clone() for tensor in state.get("first", ())]
         self._second: list[Tensor] = [tensor.clone() for tensor in state.get("second", ())]
@@ -88,18 +91,18 @@ class Stepper:
     @torch.no_grad()
     def step(self, gradient: Params, samples: int = 1) -> None:
         """Take one step along a gradient, or along a sum of gradients divided by its number of samples."""
-        gradients = [gradient[name] for name in self._own]
+        gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))
         else:
             self._adaptive(list(torch._foreach_div(gradients, float(samples))))
 
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
-        """Take one step v ← momentum v + g; w ← w − η v. The last sum divides, which saves a pass over memory."""
-        own = list(self._own.values())
+        """Take one step v ← momentum v + g; w ← w − η v. Dividing in the last line saves a pass over memory."""
+        weights = list(self._weights.values())
         if self.settings.weight_decay:
             gradient, samples = torch._foreach_div(gradient, samples), 1.0
-            torch._foreach_add_(gradient, own, alpha=self.settings.weight_decay)
+            torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)
         if self.settings.momentum:
             if self._first:
                 torch._foreach_mul_(self._first, self.settings.momentum)
@@ -107,17 +110,17 @@ class Stepper:
             else:
                 self._first = list(torch._foreach_div(gradient, samples))
             gradient, samples = self._first, 1.0
-        torch._foreach_add_(own, gradient, alpha=-self._lr / samples)
+        torch._foreach_add_(weights, gradient, alpha=-self._lr / samples)
 
     def _adaptive(self, gradient: list[Tensor]) -> None:
-        own, rule, tau = list(self._own.values()), self.settings.optimizer, self.settings.eps
+        weights, rule, tau = list(self._weights.values()), self.settings.optimizer, self.settings.eps
         beta1, beta2 = (0.0, 1.0) if rule == "adagrad" else self.settings.betas
         if self.settings.weight_decay:
-            torch._foreach_add_(gradient, own, alpha=self.settings.weight_decay)
+            torch._foreach_add_(gradient, weights, alpha=self.settings.weight_decay)
         if not self._second:
-            self._first = [torch.zeros_like(w) for w in own]
-            self._second = [torch.full_like(w, tau**2) for w in own]
-        for w, m, v, g in zip(own, self._first, self._second, gradient, strict=True):
+            self._first = [torch.zeros_like(w) for w in weights]
+            self._second = [torch.full_like(w, tau**2) for w in weights]
+        for w, m, v, g in zip(weights, self._first, self._second, gradient, strict=True):
             m.mul_(beta1).add_(g, alpha=1 - beta1)
             square = g.square()
             if rule == "yogi":
@@ -130,7 +133,7 @@ class Stepper:
 
     def params(self) -> Params:
         """Return the parameters, without a copy: later steps change them."""
-        return dict(self._own)
+        return dict(self._weights)
 
     def state(self) -> Tree:
         """Return the velocities or m (``first``) and v (``second``), in the order of the parameters."""

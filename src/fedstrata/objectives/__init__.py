@@ -1,1 +1,1 @@
-"""What a client minimises, one small file each."""
+"""The objectives that clients minimise, one small file each."""

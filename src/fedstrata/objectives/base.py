@@ -90,11 +90,11 @@ class Objective(Setting):
     """Client code for the objective's own requests; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """Groups of a client's message that add up over rounds. Only these are compressed by codecs with error feedback."""
+    """Groups of a client's message that are summed over the rounds. Codecs with error feedback compress only these."""
 
     @property
     def sends(self) -> str:
-        """The message of ``client_final``, in words for ``fedstrata asks``; empty if no message is sent.
+        """A description of ``client_final``'s message for ``fedstrata asks``; empty if it sends no message.
 
         A class that overrides ``client_final`` must override ``sends`` as well; sites refuse to answer it otherwise.
         """
@@ -105,7 +105,7 @@ class Objective(Setting):
         """The facts about a client that its message discloses."""
         return frozenset()
 
-    # At the server.
+    # Hooks at the server.
 
     def check(self, config: FederationConfig) -> None:
         """Raise ``SpecError`` for a model or training settings under which the objective would be wrong."""
@@ -147,7 +147,7 @@ class Objective(Setting):
         """Return the objective's metrics of a round."""
         return {}
 
-    # At a client.
+    # Hooks at a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
         """Return the server's message, with additions computed from the client's data before training.

@@ -44,12 +44,11 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
 
 
 def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
-    """Count the clients that learnt nothing.
+    """Count the clients whose loss is exactly 0, because their softmax has only one class.
 
-    With one class in the softmax, its probability is 1, and every loss and gradient is exactly 0. Only weight decay
-    and corrections change the model of such a client.
+    Its probability is 1, so that all gradients are 0. Only weight decay and corrections change the model of such a
+    client. Clients without steps are not counted.
     """
-    # Clients without steps do not count as idle.
     trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
 
@@ -58,7 +57,7 @@ Missing = Literal["excluded", "one"]
 
 
 class Calibrated(PerSample):
-    """Cross-entropy on ``scale`` · z + ``shift``, constants of a client's class counts."""
+    """Cross-entropy on ``scale`` · z + ``shift``, which depend on the client's class counts."""
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -75,14 +74,11 @@ class Calibrated(PerSample):
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return −log softmax(scale · z + shift)[y], shape (B,)."""
-        return F.cross_entropy(calibrate(model(params, batch.x), context), batch.y, reduction="none")
-
-
-def calibrate(logits: Tensor, context: Context) -> Tensor:
-    """Apply the scale and the shift of ``client_init`` to logits."""
-    scale, shift = context.derived["scale"], context.derived["shift"]
-    logits = logits if scale is None else logits * scale
-    return logits if shift is None else logits + shift
+        scale, shift = context.derived["scale"], context.derived["shift"]
+        logits = model(params, batch.x)
+        logits = logits if scale is None else logits * scale
+        logits = logits if shift is None else logits + shift
+        return F.cross_entropy(logits, batch.y, reduction="none")
 
 
 class Restricted(Calibrated):

@@ -17,9 +17,8 @@ class BodyOnly(CrossEntropy):
     def check(self, config: FederationConfig) -> None:
         """Require parameters outside the head."""
         if config.model.head_names.issuperset(config.model.params()):
-            raise SpecError(
-                "model", "is nothing but a head; FedBABU trains what stands before it", config.model.head_name
-            )
+            problem = "the model has only a head, and FedBABU trains the layers before it. Use a deeper model"
+            raise SpecError("model", problem, config.model.head_name)
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True for parameters outside the head."""

@@ -17,8 +17,9 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 class Dynamic(CrossEntropy):
     """F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖²; then λ_k ← λ_k − α (w_k − w_t).
 
-    At the server h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, with w̄ the aggregated w_k (their mean in FedDyn).
-    N counts all clients, also those that did not return. If no client returns, the model does not change.
+    At the server, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, where w̄ is the aggregated model (the mean of the
+    w_k in FedDyn). N counts all clients, also clients that did not return. If no client returns, the model does not
+    change.
 
     Args:
         alpha: α, the strength. The paper's grid is 0.1, 0.01 and 0.001.
@@ -49,16 +50,16 @@ class Dynamic(CrossEntropy):
         return h, Weights(shifted, after.buffers)
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Load the client's λ_k, 0 the first time."""
-        mine = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
-        return context.deriving(mine=mine)
+        """Load the client's λ_k, which is 0 in its first round."""
+        dual = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
+        return context.deriving(dual=dual)
 
     def correction(self, params: Params, context: Context) -> Params | None:
         """Return −λ_k + α (w − w_t)."""
-        mine: Params = context.derived["mine"]
-        return {name: self.alpha * (w.detach() - context.start[name]) - mine[name] for name, w in params.items()}
+        dual: Params = context.derived["dual"]
+        return {name: self.alpha * (w.detach() - context.start[name]) - dual[name] for name, w in params.items()}
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Return no message, and the new λ_k, which stays with the client."""
-        mine: Params = context.derived["mine"]
-        return {}, {n: mine[n] - self.alpha * (w - context.start[n]) for n, w in trained.params.items()}
+        dual: Params = context.derived["dual"]
+        return {}, {n: dual[n] - self.alpha * (w - context.start[n]) for n, w in trained.params.items()}

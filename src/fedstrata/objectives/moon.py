@@ -15,7 +15,7 @@ from fedstrata.objectives.prototypes import evaluating
 
 
 def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: float) -> Tensor:
-    """−log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ) with cosine similarity.
+    """Return −log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ) with cosine similarity.
 
     Args:
         z: Features of the model in training, shape (B, …).
@@ -32,16 +32,16 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
     """
     near = F.cosine_similarity(z.flatten(1), positive.flatten(1))
     far = F.cosine_similarity(z.flatten(1), negative.flatten(1))
-    # log(1 + e^x) of the difference: the two-class cross-entropy without its exponentials.
+    # The loss equals log(1 + e^x) with x = (far − near) / τ.
     return F.softplus((far - near) / temperature)
 
 
 class Contrastive(PerSample):
     """Cross-entropy + μ · contrastive loss: towards the global model's features, away from the client's last ones.
 
-    The features are the head's input. The two frozen models run in evaluation mode with buffers of their own. A
-    client's first time its last model is the global one, and then the loss has no gradient. A client keeps a whole
-    model between the rounds.
+    The features are the head's input. The two frozen models run in evaluation mode, with their own buffers. In a
+    client's first round, its last model is the global model, and the contrastive loss has no gradient. A client stores
+    a whole model between the rounds.
 
     Args:
         mu: μ, the weight of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
@@ -62,10 +62,10 @@ class Contrastive(PerSample):
 
     def client_init(self, model: Model, context: Context) -> Context:
         """Load the global model and the client's last model."""
-        theirs = {**context.start, **context.received["buffers"]}
-        # A state from a checkpoint has lost its memory format, which the sums in convolutions depend on.
-        kept = model.laid_out(context.kept) if isinstance(context.kept, dict) else theirs
-        return context.deriving(positive=theirs, negative=kept)
+        received = {**context.start, **context.received["buffers"]}
+        # A state from a checkpoint has lost its memory format, which affects the rounding in convolutions.
+        last = model.laid_out(context.kept) if isinstance(context.kept, dict) else received
+        return context.deriving(positive=received, negative=last)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the sum of both losses of every sample, shape (B,)."""

@@ -1,7 +1,7 @@
 """Prototypes: the mean feature of every class, at a client and over the federation (ReBaFL §4.3, Eq. 18, 21 and 23).
 
-A table of prototypes is a group of two tensors that travels as it is: ``means``, shape (C, d), and ``samples``, shape
-(C,), how many samples each mean is over. A class of which nobody knows has 0 samples and a row of zeros.
+A table of prototypes holds two tensors: ``means``, shape (C, d), and ``samples``, shape (C,), the number of samples
+behind each mean. A class without a prototype has 0 samples and a row of zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Table = dict[str, Tensor]
 
 
 def feature_size(model: Model) -> int:
-    """d, the length of the features: what the head's first linear layer takes.
+    """Return d, the length of the features: the input size of the head's first linear layer.
 
     Raises:
         SpecError: The head has no linear layer.
@@ -35,13 +35,13 @@ def feature_size(model: Model) -> int:
 
 
 def no_prototypes(classes: int, size: int) -> Table:
-    """A table that knows no class."""
+    """Return a table without prototypes."""
     return {"means": torch.zeros(classes, size), "samples": torch.zeros(classes)}
 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """The module in evaluation mode for the block: no batch statistics, no dropout, and BatchNorm learns nothing."""
+    """Put the module into evaluation mode for the block: without dropout or changes of BatchNorm's statistics."""
     training = model.module.training
     model.train_mode(False)
     try:
@@ -52,12 +52,12 @@ def evaluating(model: Model) -> Iterator[None]:
 
 @torch.no_grad()
 def class_means(model: Model, params: Params, batches: Batches, classes: int) -> Table:
-    """Local prototypes (Eq. 21): features in evaluation mode, averaged by class.
+    """Return a client's prototypes (Eq. 21): its features in evaluation mode, averaged by class.
 
     Args:
-        model: With the buffers that belong to ``params``.
-        params: Under which.
-        batches: Calls to get the client's samples.
+        model: The model, with the buffers that belong to ``params``.
+        params: The parameters.
+        batches: Returns the client's samples.
         classes: C.
     """
     device = next(iter(params.values())).device
@@ -67,27 +67,25 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
         for batch in batches():
             features = model.with_features(params, batch.x)[0].flatten(1)
             if features.shape[1] != sums.shape[1]:
-                problem = (
-                    f"gets {features.shape[1]} features and its first nn.Linear takes {sums.shape[1]}: prototypes "
-                )
-                problem += "need a head that begins with that layer (after nn.Flatten at most)"
+                problem = f"gets {features.shape[1]} features and its first nn.Linear takes {sums.shape[1]}: "
+                problem += "prototypes need a head that begins with that layer (after nn.Flatten at most)"
                 raise SpecError("model.head", problem, model.head_name)
             sums.index_add_(0, batch.y, features.double())
             samples += torch.bincount(batch.y, minlength=classes)
     return {"means": (sums / samples.clamp(min=1)[:, None]).float(), "samples": samples}
 
 
-def merged(own: Table, theirs: Table) -> Table:
-    """Eq. 18: a client's own prototype where it has one, else the federation's."""
-    mine = own["samples"] > 0
+def merged(first: Table, second: Table) -> Table:
+    """Return the prototypes of the first table, and those of the second for classes that the first lacks (Eq. 18)."""
+    known = first["samples"] > 0
     return {
-        "means": torch.where(mine[:, None], own["means"], theirs["means"]),
-        "samples": torch.where(mine, own["samples"], theirs["samples"]),
+        "means": torch.where(known[:, None], first["means"], second["means"]),
+        "samples": torch.where(known, first["samples"], second["samples"]),
     }
 
 
 def of_enough(table: Table, least: int) -> Table:
-    """Without the classes of which there are fewer samples.
+    """Return the table without classes that have fewer than ``least`` samples.
 
     >>> of_enough({"means": torch.tensor([[1.0], [5.0]]), "samples": torch.tensor([3.0, 1.0])}, 2)
     {'means': tensor([[1.],
@@ -101,11 +99,13 @@ def of_enough(table: Table, least: int) -> Table:
 
 
 def averaged(before: Table, tables: Iterable[Table]) -> Table:
-    """Eq. 23: the mean by samples; a class that nobody reported keeps its last prototype.
+    """Return the mean of the clients' prototypes, weighted by samples (Eq. 23).
+
+    A class that no client reported keeps its last prototype.
 
     Args:
-        before: The federation's.
-        tables: Those of the clients that returned.
+        before: The federation's prototypes before the round.
+        tables: The prototypes of the clients that returned.
 
     >>> one = {"means": torch.tensor([[1.0], [0.0]]), "samples": torch.tensor([3.0, 0.0])}
     >>> two = {"means": torch.tensor([[5.0], [0.0]]), "samples": torch.tensor([1.0, 0.0])}

@@ -65,8 +65,8 @@ class Scaffold(Objective):
     def client_init(self, model: Model, context: Context) -> Context:
         """Compute c − c_k, which stays the same at every step."""
         c = context.received["c"]
-        mine = context.kept or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
-        return context.deriving(mine=mine, correction={name: c[name] - mine[name] for name in c})
+        c_k = context.kept or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
+        return context.deriving(c_k=c_k, correction={name: c[name] - c_k[name] for name in c})
 
     def correction(self, params: Params, context: Context) -> Params | None:
         """Return the constant c − c_k."""
@@ -75,10 +75,10 @@ class Scaffold(Objective):
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
         """Return Δc_k = c_k⁺ − c_k for the server, and c_k⁺, which stays with the client."""
-        mine: Params = context.derived["mine"]
+        c_k: Params = context.derived["c_k"]
         if trained.steps == 0:
-            return {"delta_c": {name: torch.zeros_like(tensor) for name, tensor in mine.items()}}, mine
+            return {"delta_c": {name: torch.zeros_like(tensor) for name, tensor in c_k.items()}}, c_k
         scale = 1 / (trained.steps * context.lr)
-        ahead: Params = context.derived["correction"]
-        new = {n: (context.start[n] - w) * scale - ahead[n] for n, w in trained.params.items()}
-        return {"delta_c": {name: new[name] - mine[name] for name in new}}, new
+        correction: Params = context.derived["correction"]
+        new = {n: (context.start[n] - w) * scale - correction[n] for n, w in trained.params.items()}
+        return {"delta_c": {name: new[name] - c_k[name] for name in new}}, new
