@@ -1,1 +1,1 @@
-"""One file a method; most are a recipe of four choices."""
+"""The federated methods, one file each; most are recipes of four choices."""

@@ -1,10 +1,11 @@
-"""What a method is, and the recipe that most methods are."""
+"""The base class of all methods, and the recipe, which is the base class of most."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict, get_args
 
 import torch
@@ -23,7 +24,7 @@ from fedstrata.objectives.base import AnyObjective, CrossEntropy, Objective
 from fedstrata.sampling.base import AllData, AnyClientSampler, AnyDataSampler, ClientSampler, DataSampler, Uniform
 
 ASKING = {
-    "method": ("run_round", "init", "handlers"),
+    "method": ("run_round", "train_clients", "init", "handlers"),
     "client_sampler": ("select", "init", "handlers"),
     "data_sampler": ("keep", "init", "handlers"),
     "objective": ("client_final", "handlers"),
@@ -32,10 +33,10 @@ ASKING = {
 
 
 class Method(Setting):
-    """A federated method: ordinary Python on the server that sends typed requests to clients.
+    """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    Its settings are its fields. Its state is one record with at least ``weights``, the global model, and goes through
-    ``run_round`` explicitly.
+    The fields are the method's settings. The state is one record with at least ``weights``, the global model;
+    ``run_round`` takes and returns it explicitly.
     """
 
     paper: ClassVar[str] = ""
@@ -128,16 +129,16 @@ CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 class Recipe(Method):
-    """A method that is four choices. A spec may replace each of them, by a name or by a table with settings.
+    """A method that consists of four choices. A spec may replace each choice by a name or a table of settings.
 
-    A subclass returns the choices in which it differs from FedAvg from ``parts``, made from its own settings. A setting
-    is refused when a spec replaces every choice on which it has an effect.
+    The function ``parts`` of a subclass returns the choices in which it differs from FedAvg, built from the subclass's
+    settings. A setting is refused if a spec replaces every choice on which it has an effect.
 
     Args:
-        client_sampler: Who takes part.
+        client_sampler: How the clients of a round are drawn.
         data_sampler: Which of its samples a client uses.
-        objective: What a client minimises.
-        aggregator: How the server combines.
+        objective: The objective of local training.
+        aggregator: How the server combines the clients' models.
 
     >>> from pydantic import Field
     >>> from fedstrata.objectives.fedprox import Proximal
@@ -150,7 +151,7 @@ class Recipe(Method):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Settings of the method that a choice calls differently, and their names there."""
+    """The names of the method's settings in its choices, for settings that have another name there."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -162,43 +163,48 @@ class Recipe(Method):
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
-        """Return the settings that one of the parts has too, each with the choice and its name there."""
-        keys = [key for key in type(self).model_fields if key not in CHOICES]
-        shared: dict[str, tuple[Choice, str]] = {}
-        for choice, part in self._checked_parts().items():
-            names = {key: self.renamed.get(key, key) for key in keys}
-            shared |= {key: (choice, name) for key, name in names.items() if name in type(part).model_fields}
-        return shared
+        """Return the method's settings that are also settings of a part: by key, the choice and the name there."""
+        names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
+        return {
+            key: (choice, name)
+            for choice, part in self._checked_parts().items()
+            for key, name in names.items()
+            if name in type(part).model_fields
+        }
 
     def _checked_parts(self) -> dict[Choice, Setting]:
-        """Return ``parts``, with errors that tell an author what is wrong with them."""
+        """Return ``parts`` after a check of their names and types."""
         parts: Any = self.parts()
         for choice, part in parts.items():
-            where = f"{type(self).__name__}.parts"
             if choice not in CHOICES:
-                raise TypeError(f"{where}: {choice!r} is not a choice of {', '.join(CHOICES)}")
+                raise TypeError(f"{type(self).__name__}.parts: {choice!r} is not a choice of {', '.join(CHOICES)}")
             expected: Any = Recipe.model_fields[choice].annotation
             if not isinstance(part, expected):
-                raise TypeError(f"{where}: {choice} = {part!r} is not an instance of {expected.__name__}")
+                problem = f"{choice} = {part!r} is not an instance of {expected.__name__}"
+                raise TypeError(f"{type(self).__name__}.parts: {problem}")
         return dict(parts)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the defaults of the method's settings, without the choices and the settings that are needed."""
-        fields = type(self).model_fields.items()
-        own = {key: field for key, field in fields if key not in CHOICES and not field.is_required()}
-        return {key: field.get_default(call_default_factory=True) for key, field in own.items()}
+        """Return the defaults of the method's settings, without the choices and without required settings."""
+        return {
+            key: field.get_default(call_default_factory=True)
+            for key, field in type(self).model_fields.items()
+            if key not in CHOICES and not field.is_required()
+        }
 
     @model_validator(mode="after")
-    def _settle(self) -> Self:
-        """Put in the parts that were not replaced, and refuse settings that act only in parts that were."""
+    def _set_parts(self) -> Self:
+        """Use the parts for choices that are not replaced, and refuse settings that affect only replaced choices."""
         parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
         for key in sorted(given & defaults.keys()) if replaced else ():
+            # A setting affects the choices that differ from the parts under its default.
             usual = self.model_copy(update={key: defaults[key]})._checked_parts()
-            shaped = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
-            if shaped and shaped <= replaced:
-                choice = min(shaped)
-                problem = f"has no effect: it belongs to the method's own {choice}, which is replaced; set it there"
+            affected = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
+            if affected and affected <= replaced:
+                problem = (
+                    f"has no effect: it belongs to the method's own {min(affected)}, which is replaced; set it there"
+                )
                 raise SpecError(key, problem, getattr(self, key))
         for choice in parts.keys() - replaced:
             object.__setattr__(self, choice, parts[choice])
@@ -207,9 +213,9 @@ class Recipe(Method):
     def to_spec(self) -> dict[str, Any]:
         """Return the settings that have an effect and the replaced choices; parsing them gives an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
-        shared = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
-        idle = {key for key in shared if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
-        return {key: value for key, value in super().to_spec().items() if key not in idle}
+        of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
+        omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
+        return {key: value for key, value in super().to_spec().items() if key not in omitted}
 
     def choices(self) -> tuple[ClientSampler, DataSampler, Objective, Aggregator]:
         """Return the four choices in use."""
@@ -272,18 +278,17 @@ class Recipe(Method):
             raise SpecError("method.aggregator", f"weighs by sizes that clients keep private; use {accepted}")
         if objective.tells_counts(config):
             problem = "tells sizes that clients keep private; use another"
-            if not objective.tells_counts(
-                replace(config, training=config.training.model_copy(update={"local_steps": 1}))
-            ):
+            by_steps = replace(config, training=config.training.model_copy(update={"local_steps": 1}))
+            if not objective.tells_counts(by_steps):
                 problem += ", or training.local_steps, the same for all"
             raise SpecError("method.objective", problem, objective.name)
         decays = config.training.weight_decay > 0
         if config.training.local_steps is None and (decays or has_batchnorm(config.model.module)):
             why = "weight decay" if decays else "BatchNorm's running statistics"
-            problem = (
-                f"with epochs {why} would tell how many steps a client took, and with them its size, which it keeps "
+            problem = f"with epochs {why} would tell how many steps a client took, and with them its size, which it"
+            raise SpecError(
+                "training.local_steps", f"{problem} keeps private; give a number of steps, the same for all"
             )
-            raise SpecError("training.local_steps", problem + "private; give a number of steps, the same for all")
 
     def init(self, federation: Federation, weights: Weights) -> RecipeState:
         """Return the initial state of every choice."""
@@ -297,25 +302,18 @@ class Recipe(Method):
         )
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Select, sample, train, combine."""
+        """Select clients, train them, and combine their models."""
         sampler, data, objective, aggregator = self.choices()
         config, weights = federation.config, state.weights
         selection, clients_state = sampler.select(federation, state.clients, weights)
         invited = selection.clients.tolist()
         keep, data_state, data_metrics = data.keep(federation, state.data, invited)
 
-        message, counts = objective.message(state.objective), not data.private
-        expected = objective.expected(weights, config)
-        request = Fit(federation.round, weights, message, keep, counts=counts)
-        replies = federation.ask(
-            invited,
-            request,
-            work=lambda samples: config.training.sample_gradients(samples * keep),
-            check=lambda reply: check_message(reply, expected),
-        )
+        request = Fit(federation.round, weights, objective.message(state.objective), keep, counts=not data.private)
+        replies = self.train_clients(federation, invited, request)
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
-        # A server optimiser with weight decay would move even what no client trains.
+        # A server optimiser with weight decay would change parameters that clients do not train.
         frozen = {n: w for n, w in weights.params.items() if not objective.trains(n, config.model)}
         combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
         answers = list(replies.values())
@@ -332,8 +330,18 @@ class Recipe(Method):
             **selection.metrics,
             **data_metrics,
             **objective.metrics(answers),
-            **diversity_of(answers, config),
+            **(weight_diversity([reply.weights.params for reply in answers]) if config.weight_diversity else {}),
         }
+
+    def train_clients(self, federation: Federation, clients: Sequence[int], request: Fit) -> dict[int, FitReply]:
+        """Ask the invited clients to train, and return their replies."""
+        expected, training = self.objective.expected(request.weights, federation.config), federation.config.training
+        return federation.ask(
+            clients,
+            request,
+            work=lambda samples: training.sample_gradients(samples * request.keep),
+            check=partial(check_message, expected=expected),
+        )
 
 
 def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
@@ -342,17 +350,12 @@ def training_metrics(answers: list[FitReply]) -> dict[str, Any]:
     A client's loss is the mean over its steps. The mean over clients is weighted by the samples that each client saw.
     If clients keep their counts private, the samples are 0 and the loss is the mean over the clients that took a step.
     """
-    seen = sum(reply.seen for reply in answers)
+    seen = sum([reply.seen for reply in answers])
     weights = [reply.seen if seen else int(reply.trained) for reply in answers]
     loss = None
     if any(weights):
-        loss = sum(w * reply.loss for w, reply in zip(weights, answers, strict=True)) / sum(weights)
+        loss = sum([w * reply.loss for w, reply in zip(weights, answers, strict=True)]) / sum(weights)
     return {"clients_trained": len(answers), "samples": seen, "train_loss": loss}
-
-
-def diversity_of(answers: Sequence[FitReply], config: FederationConfig) -> dict[str, Any]:
-    """Return the ``weight_diversity`` of the returned models if ``evaluation.weight_diversity`` is set."""
-    return weight_diversity([reply.weights.params for reply in answers]) if config.weight_diversity else {}
 
 
 def weight_diversity(models: Sequence[Params]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 class FedBABU(Recipe):
     """FedAvg of the body; the head keeps its initial values, and the global model is evaluated with it.
 
-    With ``fine_tune`` a copy of the head is trained at the server before each evaluation, and for the model that the
-    run leaves behind; clients never see it. The paper fine-tunes at each client, on the client's own data: that is what
-    ``evaluation.fine_tune`` measures.
+    With ``fine_tune``, a copy of the head is trained at the server before each evaluation and for the run's final
+    model; clients never see it. The paper fine-tunes at each client, on the client's own data, as
+    ``evaluation.fine_tune`` does.
 
     Args:
         fine_tune: How the head is trained for evaluation, such as ``{ per_class = 10 }``, with the keys and defaults of

@@ -11,7 +11,7 @@ from fedstrata.objectives.feddyn import Dynamic
 
 
 class FedDyn(Recipe):
-    """Uniform clients whose objective is regularised dynamically; the plain mean of their models, less h/α."""
+    """Uniform clients with a dynamically regularised objective; the mean of their models, minus h/α."""
 
     paper = "Acar et al. 2021, Federated Learning Based on Dynamic Regularization (ICLR)"
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+
+from typing_extensions import override
 
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.handlers.fedtan import FitTogether
 from fedstrata.federation.allowed import Agreed, Allowed, SampleLimit
 from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.federation import Federation
-from fedstrata.methods.base import Recipe, RecipeState, diversity_of, training_metrics
+from fedstrata.federation.messages import Fit, FitReply
+from fedstrata.methods.base import Recipe
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.objectives.base import CrossEntropy
 from fedstrata.sampling.base import AllData
@@ -32,13 +35,12 @@ class FedTAN(Recipe):
         """Require a model with BatchNorm whose statistics are averaged."""
         super().check(config)
         if not has_batchnorm(config.model.module):
-            raise SpecError(
-                "method.name", "FedTAN is about BatchNorm and the model has none; fedavg is the same", "fedtan"
-            )
+            problem = "FedTAN is about BatchNorm and the model has none; fedavg is the same"
+            raise SpecError("method.name", problem, "fedtan")
         if config.training.batch_norm == "local":
             raise SpecError("training.batch_norm", "FedTAN's statistics are the federation's; use average", "local")
-        for key, plain in (("data_sampler", AllData()), ("objective", CrossEntropy())):
-            if getattr(self, key) != plain:
+        for key, accepted in (("data_sampler", AllData()), ("objective", CrossEntropy())):
+            if getattr(self, key) != accepted:
                 raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
@@ -47,20 +49,7 @@ class FedTAN(Recipe):
         reason = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))
 
-    def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Select clients, train them together, and combine their models."""
-        sampler, _, _, aggregator = self.choices()
-        weights = state.weights
-        selection, clients = sampler.select(federation, state.clients, weights)
-        request, work = FitTogether(federation.round, weights), federation.config.training.sample_gradients
-        replies = federation.ask(selection.clients.tolist(), request, together=True, work=work)
-        after, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
-        state = RecipeState(
-            weights=after,
-            clients=sampler.observe(clients, replies),
-            data=state.data,
-            objective=state.objective,
-            aggregator=aggregator_state,
-        )
-        answers = list(replies.values())
-        return state, {**training_metrics(answers), **selection.metrics, **diversity_of(answers, federation.config)}
+    @override
+    def train_clients(self, federation: Federation, clients: Sequence[int], request: Fit) -> dict[int, FitReply]:
+        together, work = FitTogether(request.round, request.weights), federation.config.training.sample_gradients
+        return federation.ask(clients, together, together=True, work=work)

@@ -17,10 +17,9 @@ from fedstrata.models.batchnorm import has_batchnorm
 
 
 class HeadTuning(Setting):
-    """Gradient descent on only the head, with samples **that no client holds**.
+    """Full-batch gradient descent on only the head, with samples **that no client holds**.
 
-    The server holds the same samples in every round. Features are computed once, in evaluation mode. Each step is a
-    step of full-batch gradient descent.
+    The server uses the same samples in every round. Features are computed once per round, in evaluation mode.
 
     Args:
         per_class: Samples of every class at the server.

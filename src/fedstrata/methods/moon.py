@@ -10,7 +10,7 @@ from fedstrata.objectives.moon import Contrastive
 
 
 class MOON(Recipe):
-    """FedAvg whose clients stay near the global model's features and leave their own last ones."""
+    """FedAvg with a loss that pulls features towards the global model's and away from the client's last model's."""
 
     paper = "Li, He and Song 2021, Model-Contrastive Federated Learning (CVPR)"
 

@@ -11,7 +11,7 @@ from fedstrata.sampling import power_of_choice
 
 
 class PowerOfChoice(Recipe):
-    """FedAvg with the clients of d candidates that have the largest loss, and the plain mean of their models."""
+    """FedAvg with the m of d candidates that have the largest loss, and the plain mean of their models."""
 
     paper = "Cho et al. 2020, Client Selection in Federated Learning (arXiv:2010.01243)"
 

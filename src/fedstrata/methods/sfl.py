@@ -41,14 +41,11 @@ class SFL(Method):
     def check(self, config: FederationConfig) -> None:
         """Check the sampler against the federation."""
         if config.training.batch_norm == "local":
-            raise SpecError(
-                "training.batch_norm", "one travelling model has one set of statistics; use average", "local"
-            )
+            problem = "one travelling model has one set of statistics; use average"
+            raise SpecError("training.batch_norm", problem, "local")
         sampler = self.client_sampler
         if sampler.learns(config):
-            problem = (
-                "learns from the models that participants send back, and in a relay the server sees one; use another"
-            )
+            problem = "learns from the models that clients return, and the server receives one model; use another"
             raise SpecError("method.client_sampler", problem, sampler.name)
         sampler.check(config)
 
@@ -67,16 +64,14 @@ class SFL(Method):
         config, sampler = federation.config, self.client_sampler
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
-        request = Visit(federation.round)
-        tasks = [(client, request) for client in order]
-        relayed = federation.relay(
-            tasks, state.weights, work=lambda _, samples: config.training.sample_gradients(samples)
-        )
+        visits = [(client, Visit(federation.round)) for client in order]
+        gradients = config.training.sample_gradients
+        relayed = federation.relay(visits, state.weights, work=lambda _, samples: gradients(samples))
         replies: list[VisitReply] = list(relayed.replies.values())
         seen = sum(reply.seen for reply in replies)
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.log.hops, config.clients, federation.round)
-        # Samplers may use which clients took part. Samplers that need their models are refused by ``check``.
-        took_part = {order[position]: reply for position, reply in relayed.replies.items()}
-        return SFLState(relayed.weights, sampler.observe(clients, took_part)), metrics
+        # The sampler may use which clients took part. A sampler that needs their models is refused by ``check``.
+        by_client = {order[position]: reply for position, reply in relayed.replies.items()}
+        return SFLState(relayed.weights, sampler.observe(clients, by_client)), metrics
