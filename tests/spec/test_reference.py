@@ -11,7 +11,7 @@ import fedstrata as fs
 from fedstrata.base.errors import SpecError
 from fedstrata.cli import main
 from fedstrata.evaluation.history import STANDARD, summarise
-from fedstrata.spec.reference import SECTIONS, kinds, markdown, own, rows
+from fedstrata.spec.reference import SECTIONS, kinds, markdown, rows, specific
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "spec.md"
@@ -52,10 +52,10 @@ def test_words_are_hyphenated(section):
 
 
 def test_limits_and_defaults_are_those_of_the_settings():
-    found = {row[0]: row[1:3] for row in own("availability", dict(kinds("availability"))["persistent"])}
+    found = {row[0]: row[1:3] for row in specific("availability", dict(kinds("availability"))["persistent"])}
     assert found == {"p": ("number, > 0, ≤ 1", "0.5"), "period": ("whole number, > 0", "20")}
     assert ("mode", "`batch`, `single`, `hybrid`", "batch") in {
-        row[:3] for row in own("method", dict(kinds("method"))["stratify"])
+        row[:3] for row in specific("method", dict(kinds("method"))["stratify"])
     }
     assert {row[0]: row[2] for row in rows(fs.Trace)}["file"] == ""
 

@@ -125,7 +125,7 @@ def experiment(options: argparse.Namespace) -> Experiment:
 
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
     """``work()``, whose errors name the line of the spec file."""
-    from fedstrata.spec.experiment import placed
+    from fedstrata.spec.experiment import with_location
 
     try:
         return work()
@@ -135,7 +135,7 @@ def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
         by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in given)
         in_file = options.spec and Path(options.spec).is_file() and not by_hand
         error = elsewhere(error)
-        raise (placed(error, options.spec) if in_file else error) from None
+        raise (with_location(error, options.spec) if in_file else error) from None
 
 
 def elsewhere(error: SpecError) -> SpecError:

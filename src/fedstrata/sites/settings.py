@@ -14,7 +14,7 @@ from pydantic import PositiveFloat
 from fedstrata.base.config import Setting, build, plain
 from fedstrata.base.errors import SpecError
 from fedstrata.sites.directory import Fewer
-from fedstrata.spec.experiment import placed, read_toml
+from fedstrata.spec.experiment import read_toml, with_location
 
 LOCAL = Path("local") / "fedstrata.toml"
 """A site's own settings, inside its folder; never part of a job."""
@@ -53,7 +53,7 @@ def read_setting(kind: type[S], path: Path, key: str) -> S:
     try:
         return build(kind, table)
     except SpecError as error:
-        raise placed(error, path) from None
+        raise with_location(error, path) from None
 
 
 @dataclass(frozen=True)

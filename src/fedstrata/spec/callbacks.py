@@ -1,15 +1,14 @@
-"""What looks at a run while it goes on, and may end it.
+"""Callbacks, which observe a run and may stop it.
 
-A callback is a setting, so that a spec can name it, and what it remembers of a run is in the run's ``memory``, which
-travels in its checkpoints: a run that is killed and resumed goes on as if nothing had happened.
+A callback is a setting, so that a spec can name it. It stores its state in the run's ``memory``, which is part of the
+checkpoints, so that a run that is killed and resumed continues as if it had not been killed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import safetensors.torch
 from pydantic import NonNegativeFloat, PositiveInt
@@ -17,52 +16,27 @@ from pydantic import NonNegativeFloat, PositiveInt
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.jsonl import replace_file
-from fedstrata.base.records import Tree
 from fedstrata.evaluation.history import History
 from fedstrata.evaluation.settings import Evaluation
-from fedstrata.federation.messages import Weights
+
+if TYPE_CHECKING:
+    from fedstrata.runs.simulation import Simulation
 
 BEST = "best.safetensors"
-"""In a run folder: the model that ``KeepBest`` keeps."""
-
-
-class Watched(Protocol):
-    """A run as a callback sees it: see ``fedstrata.Simulation``."""
-
-    round: int
-    state: Any
-    memory: dict[str, Tree]
-    folder: Path | None
-
-    @property
-    def spec(self) -> Any:
-        """The experiment."""
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """What the run is: see ``fedstrata.runs.identity``."""
-
-    def evaluated(self) -> Weights:
-        """The global model as it is evaluated."""
-
-    def stop(self, reason: str) -> None:
-        """End the run in order after this round."""
-
-    def leave(self, weights: Weights, round: int) -> None:
-        """Let the run leave this model behind, which it had after an earlier round."""
+"""The file in a run folder in which ``KeepBest`` stores the best model."""
 
 
 class Callback(Setting):
-    """Looks at a run while it goes on. One of your own derives from this and writes what it needs of the four.
+    """Base class of callbacks. A subclass overrides the functions that it needs.
 
-    Its fields are its settings. What must survive a kill goes into ``simulation.memory``; other attributes may be set,
-    best in ``on_start``.
+    The fields are the callback's settings. State that must survive a kill belongs in ``simulation.memory``. Other
+    attributes may be set as well, preferably in ``on_start``.
 
-    >>> class Impatient(Callback):
+    >>> class StopEarly(Callback):
     ...     rounds: int = 10
     ...     def on_round(self, simulation, record):
     ...         if record["round"] == self.rounds:
-    ...             simulation.stop("that is enough")
+    ...             simulation.stop(f"it has run {self.rounds} rounds")
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -72,84 +46,82 @@ class Callback(Setting):
             object.__setattr__(self, name, value)
 
     def check(self, evaluation: Evaluation) -> None:
-        """Raise ``SpecError`` where it does not fit what is measured."""
+        """Raise ``SpecError`` if the callback needs a metric or samples that the evaluation does not have."""
 
-    def on_start(self, simulation: Watched) -> None:
-        """Before the first round, or the first after a run was resumed."""
+    def on_start(self, simulation: Simulation) -> None:
+        """Run before the first round, and before the first round after a resume."""
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
-        """After every round, with its record."""
+    def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
+        """Run after every round, with its record."""
 
-    def on_end(self, simulation: Watched, history: History) -> None:
-        """When the run is over, before it leaves its model behind."""
+    def on_end(self, simulation: Simulation, history: History) -> None:
+        """Run after the last round, before the final model is stored."""
 
-    def on_close(self, simulation: Watched, history: History, error: BaseException | None) -> None:
-        """At last, whatever happened: what is open is to be closed.
+    def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
+        """Release resources at the very end, also after an error.
 
         Args:
             simulation: The run.
-            history: Its rounds.
-            error: Why it broke off; None where it did not, and all its files are written.
+            history: The records of its rounds.
+            error: The exception that ended the run; None if the run ended normally and all its files are written.
         """
 
 
 class _Best(Callback):
-    """Remembers the best evaluation of a run.
+    """Base class of callbacks that find the best evaluation of a run.
 
     Args:
-        metric: By what: ``accuracy``, ``loss`` or another of ``evaluation.metrics``.
-        mode: Which of two values is the better one, ``max`` or ``min``; by the metric unless given.
+        metric: The metric to compare: ``accuracy``, ``loss`` or another metric of ``evaluation.metrics``.
+        mode: Whether the larger (``max``) or the smaller (``min``) value is better. Default: as the metric defines it.
     """
 
     metric: str = "accuracy"
     mode: Literal["max", "min"] | None = None
 
     def check(self, evaluation: Evaluation) -> None:
-        """The metric must be measured."""
+        """Refuse a metric that is not measured."""
         known = list(dict.fromkeys(["accuracy", "loss", *evaluation.labels]))
         if self.metric not in known:
             problem = f"is not measured (evaluation.metrics); there are: {', '.join(known)}"
             raise SpecError("callbacks.metric", problem + nearest(self.metric, known), self.metric)
 
-    def value(self, simulation: Watched, record: Mapping[str, Any]) -> float | None:
-        """The metric in a record: on the validation samples, on the test set where there are none; None for none."""
-        evaluation: Evaluation = simulation.spec.evaluation
-        found: Mapping[str, Any] = record.get("validation") or {}
-        if evaluation.validation is None:
-            found = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
-        value: float | None = found.get(self.metric)
-        return value
+    def value(self, simulation: Simulation, record: Mapping[str, Any]) -> float | None:
+        """Return the metric of a record: on the validation samples, or on the test set if there are none."""
+        metrics: Mapping[str, Any] = record.get("validation") or {}
+        if simulation.spec.evaluation.validation is None:
+            metrics = {"accuracy": record["accuracy"], "loss": record["loss"], **record.get("test", {})}
+        return metrics.get(self.metric)
 
-    def improves(self, simulation: Watched, value: float | None, best: float | None, least: float = 0.0) -> bool:
-        """Whether a value is better than the best so far, by more than ``least``."""
+    def improves(self, simulation: Simulation, value: float | None, best: float | None, least: float = 0.0) -> bool:
+        """Return whether a value is better than the best value so far by more than ``least``."""
         if value is None or best is None:
             return value is not None
-        lower: bool = self.metric in simulation.spec.evaluation.lower if self.mode is None else self.mode == "min"
+        lower = self.metric in simulation.spec.evaluation.lower if self.mode is None else self.mode == "min"
         return (best - value if lower else value - best) > least
 
 
 class EarlyStopping(_Best):
-    """Ends a run that has not got better for a while, and leaves the model of its best round behind.
+    """Stops a run that has stopped improving, and makes the model of the best round the final model.
 
-    It looks at the validation samples (``evaluation.validation``), never at the test set. The model of the best round
-    is left behind too where the run ends by its number of rounds.
+    It uses the validation samples (``evaluation.validation``), never the test set. The model of the best round is also
+    the final model of a run that is not stopped.
 
     Args:
-        patience: Evaluations without an improvement after which the run ends.
-        min_delta: What is no improvement: a difference of at most this.
+        patience: The number of evaluations without an improvement after which the run ends.
+        min_delta: The largest difference that does not count as an improvement.
     """
 
     patience: PositiveInt = 5
     min_delta: NonNegativeFloat = 0.0
 
     def check(self, evaluation: Evaluation) -> None:
-        """There must be samples to look at."""
+        """Require validation samples."""
         super().check(evaluation)
         if evaluation.validation is None:
             problem = "early-stopping looks at validation samples and never at the test set: give evaluation.validation"
             raise SpecError("callbacks", f"{problem}, such as 0.1")
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
+    def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
         """Count evaluations without an improvement."""
         if record.get("validation") is None:
             return
@@ -162,23 +134,23 @@ class EarlyStopping(_Best):
         simulation.memory[self.name] = {**best, "since": best["since"] + 1}
         if best["since"] + 1 >= self.patience:
             since = f"{self.patience} evaluation{'' if self.patience == 1 else 's'}"
-            reason = f"validation {self.metric} has not improved for {since}; the best was in round {best['round']}"
-            simulation.stop(reason)
+            best_round = f"the best was in round {best['round']}"
+            simulation.stop(f"validation {self.metric} has not improved for {since}; {best_round}")
 
-    def on_end(self, simulation: Watched, history: History) -> None:
-        """Leave the best round's model behind."""
+    def on_end(self, simulation: Simulation, history: History) -> None:
+        """Make the best round's model the final model."""
         if (best := simulation.memory.get(self.name)) is not None:
             simulation.leave(best["weights"], best["round"])
 
 
 class KeepBest(_Best):
-    """Keeps the model of the best evaluation so far as ``best.safetensors`` in the run folder.
+    """Stores the model of the best evaluation so far as ``best.safetensors`` in the run folder.
 
-    By the validation samples where there are any, else by the test set, which flatters.
+    It uses the validation samples if there are any. Otherwise it uses the test set, whose results are then optimistic.
     """
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
-        """Write the model where it is the best so far."""
+    def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
+        """Store the model if it is the best so far."""
         value, best = self.value(simulation, record), simulation.memory.get(self.name)
         if not self.improves(simulation, value, None if best is None else best["value"]):
             return
@@ -186,9 +158,9 @@ class KeepBest(_Best):
         if simulation.folder is not None:
             weights = simulation.evaluated()
             tensors = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
-            # One entry: safetensors writes several in any order, and the bytes would differ.
-            about = {"round": str(record["round"])}
-            replace_file(simulation.folder / BEST, safetensors.torch.save(tensors, about))
+            # Store only one entry of metadata: safetensors writes several entries in random order.
+            metadata = {"round": str(record["round"])}
+            replace_file(simulation.folder / BEST, safetensors.torch.save(tensors, metadata))
 
 
 CALLBACKS: Registry[Callback] = Registry(
@@ -202,7 +174,7 @@ AnyCallback = Annotated[Callback, FromRegistry(CALLBACKS)]
 
 @contextmanager
 def named(callback: object, history: History) -> Iterator[None]:
-    """An exception in the block says whose it is and what to do, and carries the history so far as ``history``."""
+    """Add the callback's name and the history so far (as ``history``) to an exception in the block."""
     try:
         yield
     except Exception as error:

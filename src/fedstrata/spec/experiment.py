@@ -29,36 +29,31 @@ from fedstrata.spec.callbacks import AnyCallback
 from fedstrata.spec.tracking import Tracking
 
 COMPARE = "compare"
-"""The section of a spec file with what differs between the methods that ``fedstrata compare`` runs."""
+"""The section of a spec file with the differences between the methods that ``fedstrata compare`` runs."""
 
-EXCLUSIVE = {
-    "local_epochs": "local_steps",
-    "local_steps": "local_epochs",
-    "indices": "file",
-    "file": "indices",
-}
-"""Keys that exclude each other: what is given on top replaces the other one."""
+EXCLUSIVE = {"local_epochs": "local_steps", "local_steps": "local_epochs", "indices": "file", "file": "indices"}
+"""Pairs of keys that exclude each other: an override of one key removes the other."""
 
 LARGEST_SEED = 2**128 - 1
-"""As many bits as randomness is made from."""
+"""Random numbers are derived from 128 bits of the seed."""
 
 
 class Experiment(Setting):
-    """Everything that decides a result.
+    """All settings of an experiment.
 
     Args:
-        seed: Of all randomness.
-        data: Which data set.
-        partition: Which samples belong to whom.
-        availability: Who answers, and how fast.
+        seed: The seed of all random numbers.
+        data: The data set.
+        partition: How samples are assigned to clients.
+        availability: Which clients answer, and how fast.
         method: The federated method.
         model: The architecture.
         training: How clients train.
-        evaluation: When the result is evaluated and stored.
-        communication: How models and updates travel.
-        privacy: The fewest samples behind anything that a client sends.
-        callbacks: What looks at the run and may end it, such as ``["early-stopping"]``.
-        tracking: Where else the run is shown while it goes on; it decides nothing.
+        evaluation: When the model is evaluated and stored.
+        communication: How models and updates are compressed.
+        privacy: The minimum number of samples behind every value that a client sends.
+        callbacks: Callbacks that observe the run and may stop it, such as ``["early-stopping"]``.
+        tracking: Other programs that show the run; they have no effect on results.
 
     >>> spec = Experiment(method="scaffold", training={"rounds": 3})
     >>> spec.method.name, spec.training.rounds, spec.data.name
@@ -79,19 +74,18 @@ class Experiment(Setting):
     tracking: Annotated[Tracking, from_word(Tracking)] = Tracking()
 
     def to_spec(self) -> dict[str, Any]:
-        """As nested tables; newer sections that change nothing are left out."""
-        table = super().to_spec()
-        silent = {
+        """Return nested tables, without newer sections that have no effect."""
+        without_effect = {
             "communication": self.communication.plain,
             "privacy": self.privacy == Privacy(),
             "callbacks": not self.callbacks,
             "tracking": not self.tracking.callbacks,
         }
-        return {key: value for key, value in table.items() if not silent.get(key)}
+        return {key: value for key, value in super().to_spec().items() if not without_effect.get(key)}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Experiment:
-        """From nested tables, as TOML gives them.
+        """Return the experiment of nested tables, as TOML gives them.
 
         Raises:
             SpecError: A key is unknown or a value is wrong.
@@ -100,23 +94,23 @@ class Experiment(Setting):
 
     @classmethod
     def from_toml(cls, path: Path | str, overrides: Sequence[str] = ()) -> Experiment:
-        """From a file, with ``section.key=value`` overrides.
+        """Return the experiment of a file, with ``section.key=value`` overrides.
 
         Raises:
-            SpecError: The file is missing or no TOML, a key is unknown or a value is wrong; the
-                message names the line.
+            SpecError: The file is missing or not TOML, a key is unknown or a value is wrong; the message names the
+                line.
         """
         table = read_table(path, overrides)
         try:
             return cls.from_table(table)
         except SpecError as error:
-            raise placed(error, path) from None
+            raise with_location(error, path) from None
 
     def to_toml(self) -> str:
-        """As TOML; reading it back gives an equal experiment.
+        """Return the spec as TOML; reading it gives an equal experiment.
 
         Raises:
-            SpecError: An argument of the user's own model or method is nested too deeply.
+            SpecError: A value is nested too deeply.
         """
         try:
             return tomli_w.dumps(self.to_spec())
@@ -125,31 +119,31 @@ class Experiment(Setting):
 
 
 def read_table(path: Path | str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The tables of a spec file, with overrides applied.
+    """Return the tables of a spec file, with overrides.
 
-    The file of a partition is looked for beside the spec first, where a run folder has its own.
+    A partition's file is first searched in the folder of the spec, because a run folder contains both.
 
     Raises:
-        SpecError: The file is missing or no TOML, or an override has no ``=``.
+        SpecError: The file is missing or not TOML, or an override has no ``=``.
     """
     table = read_toml(Path(path), "spec")
     compared = table.get(COMPARE)
-    for each in (table, *(compared.values() if isinstance(compared, dict) else ())):
-        partition = each.get("partition") if isinstance(each, dict) else None
+    for sections in (table, *(compared.values() if isinstance(compared, dict) else ())):
+        partition = sections.get("partition") if isinstance(sections, dict) else None
         if isinstance(partition, dict) and isinstance(file := partition.get("file"), str):
-            with suppress(OSError):  # longer than a file's name can be
-                if (beside := Path(path).parent / file).is_file():
-                    partition["file"] = str(beside)
+            with suppress(OSError):  # the name is too long
+                if (local := Path(path).parent / file).is_file():
+                    partition["file"] = str(local)
     for override in overrides:
         apply_override(table, override)
     return table
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:
-    """The tables of a TOML file; errors name ``key``.
+    """Return the tables of a TOML file; errors name ``key``.
 
     Raises:
-        SpecError: The file is missing, cannot be read or is no TOML.
+        SpecError: The file is missing, cannot be read or is not TOML.
     """
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
@@ -160,23 +154,23 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The tables of a text.
+    """Return the tables of a TOML text.
 
     Raises:
-        ValueError: It is no TOML, is nested too deeply, or holds a number of thousands of digits.
+        ValueError: The text is not TOML, is nested too deeply, or contains a number with thousands of digits.
     """
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
         raise
-    except ValueError:  # Python's own limit, with advice that is not for whoever wrote the spec
+    except ValueError:  # Python's limit on the digits of a number; its message is about Python code
         raise ValueError("a whole number has thousands of digits") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def placed(error: SpecError, path: Path | str) -> SpecError:
-    """The same error with the file and line of its key, where the file has it."""
+def with_location(error: SpecError, path: Path | str) -> SpecError:
+    """Return the error with the file and line of its key, if the file contains the key."""
     line = line_of(Path(path).read_text(encoding="utf-8"), error.key)
     where = f" ({path}, line {line})" if line else ""
     return SpecError(error.key, error.problem + where, error.value)
@@ -186,7 +180,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
     """Set one ``section.key=value`` in nested tables.
 
     Raises:
-        SpecError: There is no ``=``, or a part of the key is a value.
+        SpecError: The override has no ``=``, or a part of the key is a value.
     """
     key, equals, text = override.partition("=")
     if not equals:
@@ -195,7 +189,7 @@ def apply_override(table: dict[str, Any], override: str) -> None:
 
 
 def parse_value(text: str) -> Any:
-    """A value as TOML writes it; a word needs no quotes.
+    """Parse a TOML value; a word without quotes is text.
 
     >>> parse_value("0.1"), parse_value("fedavg")
     (0.1, 'fedavg')
@@ -207,7 +201,7 @@ def parse_value(text: str) -> Any:
 
 
 def split_values(text: str) -> list[str]:
-    """What stands between commas, but for those in brackets and in quotes.
+    """Split a text at commas, except commas in brackets and in quotes.
 
     >>> split_values("[200, 100],[50],'a,b'")
     ['[200, 100]', '[50]', "'a,b'"]
@@ -226,10 +220,10 @@ def split_values(text: str) -> list[str]:
 
 
 def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
-    """Set a dotted key in nested tables; errors show what was ``given``.
+    """Set a dotted key in nested tables; errors show ``given``.
 
     Raises:
-        SpecError: It is no key, or a part of it is a value.
+        SpecError: The key has an empty part, or a part of it is a value.
     """
     parts = key.split(".")
     if not all(parts):
@@ -246,7 +240,7 @@ def set_key(table: dict[str, Any], key: str, value: Any, given: object) -> None:
 
 
 def line_of(text: str, key: str) -> int | None:
-    r"""The line, counted from 1, in which a dotted key (or the innermost part of it that is there) stands.
+    r"""Return the line, counted from 1, of a dotted key, or of the innermost part of the key that exists.
 
     >>> line_of("seed = 1\n[partition]\nalpha = 0", "partition.alpha")
     3
@@ -271,23 +265,23 @@ def line_of(text: str, key: str) -> int | None:
 def variants(
     table: Mapping[str, Any], labels: Sequence[str] | None = None, overrides: Sequence[str] = ()
 ) -> dict[str, Experiment]:
-    """The experiments that a spec compares, by label.
+    """Return the experiments that a spec compares, by label.
 
-    A label is a method's name, or a table ``[compare.LABEL]`` whose sections are laid over the spec's. Its method is
-    its own ``method.name``, else the method that is called like the label, else the spec's.
+    A label is a method's name, or a table ``[compare.LABEL]`` whose sections are merged into the spec's. The method of
+    a table is its ``method.name``; without one, the method with the label's name; otherwise the spec's method.
 
     Args:
         table: The spec's tables.
-        labels: Which; all of ``[compare]`` unless given.
-        overrides: ``section.key=value``, which win over the spec and the labels' tables. What only some of the
-            methods have is set for those.
+        labels: The labels to compare. Default: all labels of ``[compare]``.
+        overrides: ``section.key=value``, which take precedence over the spec and the labels' tables. A setting that
+            only some of the methods have is set for these methods.
 
     Raises:
-        SpecError: A label is neither, a setting is wrong, or an override means nothing to any of the methods.
+        SpecError: A label is unknown, a setting is wrong, or an override is not a setting of any of the methods.
     """
-    about_labels = [override for override in overrides if override.strip().startswith(f"{COMPARE}.")]
+    of_labels = [override for override in overrides if override.strip().startswith(f"{COMPARE}.")]
     tables = copy.deepcopy(dict(table))
-    for override in about_labels:
+    for override in of_labels:
         apply_override(tables, override)
     overlays: Mapping[str, Any] = tables.get(COMPARE, {})
     if not isinstance(overlays, Mapping):
@@ -296,17 +290,17 @@ def variants(
     if not chosen:
         raise SpecError("--methods", f"which? Any of {', '.join(METHODS)}, or tables [compare.LABEL] of the spec")
     merged = {label: _merged(tables, overlays, label) for label in chosen}
-    for override in (override for override in overrides if override not in about_labels):
-        takers = [each for each in merged.values() if _takes(each, tables, override)]
-        if not takers:
+    for override in (override for override in overrides if override not in of_labels):
+        accepting = [sections for sections in merged.values() if _accepts(sections, tables, override)]
+        if not accepting:
             raise SpecError("--set", f"none of these methods has that setting: {', '.join(merged)}", override)
-        # The spec's own too: what comes after is a setting of the kind that this one may have named.
-        for each in (*takers, tables):
-            apply_override(each, override)
+        # Change the spec too: later overrides may be settings of the kind that this override names.
+        for sections in (*accepting, tables):
+            apply_override(sections, override)
     result: dict[str, Experiment] = {}
-    for label, each in merged.items():
+    for label, sections in merged.items():
         try:
-            result[label] = Experiment.from_table(each)
+            result[label] = Experiment.from_table(sections)
         except SpecError as error:
             key = f"{COMPARE}.{label}.{error.key}" if label in overlays else error.key
             raise SpecError(key, error.problem, error.value) from None
@@ -314,56 +308,53 @@ def variants(
 
 
 def _merged(table: Mapping[str, Any], overlays: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The tables of one label's experiment."""
+    """Return the tables of one label's experiment."""
     base = {key: value for key, value in table.items() if key != COMPARE}
     overlay = overlays.get(label, {})
     if not isinstance(overlay, Mapping):
         raise SpecError(f"{COMPARE}.{label}", "expected a table of sections, such as [compare.LABEL.method]", overlay)
-    own = overlay.get("method", {})
-    own = {"name": own} if isinstance(own, str) else own
+    own, common = (
+        {"name": method} if isinstance(method, str) else method
+        for method in (overlay.get("method", {}), base.get("method", {}))
+    )
     if not isinstance(own, Mapping):
         raise SpecError(f"{COMPARE}.{label}.method", "expected a name or a table", own)
-    common = base.get("method", {})
-    common = {"name": common} if isinstance(common, str) else common
     common = common if isinstance(common, Mapping) else {}
-    known = label in METHODS or label not in overlays
-    name = own.get("name", label if known else common.get("name", label))
+    is_method = label in METHODS or label not in overlays
+    name = own.get("name", label if is_method else common.get("name", label))
     if not isinstance(name, str):
         raise SpecError(f"{COMPARE}.{label}.method.name", "expected a name", name)
     if ":" not in name and name not in METHODS:
-        accepted = [*METHODS, *(other for other in overlays if other != label)]
         if label in overlays:
             problem = f"which method? [compare.{label}] needs a method.name, or the spec one that it inherits"
             raise SpecError(f"{COMPARE}.{label}.method.name", problem)
+        accepted = [*METHODS, *overlays]
         problem = f"no such method or label{nearest(label, accepted)}; there are: {', '.join(accepted)}"
         raise SpecError("--methods", problem, label)
-    # A method's settings mean nothing to another method: only those of the same method are inherited.
+    # Inherit the spec's settings of the method only if the method is the same.
     common = common if common.get("name", "fedavg") == name else {}
-    merged = _over(base, {key: value for key, value in overlay.items() if key != "method"})
+    merged = deep_merge(base, {key: value for key, value in overlay.items() if key != "method"})
     merged["method"] = {**common, **own, "name": name}
     return merged
 
 
-def _takes(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
-    """Whether an override means anything to an experiment: another kind, such as another method, has other keys."""
+def _accepts(merged: Mapping[str, Any], base: Mapping[str, Any], override: str) -> bool:
+    """Return whether an experiment has the override's key. Its section must be of the spec's kind, or have the key."""
     section, _, key = override.partition("=")[0].strip().partition(".")
     if section == "method":
         return key.partition(".")[0] in METHODS.find(merged["method"]["name"]).model_fields
-    return key in ("", "name") or _kind(merged.get(section)) == _kind(base.get(section))
+    kinds = [
+        part.get("name") if isinstance(part, Mapping) else part for part in (merged.get(section), base.get(section))
+    ]
+    return key in ("", "name") or kinds[0] == kinds[1]
 
 
-def _kind(section: object) -> object:
-    return section.get("name") if isinstance(section, Mapping) else section
-
-
-def _over(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key in overlay:
-        result.pop(EXCLUSIVE.get(key, ""), None)  # The overlay's replaces the spec's.
+def deep_merge(base: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested tables with the overlay's values. A table with another ``name`` replaces the base's table."""
+    result = {key: value for key, value in base.items() if EXCLUSIVE.get(key) not in overlay}
     for key, value in overlay.items():
-        below = result.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        # Another kind (another "name") starts from nothing.
-        keeps = both and value.get("name", below.get("name")) == below.get("name")  # type: ignore[union-attr]
-        result[key] = _over(below, value) if keeps else value  # type: ignore[arg-type]
+        inner = result.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = deep_merge(inner if value.get("name", inner.get("name")) == inner.get("name") else {}, value)
+        result[key] = value
     return result

@@ -1,4 +1,4 @@
-"""What a spec can say: every section, every name and every key, from the settings themselves."""
+"""The reference of a spec's sections, names and keys, generated from the settings."""
 
 from __future__ import annotations
 
@@ -54,116 +54,109 @@ SECTIONS: dict[str, type[Setting] | Registry[Any]] = {
     "method.aggregator": AGGREGATORS,
     "method.aggregator.server": ServerOptimizer,
 }
-"""The sections of a spec: one kind of settings, or several kinds by name."""
+"""The sections of a spec: one class of settings, or a registry of classes by name."""
 
 Row = tuple[str, str, str, str]
-"""A key, what it takes, its default ("" where it is needed) and what it means."""
+"""A key, the values that it accepts, its default ("" if the key is required), and its description."""
 
 
 def kinds(section: str) -> Iterator[tuple[str, type[Setting]]]:
-    """The names that a section takes, "" where it takes none, and the settings of each.
+    """Return the names that a section accepts, with the class of each name; ("", class) for a section without names.
 
     Raises:
-        SpecError: There is no such section.
+        SpecError: The section does not exist.
     """
     if section not in SECTIONS:
         raise SpecError("section", f"there are: {', '.join(SECTIONS)}{nearest(section, SECTIONS)}", section)
-    found = SECTIONS[section]
-    if isinstance(found, Registry):
-        yield from ((name, found.find(name)) for name in found)
+    settings = SECTIONS[section]
+    if isinstance(settings, Registry):
+        yield from ((name, settings.find(name)) for name in settings)
     else:
-        yield "", found
+        yield "", settings
 
 
 def common(section: str) -> list[Row]:
-    """The keys that all kinds of a section take."""
-    found = SECTIONS[section]
-    return rows(_base(found)) if isinstance(found, Registry) else []
+    """Return the keys that all classes of a section accept; for methods, the keys of recipes."""
+    settings = SECTIONS[section]
+    if not isinstance(settings, Registry):
+        return []
+    return rows(Recipe if settings is METHODS else settings.base)
 
 
-def own(section: str, cls: type[Setting]) -> list[Row]:
-    """The keys of one kind that not all of them take, or that it takes differently."""
-    known = common(section)
-    return [row for row in rows(cls) if row not in known]
-
-
-def _base(registry: Registry[Any]) -> type[Setting]:
-    # Nearly all methods are recipes, and the others say so by not taking a recipe's keys.
-    base: type[Setting] = Recipe if registry is METHODS else registry.base
-    return base
+def specific(section: str, cls: type[Setting]) -> list[Row]:
+    """Return the keys of one class that are not in ``common``, or differ from it."""
+    shared = common(section)
+    return [row for row in rows(cls) if row not in shared]
 
 
 def rows(cls: type[Setting]) -> list[Row]:
-    """All keys of some settings."""
-    meanings = _meanings(cls)
-    fields = {key: field for key, field in cls.model_fields.items() if not field.exclude}
-    usual = _usual(cls)
-    parts: Mapping[str, Any] = usual.parts() if usual else {}
+    """Return all keys of a class of settings."""
+    descriptions, recipe = _descriptions(cls), _default_recipe(cls)
+    parts: Mapping[str, Any] = recipe.parts() if recipe else {}
     return [
-        (key, _taken(field), parts[key].name if key in parts else _default(field), meanings.get(key, ""))
-        for key, field in fields.items()
+        (key, _accepted(field), parts[key].name if key in parts else _default(field), descriptions.get(key, ""))
+        for key, field in cls.model_fields.items()
+        if not field.exclude
     ]
 
 
-def _usual(cls: type[Setting]) -> Recipe | None:
-    """Return a recipe with default settings; None if one of its settings is needed, or for other settings."""
-    needed = any(field.is_required() for field in cls.model_fields.values())
-    return cls() if issubclass(cls, Recipe) and not needed else None
+def _default_recipe(cls: type[Setting]) -> Recipe | None:
+    """Return a recipe with default settings; None for other settings, and for recipes with required settings."""
+    required = any(field.is_required() for field in cls.model_fields.values())
+    return cls() if issubclass(cls, Recipe) and not required else None
 
 
 def summary(cls: type[Setting]) -> str:
-    """The first sentence about some settings."""
+    """Return the first paragraph of a class's docstring."""
     return (inspect.getdoc(cls) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def markdown() -> str:
-    """All sections as one page."""
+    """Return all sections as one page."""
     lines: list[str] = []
     for section in SECTIONS:
         lines += [f"## `{section}`", ""]
-        if context := common(section):
+        if shared := common(section):
             which = "All that are four choices" if section == "method" else "All of them"
-            lines += [f"{which} take:", "", *_table(context)]
+            lines += [f"{which} take:", "", *_table(shared)]
         for name, cls in kinds(section):
             lines += ([f"### `{name}`", ""] if name else []) + [_plain(summary(cls)), ""]
-            lines += _table(own(section, cls))
+            lines += _table(specific(section, cls))
     return "\n".join(lines)
 
 
-def _table(found: list[Row]) -> list[str]:
-    if not found:
+def _table(rows: list[Row]) -> list[str]:
+    if not rows:
         return []
     return [
         "| key | takes | default | |",
         "|---|---|---|---|",
         *(
-            f"| `{key}` | {_cell(taken)} | {f'`{default}`' if default else 'needed'} | {_cell(_plain(meaning))} |"
-            for key, taken, default, meaning in found
+            f"| `{key}` | {_cell(accepted)} | {f'`{default}`' if default else 'needed'} | {_cell(_plain(text))} |"
+            for key, accepted, default, text in rows
         ),
         "",
     ]
 
 
-def _meanings(cls: type[Setting]) -> dict[str, str]:
-    """What docstrings say about the keys, those of base classes and of a recipe's choices too."""
-    found: dict[str, str] = {}
-    if usual := _usual(cls):
-        for key, (choice, name) in usual.shared_settings().items():
-            found[key] = _meanings(type(getattr(usual, choice))).get(name, "")
-    for part in reversed(cls.__mro__):
-        text = inspect.cleandoc(part.__doc__ or "") if isinstance(part, type) and issubclass(part, Setting) else ""
+def _descriptions(cls: type[Setting]) -> dict[str, str]:
+    """Return the descriptions of keys in the docstrings of a class, its base classes and a recipe's choices."""
+    descriptions: dict[str, str] = {}
+    if recipe := _default_recipe(cls):
+        for key, (choice, name) in recipe.shared_settings().items():
+            descriptions[key] = _descriptions(type(getattr(recipe, choice))).get(name, "")
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "") if issubclass(base, Setting) else ""
         _, _, arguments = text.partition("\nArgs:\n")
         for entry in re.split(r"\n(?=    \S)", "\n" + arguments.split("\n\n")[0]):
             if match := re.match(r"\s*(\w+): (.*)", entry, flags=re.DOTALL):
-                found[match[1]] = " ".join(match[2].split())
-    return found
+                descriptions[match[1]] = " ".join(match[2].split())
+    return descriptions
 
 
-def _taken(field: FieldInfo) -> str:
-    """What a key takes, in words."""
-    words = _type(field.annotation)
-    limits = [_limit(item) for item in field.metadata]
-    return ", ".join([words, *filter(None, limits)])
+def _accepted(field: FieldInfo) -> str:
+    """Describe the values that a key accepts."""
+    return ", ".join([_type(field.annotation), *filter(None, map(_limit, field.metadata))])
 
 
 def _type(kind: Any) -> str:
@@ -185,7 +178,7 @@ def _type(kind: Any) -> str:
 
 
 def _is_group(kind: Any) -> bool:
-    """Whether it is a settings class of a single kind, which has no name; a server optimiser may be its name alone."""
+    """Return whether a type is a settings class without names, which a spec writes as a table."""
     return inspect.isclass(kind) and issubclass(kind, Setting) and not kind.name and kind is not ServerOptimizer
 
 
@@ -218,6 +211,3 @@ def _plain(text: str) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|")
-
-
-__all__ = ["SECTIONS", "common", "kinds", "markdown", "own", "rows", "summary"]

@@ -1,8 +1,8 @@
-"""Runs in TensorBoard and MLflow, while they go on.
+"""Trackers, which show a running experiment in TensorBoard and MLflow.
 
-Trackers are callbacks, and what they are told is what a run records anyway: they remember nothing in its checkpoints,
-and are no part of what a run is, so that a run is the same to the byte with and without them. A run that is resumed
-goes on where it was shown before, and no round of it is there twice.
+Trackers are callbacks without state in the checkpoints, and they only read what a run records anyway. They are not part
+of a run's identity, and all files of a run are the same to the byte with and without them. A resumed run continues
+where it was shown before, and each of its rounds appears once.
 """
 
 from __future__ import annotations
@@ -31,70 +31,62 @@ from fedstrata.base.jsonl import write_json
 from fedstrata.base.locking import LOCK
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.evaluation.settings import Evaluation
-from fedstrata.spec.callbacks import Callback, Watched
+from fedstrata.spec.callbacks import Callback
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from torch.utils.tensorboard import SummaryWriter
 
+    from fedstrata.runs.simulation import Simulation
+
 TOKEN = "tracking.json"
-"""In a run folder: by what name a tracker knows the run, for when it is resumed."""
+"""The file in a run folder with the trackers' names of the run, which a resumed run reads."""
 
 LONGEST = 500
-"""Characters of a setting that a tracker is told: all of them take as many."""
-
-AT_ONCE = 100
-"""Settings or metrics in one message to MLflow."""
-
-
-def _text(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
-
-
-Folder = Annotated[str | None, BeforeValidator(_text)]
+"""The most characters of a setting that every tracker accepts; longer settings are cut."""
 
 
 class Tracker(Callback):
-    """Shows a run elsewhere: where that fails, a warning says so once, and the run goes on without it."""
+    """Shows a run in another program. If that fails, it warns once, and the run continues without the tracker."""
 
     name: ClassVar[str] = ""
 
-    def on_start(self, simulation: Watched) -> None:
-        """Begin, or go on where the run was shown before."""
-        self.lost = False
+    def on_start(self, simulation: Simulation) -> None:
+        """Begin, or continue where the run was shown before."""
+        self.failed = False
         self._try(lambda: self.begin(simulation))
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
-        """Show a round."""
+    def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
+        """Show a round's metrics."""
         self._try(lambda: self.show(record))
 
-    def on_close(self, simulation: Watched, history: History, error: BaseException | None) -> None:
-        """End."""
+    def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
+        """End the display of the run."""
         self._try(lambda: self.end(simulation, history, error))
 
     def _try(self, work: Callable[[], None]) -> None:
-        if getattr(self, "lost", False):
+        if getattr(self, "failed", False):
             return
         try:
             work()
         except SpecError:
             raise
-        except Exception as problem:
-            self.lost = True
-            name, what = type(self).__name__, f"{type(problem).__name__}: {problem}"
-            warnings.warn(f"{name} is lost for the rest of this run: {what}", stacklevel=2)
+        except Exception as error:
+            self.failed = True
+            problem = f"{type(error).__name__}: {error}"
+            warnings.warn(f"{type(self).__name__} is lost for the rest of this run: {problem}", stacklevel=2)
 
     @abstractmethod
-    def begin(self, simulation: Watched) -> None:
-        """``on_start``, which may fail."""
+    def begin(self, simulation: Simulation) -> None:
+        """Run ``on_start``; an exception only disables the tracker."""
 
     @abstractmethod
     def show(self, record: Mapping[str, Any]) -> None:
-        """``on_round``, which may fail."""
+        """Run ``on_round``; an exception only disables the tracker."""
 
     @abstractmethod
-    def end(self, simulation: Watched, history: History, error: BaseException | None) -> None:
-        """``on_close``, which may fail."""
+    def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
+        """Run ``on_close``; an exception only disables the tracker."""
 
 
 class TensorBoard(Tracker):
@@ -103,37 +95,37 @@ class TensorBoard(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        dir: Where to; each run gets a folder of its own there, called by what it is. Unless given the folder
-            ``tensorboard`` in the run's own one.
+        dir: The parent folder; each run gets its own folder there, named after the run. Default: the folder
+            ``tensorboard`` in the run folder.
     """
 
     name: ClassVar[str] = ""
-    dir: Folder = None
+    dir: Annotated[str | None, BeforeValidator(lambda value: str(value) if isinstance(value, Path) else value)] = None
 
     def check(self, evaluation: Evaluation) -> None:
-        """The extra is needed."""
+        """Require the extra ``tracking``."""
         if importlib.util.find_spec("tensorboard") is None:
             raise ExtraMissingError("TensorBoard", "tracking")
 
-    def begin(self, simulation: Watched) -> None:
-        """Open the files; what they have of rounds that come again is void."""
+    def begin(self, simulation: Simulation) -> None:
+        """Open the event files, and void their rounds that run again."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        if self.dir is None and simulation.folder is None:
-            raise SpecError("tracking.tensorboard.dir", "needed for a run that has no folder: where do its files go?")
         if self.dir is not None:
-            place = Path(self.dir) / kept(simulation.folder, "title", lambda: title(simulation))
+            folder = Path(self.dir) / stored_name(simulation.folder, "title", lambda: title(simulation))
+        elif simulation.folder is not None:
+            folder = simulation.folder / "tensorboard"
         else:
-            assert simulation.folder is not None
-            place = simulation.folder / "tensorboard"
-        fresh = simulation.round == 0
-        # Readers drop what earlier files have from this step on.
-        purge = 0 if fresh else simulation.round + 1
-        self.writer: SummaryWriter | None = SummaryWriter(str(place), purge_step=purge if place.exists() else None)
-        if fresh:
+            problem = "a run without a run folder has nowhere to write event files. Set dir"
+            raise SpecError("tracking.tensorboard.dir", problem)
+        is_new = simulation.round == 0
+        # TensorBoard ignores the steps of earlier files from this step on.
+        purge = 0 if is_new else simulation.round + 1
+        self.writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge if folder.exists() else None)
+        if is_new:
             self.writer.add_text("spec", f"```toml\n{simulation.spec.to_toml()}```", 0)
-            # The settings as the page HPARAMS shows them, beside the final accuracies.
+            # TensorBoard's page HPARAMS shows the settings beside these metrics.
             writer = self.writer._get_file_writer()  # type: ignore[no-untyped-call]
             metrics = {"accuracy": None, "validation/accuracy": None}
             for summary in hparams(settings_of(simulation.spec), metrics):  # type: ignore[no-untyped-call]
@@ -141,13 +133,13 @@ class TensorBoard(Tracker):
         self.writer.flush()
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Write the numbers of a round, and hand them to the system."""
+        """Write the numbers of a round."""
         assert self.writer is not None
         for name, value in numbers(record).items():
             self.writer.add_scalar(name.replace(".", "/"), value, record["round"])
         self.writer.flush()
 
-    def end(self, simulation: Watched, history: History, error: BaseException | None) -> None:
+    def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
         """Close the files."""
         if (writer := getattr(self, "writer", None)) is not None:
             self.writer = None
@@ -160,12 +152,12 @@ class MLflow(Tracker):
     Needs the extra ``tracking``.
 
     Args:
-        uri: The tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``; what MLflow
-            itself takes (``MLFLOW_TRACKING_URI``) unless given.
-        experiment: The experiment's name; made where there is none.
-        run: The run's name; by its method, data and seed unless given.
-        tags: More tags, by name.
-        artifacts: Whether the files of the run folder are uploaded at the end, but for checkpoints.
+        uri: The tracking server or store, such as ``http://localhost:5000`` or ``sqlite:///mlflow.db``. Default:
+            MLflow's own default (``MLFLOW_TRACKING_URI``).
+        experiment: The experiment's name; a new experiment is created if necessary.
+        run: The run's name. Default: a name from its method, data and seed.
+        tags: Additional tags, by name.
+        artifacts: Whether the files of the run folder, without checkpoints, are uploaded at the end.
     """
 
     name: ClassVar[str] = ""
@@ -176,50 +168,50 @@ class MLflow(Tracker):
     artifacts: bool = True
 
     def check(self, evaluation: Evaluation) -> None:
-        """The extra is needed."""
+        """Require the extra ``tracking``."""
         if importlib.util.find_spec("mlflow") is None:
             raise ExtraMissingError("MLflow", "tracking")
 
-    def begin(self, simulation: Watched) -> None:
-        """Begin a run, or find the one that this run had before it was resumed."""
+    def begin(self, simulation: Simulation) -> None:
+        """Create a run in MLflow, or find the run that was created before this run was resumed."""
         from mlflow import MlflowClient, get_tracking_uri
+        from mlflow.entities import Param
 
-        with _alone(self.uri or get_tracking_uri()):
+        with _locked_store(self.uri or get_tracking_uri()):
             self.client: MlflowClient = MlflowClient(tracking_uri=self.uri)
-            place = self._experiment()
-        # Written down before there is a run, so that a kill leaves no second one.
-        token = kept(simulation.folder, "mlflow", lambda: uuid.uuid4().hex)
-        found = self.client.search_runs([place], f"tags.`fedstrata.run` = '{token}'", max_results=1)
-        if found:
-            self.run_id: str | None = found[0].info.run_id
+            experiment = self._experiment_id()
+        # Store the token before the run is created, so that a run that is killed in between is not created twice.
+        token, spec = stored_name(simulation.folder, "mlflow", lambda: uuid.uuid4().hex), simulation.spec
+        runs = self.client.search_runs([experiment], f"tags.`fedstrata.run` = '{token}'", max_results=1)
+        if runs:
+            self.run_id: str | None = runs[0].info.run_id
             self.client.update_run(self.run_id, status="RUNNING")
         else:
-            spec = simulation.spec
             tags = {"fedstrata.run": token, "method": spec.method.name, "data": str(spec.data.name)}
             tags |= {"seed": str(spec.seed), "fedstrata.folder": str(simulation.folder or "")} | (self.tags or {})
-            self.run_id = self.client.create_run(place, tags=tags, run_name=self.run or title(simulation)).info.run_id
-        known = self.client.get_run(self.run_id).data
-        self._tell_settings(settings_of(simulation.spec), known.params)
-        self.last = {
+            name = self.run or title(simulation)
+            self.run_id = self.client.create_run(experiment, tags=tags, run_name=name).info.run_id
+        logged = self.client.get_run(self.run_id).data
+        # MLflow's parameters never change. A larger number of rounds is visible in the metrics.
+        params = {_mlflow_name(key): value for key, value in settings_of(spec).items()}
+        new = [Param(name, value) for name, value in params.items() if name not in logged.params]
+        self.client.log_batch(self.run_id, params=new)
+        self.last_rounds = {
             name: max((each.step for each in self.client.get_metric_history(self.run_id, name)), default=0)
-            for name in known.metrics
+            for name in logged.metrics
         }
 
     def show(self, record: Mapping[str, Any]) -> None:
-        """Log the numbers of a round that are not there yet."""
+        """Log the numbers of a round that are not logged yet."""
         from mlflow.entities import Metric
 
         now, round = time.time_ns() // 1_000_000, record["round"]
-        found = [
-            Metric(allowed, value, now, round)
-            for name, value in numbers(record).items()
-            if self.last.get(allowed := _allowed(name), 0) < round
-        ]
-        for some in _chunks(found):
-            self.client.log_batch(self.run_id, metrics=some)
+        values = {_mlflow_name(name): value for name, value in numbers(record).items()}
+        metrics = [Metric(name, values[name], now, round) for name in values if self.last_rounds.get(name, 0) < round]
+        self.client.log_batch(self.run_id, metrics=metrics)
 
-    def end(self, simulation: Watched, history: History, error: BaseException | None) -> None:
-        """Upload the files, and say how the run ended."""
+    def end(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
+        """Upload the files, and set the run's status."""
         run: str | None = getattr(self, "run_id", None)
         if run is None:
             return
@@ -235,43 +227,34 @@ class MLflow(Tracker):
         status = "FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED"
         self.client.set_terminated(run, status)
 
-    def _experiment(self) -> str:
+    def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
 
         for _ in range(2):
-            if (found := self.client.get_experiment_by_name(self.experiment)) is not None:
-                return str(found.experiment_id)
-            with suppress(MlflowException):  # another process may have made it meanwhile
+            if (experiment := self.client.get_experiment_by_name(self.experiment)) is not None:
+                return str(experiment.experiment_id)
+            with suppress(MlflowException):  # another process may have created it at the same time
                 return str(self.client.create_experiment(self.experiment))
         raise SpecError("tracking.mlflow.experiment", "MLflow neither has it nor makes it", self.experiment)
 
-    def _tell_settings(self, settings: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """Log what is not there; MLflow's parameters never change, and more rounds are seen by their metrics."""
-        from mlflow.entities import Param
 
-        new = [Param(_allowed(key), value) for key, value in settings.items() if _allowed(key) not in known]
-        for some in _chunks(new):
-            self.client.log_batch(self.run_id, params=some)
-
-
-def kept(folder: Path | None, key: str, make: Callable[[], str]) -> str:
-    """By what name a tracker knows a run: written into its folder, and read there when it is resumed."""
+def stored_name(folder: Path | None, key: str, make: Callable[[], str]) -> str:
+    """Return a tracker's name of a run, which is stored in the run folder when it is first used."""
     if folder is None:
         return make()
-    known: dict[str, Any] = {}
+    names: Any = None
     with suppress(OSError, ValueError):
-        found = json.loads((folder / TOKEN).read_text(encoding="utf-8"))
-        known = found if isinstance(found, dict) else {}
-    if not isinstance(known.get(key), str):
-        known[key] = make()
-        write_json(folder / TOKEN, known)
-    name: str = known[key]
-    return name
+        names = json.loads((folder / TOKEN).read_text(encoding="utf-8"))
+    names = names if isinstance(names, dict) else {}
+    if not isinstance(names.get(key), str):
+        names[key] = make()
+        write_json(folder / TOKEN, names)
+    return str(names[key])
 
 
 @contextmanager
-def _alone(uri: str) -> Iterator[None]:
-    """Nobody else on this machine makes the same local store meanwhile: MLflow leaves a broken one where two do."""
+def _locked_store(uri: str) -> Iterator[None]:
+    """Lock a local store for the block, because two processes that create it at the same time break it."""
     path = uri.removeprefix("sqlite:///")
     if path == uri:
         yield
@@ -282,7 +265,7 @@ def _alone(uri: str) -> Iterator[None]:
 
 
 def _switched(value: object) -> object:
-    """``true`` for a tracker with its defaults, ``false`` for none."""
+    """Convert ``true`` to a tracker with its defaults, and ``false`` to None."""
     if isinstance(value, bool):
         return {} if value else None
     if value is None or isinstance(value, (Mapping, Callback)):
@@ -291,11 +274,11 @@ def _switched(value: object) -> object:
 
 
 class Tracking(Setting):
-    """Where else a run is shown while it goes on; no part of what it is, so that it may change whenever it is resumed.
+    """The programs that show a run; not part of the run's identity, so that they may change when a run is resumed.
 
     Args:
-        tensorboard: TensorBoard's event files; ``true`` for its defaults.
-        mlflow: A run of MLflow; ``true`` for its defaults.
+        tensorboard: Event files for TensorBoard; ``true`` for the defaults.
+        mlflow: A run in MLflow; ``true`` for the defaults.
     """
 
     tensorboard: Annotated[
@@ -305,21 +288,19 @@ class Tracking(Setting):
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The trackers."""
+        """The trackers in use."""
         return [each for each in (self.tensorboard, self.mlflow) if isinstance(each, Callback)]
 
 
-def title(simulation: Watched) -> str:
-    """What a tracker calls a run: the same for the same run, another for any other."""
-    spec, text = simulation.spec, json.dumps(simulation.identity, sort_keys=True)
-    data = Path(str(spec.data.name)).stem
-    return re.sub(
-        r"[^\w\-.]", "_", f"{spec.method.name}-{data}-seed-{spec.seed}-{sha256(text.encode()).hexdigest()[:8]}"
-    )
+def title(simulation: Simulation) -> str:
+    """Return a name for a run, which contains a hash of the run's identity."""
+    spec, data = simulation.spec, Path(str(simulation.spec.data.name)).stem
+    digest = sha256(json.dumps(simulation.identity, sort_keys=True).encode()).hexdigest()[:8]
+    return re.sub(r"[^\w\-.]", "_", f"{spec.method.name}-{data}-seed-{spec.seed}-{digest}")
 
 
 def settings_of(spec: Any) -> dict[str, str]:
-    """All settings by their dotted keys, as text of at most ``LONGEST`` characters, but where a run is shown."""
+    """Return all settings except ``tracking`` by their dotted keys, as text of at most ``LONGEST`` characters."""
     table = {key: value for key, value in spec.to_spec().items() if key != "tracking"}
     return {key: str(value)[:LONGEST] for key, value in _flat(table)}
 
@@ -332,10 +313,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def _allowed(name: str) -> str:
-    """A name as MLflow takes it."""
+def _mlflow_name(name: str) -> str:
+    """Replace characters that MLflow refuses in names."""
     return re.sub(r"[^\w\-./ ]", "_", name)[:250]
-
-
-def _chunks(items: list[Any]) -> Iterator[list[Any]]:
-    yield from (items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE))
