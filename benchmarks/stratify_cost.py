@@ -33,6 +33,7 @@ from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.client_single import stepper_of
 from fedstrata.stratify.messages import StepsReply
+from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.schedule import Holders, schedule
 from fedstrata.stratify.single import Route
 
@@ -156,7 +157,8 @@ def hops(spec: fs.Experiment) -> dict[str, Any]:
         curve = []
         for chunk_size in CHUNKS:
             wanted = schedule(counts.sum(axis=0), federation.rng("schedule"))
-            route = Route(federation, holders, wanted, chunk_size=chunk_size, retain=retain, weighted=weighted)
+            roster = Roster(federation, holders, weighted=weighted)
+            route = Route(roster, wanted, chunk_size=chunk_size, retain=retain)
             curve.append(round(walk(route, counts.copy()) / len(wanted), 4))
         found[name] = curve
         found[f"saved by chunk size 5, {name}"] = round(1 - curve[CHUNKS.index(5)] / curve[0], 4)
@@ -173,7 +175,7 @@ def walk(route: Route, left: np.ndarray) -> int:
             left[client, label] -= not missing[-1]
         gone = [label for label in set(task.labels.tolist()) if left[client, label] == 0]
         reply = StepsReply(torch.tensor(missing), torch.tensor(sorted(gone), dtype=torch.int64), torch.zeros(()))
-        route.heard(count - 1, reply)
+        route.on_reply(count - 1, reply)
     return count
 
 

@@ -23,8 +23,9 @@ from fedstrata.models.batchnorm import federate_batchnorm
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.batch import BatchPlan
-from fedstrata.stratify.client_batch import new_pool
+from fedstrata.stratify.client_batch import opened
 from fedstrata.stratify.messages import Gradient, Reserve
+from fedstrata.stratify.roster import Roster
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +310,10 @@ def test_a_pool_that_begins_anew_comes_in_another_order(start, balanced):
     context = start(spec_of("#C=1", clients=5), balanced).federation.engine.context
     client = Client(0, context, {})
     label = int(client.labels[0])
-    first, again = (new_pool(client, 1, label, (0.0, 1.0), refills).order for refills in (0, 1))
+    wanted = torch.tensor([label])
+    request = Reserve(1, torch.zeros(1, dtype=torch.int64), wanted, refill=wanted, fresh=True)
+    pools = opened(client, {}, request, [label])
+    first, again = pools[label].order, opened(client, pools, request, [label])[label].order
     assert sorted(first) == sorted(again) == list(range(200))
     assert first.tolist() != again.tolist()
 
@@ -482,7 +486,7 @@ def test_gradients_of_several_batches_at_one_model_are_one_larger_batch(start, b
         federation, weights = started.federation, started.state.weights
         federation.begin(1)
         wanted = np.tile(np.arange(5), 20)
-        plan = BatchPlan(federation, started.state.holders, wanted, len(wanted) // batches, weighted=False)
+        plan = BatchPlan(Roster(federation, started.state.holders), wanted, len(wanted) // batches)
         plan.reserve(np.arange(len(wanted)))
         total: dict[str, torch.Tensor] = {}
         for batch in range(batches):
@@ -536,8 +540,8 @@ def test_the_learning_rate_follows_the_size_of_a_batch(start, balanced, rule, fa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr_rule": "linear"}, "lr_rule = 'linear': is about a batch_size that is not training's"),
-        ({"mode": "single", "local_steps": 2}, "local_steps = 2: is about batches"),
+        ({"lr_rule": "linear"}, "lr_rule = 'linear': has no effect, because method.batch_size is not set"),
+        ({"mode": "single", "local_steps": 2}, "local_steps = 2: has no effect without batches"),
     ],
 )
 def test_settings_of_batches_are_refused_where_there_are_none(balanced, settings, message):

@@ -16,6 +16,7 @@ from fedstrata.base.errors import ClientsFailedError, SpecError
 from fedstrata.federation.engine import HopByHop
 from fedstrata.models.zoo import MLP
 from fedstrata.runs.preparation import prepare
+from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.schedule import Holders
 from fedstrata.stratify.single import Route
 
@@ -197,22 +198,22 @@ def test_the_next_client_is_known_before_the_reply(start, balanced):
     federation = started.federation
     federation.begin(1)
     wanted = np.zeros(6, dtype=np.int64)
-    route = Route(federation, started.state.holders, wanted, chunk_size=1, retain=1.0, weighted=False)
+    route = Route(Roster(federation, started.state.holders), wanted, chunk_size=1, retain=1.0)
     tasks = route.tasks()
     from fedstrata.stratify.messages import StepsReply
 
     first, _ = next(tasks)
     nothing = torch.tensor([True]), torch.tensor([0]), torch.zeros(())
     ahead = route._queue[0].client
-    route.heard(0, StepsReply(*nothing))
+    route.on_reply(0, StepsReply(*nothing))
     assert len(route._left) == 6 - 2 + 1  # two were given out, one came back
     second, _ = next(tasks)
     assert second == ahead
-    route.heard(1, StepsReply(torch.tensor([second == first]), torch.empty(0).long(), torch.zeros(())))
+    route.on_reply(1, StepsReply(torch.tensor([second == first]), torch.empty(0).long(), torch.zeros(())))
     rest = []
     for client, _ in tasks:
         rest.append(client)
-        route.heard(1 + len(rest), StepsReply(torch.tensor([False]), torch.empty(0).long(), torch.zeros(())))
+        route.on_reply(1 + len(rest), StepsReply(torch.tensor([False]), torch.empty(0).long(), torch.zeros(())))
     # From the third task on the first client is not asked for that label again.
     assert first not in rest[1:]
     assert len(rest) == 5 + (second == first)
@@ -333,7 +334,7 @@ def test_what_does_not_fit_is_refused(balanced, change, key):
 
 def test_batchnorm_is_refused(balanced):
     module = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    with pytest.raises(SpecError, match="BatchNorm has nothing to normalise"):
+    with pytest.raises(SpecError, match="BatchNorm cannot normalise"):
         prepare(spec_of("iid"), data=balanced, model=module)
 
 
@@ -382,7 +383,7 @@ def test_planning_an_epoch_of_mnist_takes_no_time(start):
     holders = Holders(np.arange(10), offsets, np.tile(np.arange(10), 10), counts.T.reshape(-1) * 10)
     data = fs.from_arrays(generator.normal(size=(20, 2)), np.arange(20) % 10, [[0.0, 0.0]], [0])
     federation = start(spec_of("iid", clients=10), data).federation
-    route = Route(federation, holders, generator.integers(0, 10, 60_000), chunk_size=5, retain=0.5, weighted=False)
+    route = Route(Roster(federation, holders), generator.integers(0, 10, 60_000), chunk_size=5, retain=0.5)
     began = time.process_time()
     while len(route._left):
         route._enqueue_chunk()

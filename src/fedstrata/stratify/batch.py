@@ -2,199 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
+from fedstrata.base.errors import ReplyRefusedError, SpecError
 from fedstrata.base.records import Tree
 from fedstrata.clients.training.sgd import clipped
-from fedstrata.federation.federation import Federation, Summed
+from fedstrata.federation.allowed import Agreed
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.federation import Summed
 from fedstrata.federation.messages import Weights
 from fedstrata.federation.settings import Training
 from fedstrata.models.batchnorm import has_batchnorm
-from fedstrata.stratify.messages import GatheredReply, Gradient, GradientReply, GradientSteps, Reserve, ReserveReply
-from fedstrata.stratify.schedule import Holders
+from fedstrata.stratify.messages import (
+    ALL,
+    NO_SUCH_BATCH,
+    GatheredReply,
+    Gradient,
+    GradientReply,
+    GradientSteps,
+    Reserve,
+    ReserveReply,
+)
+from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import select_batches
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+LRRule = Literal["none", "linear", "sqrt"]
 
 
 def rate(training: Training, server: ServerOptimizer | None, scale: float, round: int) -> float:
-    """The learning rate of a round's batches.
+    """Return the learning rate of a round's batches.
 
     Args:
-        training: Whose rate it comes from.
-        server: The server's optimiser, whose own rate multiplies it.
-        scale: What else multiplies it.
-        round: Which.
+        training: The settings of training, with the learning rate of the round.
+        server: The server's optimiser, whose ``lr`` multiplies training's.
+        scale: A further factor.
+        round: The round.
     """
     return training.lr_at(round) * ((server.lr if server else None) or 1.0) * scale
 
 
-def batch_epoch(
-    federation: Federation,
-    weights: Weights,
-    state: Tree,
-    plan: BatchPlan,
-    server: ServerOptimizer | None,
-    *,
-    scale: float = 1.0,
-    local_steps: int = 1,
-) -> tuple[Weights, Tree, dict[str, Any]]:
-    """One exchange and one step of the server's optimiser a batch.
+@dataclass(frozen=True)
+class BatchMode:
+    """Epochs of union batches; for the fields see ``Stratify``."""
 
-    Args:
-        federation: To ask.
-        weights: The global model.
-        state: The optimiser's.
-        plan: Who trains what; its reservation is made here.
-        server: The optimiser; see ``Stratify``.
-        scale: What the learning rate is multiplied by.
-        local_steps: Steps that a client takes on its part of a batch.
+    batch_size: int | None
+    lr_rule: LRRule
+    local_steps: int
+    server: ServerOptimizer | None
 
-    Returns:
-        The new model, the optimiser's new state and the metrics.
-    """
-    training = federation.config.training
-    plan.reserve(np.arange(len(plan.wanted)))
-    lr = rate(training, server, scale, federation.round)
-    stepper = Stepper(
-        server or ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay),
-        weights.params,
-        state,
-        lr=lr,
-    )
-    together = has_batchnorm(federation.config.model.module)
-    seen, loss, transfers = 0, 0.0, 0
-    for batch in range(plan.batches):
-        request = Gradient(federation.round, batch, weights)
-        if local_steps > 1:
-            request = GradientSteps(federation.round, batch, weights, local_steps, lr)
-        total = _batch(federation, plan, request, together, local_steps)
-        if total is None:
-            continue
-        reply: GradientReply = total.reply
-        if training.clip is None:
-            stepper.step(reply.gradient, reply.samples)
-        else:
-            with torch.no_grad():
-                mean = torch._foreach_div(list(reply.gradient.values()), float(reply.samples))
-                short = clipped(mean, training.clip)
-            stepper.step(dict(zip(reply.gradient, short, strict=True)))
-        weights = Weights(stepper.params(), reply.buffers)
-        seen, loss, transfers = seen + reply.samples, loss + reply.loss, transfers + len(total.clients)
-        # Two gradients at a time would crowd each other out of the processor's cache.
-        del total, reply
-    # The stepper's own tensors go with it.
-    weights = Weights({name: w.clone() for name, w in weights.params.items()}, weights.buffers)
-    metrics = {"samples": seen, "train_loss": loss / seen if seen else None, "transfers": transfers}
-    return weights, stepper.state(), metrics
+    def check(self, config: FederationConfig) -> None:
+        """Raise ``SpecError`` if BatchNorm would see a single sample."""
+        if has_batchnorm(config.model.module) and (self.batch_size or config.training.batch_size) == 1:
+            key = "training.batch_size" if self.batch_size is None else "method.batch_size"
+            raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
 
+    def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode, tuple[float, float]]:
+        """Return the mode of a round's epoch, and the part of the data that has arrived."""
+        return self, ALL
 
-def _batch(
-    federation: Federation, plan: BatchPlan, request: Gradient, together: bool, local_steps: int
-) -> Summed | None:
-    """The sum over one batch; who fails is left out and its later positions are given to others."""
-    batch = request.batch
-    while work := plan.work(batch):
-        if together and sum(work.values()) < 2:
-            # Nobody's fault: the others of the batch are not there, and BatchNorm needs two samples.
-            federation.note("batch skipped", work, "a single sample is left of it, and BatchNorm needs two")
-            return None
-        total = federation.ask_sum(
-            work,
-            request,
-            together=together,
-            work={client: samples * local_steps for client, samples in work.items()},
-        )
-        absent = set(work) - set(total.clients if total else ())
-        if not absent:
-            return total
-        # In a group that had to be given up nobody answered, and only the culprits count as failed or late.
-        culprits = absent if total else (absent & federation.log.absent()) or absent
-        plan.lose(culprits, batch)
-        if total:
-            return total
-    return None
+    def scale(self, training: Training) -> float:
+        """Return the factor by which the batch size changes the learning rate."""
+        ratio = (self.batch_size or training.batch_size) / training.batch_size
+        return float(ratio ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule])
+
+    def run_epoch(
+        self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
+    ) -> tuple[Weights, Tree, dict[str, Any]]:
+        """Make one exchange and one step of the server's optimiser per batch.
+
+        Args:
+            roster: The clients to ask.
+            wanted: The schedule: places of placeholders, shape (L,).
+            weights: The global model.
+            optimizer: The optimiser's state.
+
+        Returns:
+            The new model, the optimiser's new state and the metrics.
+        """
+        federation = roster.federation
+        training, together = federation.config.training, has_batchnorm(federation.config.model.module)
+        plan = BatchPlan(roster, wanted, self.batch_size or training.batch_size, pairs=together)
+        plan.reserve(np.arange(len(wanted)))
+        lr = rate(training, self.server, self.scale(training), federation.round)
+        default = ServerOptimizer(momentum=training.momentum, weight_decay=training.weight_decay)
+        stepper = Stepper(self.server or default, weights.params, optimizer, lr=lr)
+        samples, loss, transfers = 0, 0.0, 0
+        for batch in range(plan.batches):
+            request = Gradient(federation.round, batch, weights)
+            if self.local_steps > 1:
+                request = GradientSteps(federation.round, batch, weights, self.local_steps, lr)
+            total = self._sum_of_batch(plan, request, together)
+            if total is None:
+                continue
+            reply: GradientReply = total.reply
+            if training.clip is None:
+                stepper.step(reply.gradient, reply.samples)
+            else:
+                with torch.no_grad():
+                    mean = torch._foreach_div(list(reply.gradient.values()), float(reply.samples))
+                    short = clipped(mean, training.clip)
+                stepper.step(dict(zip(reply.gradient, short, strict=True)))
+            weights = Weights(stepper.params(), reply.buffers)
+            samples += reply.samples
+            loss += reply.loss
+            transfers += len(total.clients)
+            # Two gradients at a time would displace each other from the processor's cache.
+            del total, reply
+        # The stepper goes on to change the tensors that it has returned.
+        weights = Weights({name: w.clone() for name, w in weights.params.items()}, weights.buffers)
+        metrics = {"samples": samples, "train_loss": loss / samples if samples else None, "transfers": transfers}
+        if plan.held_back or federation.config.privacy.min_samples > 1:
+            metrics["held_back"] = plan.held_back
+        return weights, stepper.state(), metrics
+
+    def _sum_of_batch(self, plan: BatchPlan, request: Gradient, together: bool) -> Summed | None:
+        """Return the sum over one batch; a client that fails is left out, and others take its later positions."""
+        federation, steps = plan.roster.federation, self.local_steps
+        while samples := plan.work(request.batch):
+            if together and sum(samples.values()) < 2:
+                # No client is at fault: the others of the batch are absent.
+                federation.note("batch skipped", samples, "a single sample is left of it, and BatchNorm needs two")
+                return None
+            work = samples if steps == 1 else {client: steps * count for client, count in samples.items()}
+            total = federation.ask_sum(samples, request, together=together, work=work)
+            absent = set(samples) - set(total.clients if total else ())
+            if not absent:
+                return total
+            # A group that had to be given up has no answers, but only the clients at fault count as failed or late.
+            lost = absent if total else (absent & federation.log.absent()) or absent
+            plan.lose(lost, request.batch)
+            if total:
+                return total
+        return None
 
 
 class BatchPlan:
-    """Which client trains each position of an epoch's schedule, and the reservation that makes sure of it.
+    """The client that trains each position of an epoch's schedule, and the reservation of its samples.
 
-    Clients are chosen batch by batch (Algorithm 2), and the requests of the whole epoch travel together: one
-    exchange, and another for what could not be served, instead of one a batch.
+    Clients are chosen batch by batch (Algorithm 2). The requests of the whole epoch travel together: one exchange, and
+    another for the positions that could not be served, instead of one per batch.
 
     Args:
-        federation: To ask and to record what happened.
-        holders: Who holds which placeholder.
+        roster: The clients to ask.
         wanted: The schedule: places of placeholders, shape (L,).
         batch_size: Positions in a batch.
-        weighted: Draw a label's holders by how many samples each has, not uniformly.
-        window: The part of each label's samples that is there; see ``Reserve``.
-        pairs: Whether a batch needs two samples, as BatchNorm does.
+        pairs: Whether a batch needs two samples, as for BatchNorm.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        holders: Holders,
-        wanted: Ints,
-        batch_size: int,
-        *,
-        weighted: bool,
-        window: tuple[float, float] = (0.0, 1.0),
-        pairs: bool = False,
-    ) -> None:
-        self.federation, self.holders, self.wanted, self.window = federation, holders, wanted, window
+    def __init__(self, roster: Roster, wanted: Ints, batch_size: int, *, pairs: bool = False) -> None:
+        self.roster, self.wanted = roster, wanted
         self.batch_of = np.arange(len(wanted)) // batch_size
         if pairs and len(wanted) > 1 and len(wanted) % batch_size == 1:
-            self.batch_of[-1] -= 1  # BatchNorm has no statistics of a single sample: it joins the batch before it
+            self.batch_of[-1] -= 1  # a last batch of a single sample joins the batch before it
         self.batches = int(self.batch_of[-1]) + 1 if len(wanted) else 0
         self.owner = np.full(len(wanted), -1, dtype=np.int64)
-        self.weighted = weighted
-        self.generator = federation.rng("client-sampling")
         self.held_back = 0
-        """Positions that nobody trains, because their clients would have sent parts of too few samples."""
-        self._waiting: dict[int, set[int]] = {}
-        """By label, clients that held back samples of it: with more positions they could send them."""
-        self._last: set[int] = set()
-        """Labels of which nobody but such clients has samples left."""
+        """Positions that are not trained, because their clients would have sent parts of too few samples."""
         self._work: list[dict[int, float]] | None = None
-        self._asked: set[int] = set()
-        self._gone: set[int] = set()
-        self._refill: dict[int, set[int]] = {}
-        self._refilled: set[tuple[int, int]] = set()
-        self._holding: dict[int, Ints] = {}
-        self._share: dict[int, dict[int, int]] = {}
-        for p in range(len(holders.placeholders)):
-            clients, counts = holders.of_placeholder(p)
-            self._holding[p] = clients
-            if weighted:
-                self._share[p] = dict(zip(clients.tolist(), counts.tolist(), strict=True))
-        # Who is known to be away is not chosen; everybody else is only found out by asking.
-        announced = federation.candidates()
-        self._holding = {p: np.intersect1d(clients, announced) for p, clients in self._holding.items()}
-        self.available = dict(self._holding)
+        self._refilled, self._waiting = np.zeros((2, len(roster.places)), dtype=bool)
+        """Rows of the roster that were refilled and not exhausted since, and rows whose client held samples back: with
+        more positions it could send them."""
+        self._last = np.zeros(len(roster.holders.placeholders), dtype=bool)
+        """Placeholders of which only clients that held samples back have samples left."""
 
     def work(self, batch: int) -> dict[int, float]:
-        """The clients of a batch, ascending, and how many samples each has in it."""
+        """Return how many samples each client of a batch has in it, by client, ascending."""
         if self._work is None:
             served = self.owner >= 0
-            clients = self.federation.config.clients
+            clients = self.roster.federation.config.clients
             cells, counts = np.unique(self.batch_of[served] * clients + self.owner[served], return_counts=True)
             begins = np.searchsorted(cells // clients, np.arange(self.batches + 1)).tolist()
-            owners, shares = (cells % clients).tolist(), counts.astype(float).tolist()
-            self._work = [dict(zip(owners[i:j], shares[i:j], strict=True)) for i, j in pairwise(begins)]
+            owners, samples = (cells % clients).tolist(), counts.astype(float).tolist()
+            self._work = [dict(zip(owners[i:j], samples[i:j], strict=True)) for i, j in pairwise(begins)]
         return self._work[batch]
 
     def lose(self, clients: set[int], batch: int) -> None:
-        """Somebody fell out during a batch: that part of it is lost, later positions are given to others."""
-        self._leave(clients)
+        """Give up the parts of some clients in a batch, and give their later positions to others."""
+        self._remove(clients)
         theirs = np.flatnonzero(np.isin(self.owner, list(clients)))
         self.owner[theirs] = -1
         later = theirs[self.batch_of[theirs] > batch]
@@ -204,110 +197,90 @@ class BatchPlan:
         """Find a client with an unused sample for each of the positions."""
         self._work = None
         while len(positions):
-            self._refill_empty(positions)
-            weights = self._weights() if self.weighted else None
-            wanted, batch_of = self.wanted[positions], self.batch_of[positions]
-            self.owner[positions] = select_batches(wanted, batch_of, self.available, weights, self.generator)
-            positions = self._ask_owners(positions[self.owner[positions] >= 0])
+            wanted = self.wanted[positions]
+            clients, weights = self._choices(wanted)
+            owner = select_batches(wanted, self.batch_of[positions], clients, weights, self.roster.generator)
+            self.owner[positions] = owner
+            positions = self._ask_owners(positions[owner >= 0])
+
+    def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, NDArray[np.float64]] | None]:
+        """Return the available clients and their weights by placeholder; refill pools that are exhausted everywhere."""
+        roster, clients, weights = self.roster, dict[int, Ints](), dict[int, NDArray[np.float64]]()
+        for place in np.unique(wanted).tolist():
+            rows = roster.rows_of(place)
+            if not roster.available[rows].any():
+                if self._waiting[rows].any():
+                    roster.available[rows], self._waiting[rows] = self._waiting[rows], False
+                    self._last[place] = True
+                elif roster.refill(place, int((wanted == place).sum())):
+                    self._refilled[rows] |= roster.present[rows]
+                    self._last[place] = False
+            available = roster.available[rows]
+            clients[place] = roster.holders.clients[rows][available]
+            weights[place] = roster.holders.counts[rows][available].astype(np.float64)
+        return clients, weights if roster.weighted else None
 
     def _ask_owners(self, positions: Ints) -> Ints:
-        """Ask the chosen clients; the positions that are still open."""
+        """Ask the chosen clients to reserve samples; return the positions that are still open."""
         if len(positions) == 0:
             return positions
-        placeholders = self.holders.placeholders
+        roster = self.roster
         owners = self.owner[positions]
         order = np.argsort(owners, kind="stable")
         clients, begins = np.unique(owners[order], return_index=True)
-        theirs = dict(zip(clients.tolist(), np.split(positions[order], begins[1:]), strict=True))
+        positions_of = dict(zip(clients.tolist(), np.split(positions[order], begins[1:]), strict=True))
         requests = {}
-        for client, own in theirs.items():
-            refill = sorted(self._refill.pop(client, ()))
-            requests[client] = Reserve(
-                round=self.federation.round,
-                batches=torch.from_numpy(self.batch_of[own]),
-                labels=torch.from_numpy(placeholders[self.wanted[own]]),
-                refill=torch.from_numpy(placeholders[np.array(refill, dtype=np.int64)]),
-                fresh=client not in self._asked,
-                window=self.window,
-            )
-        replies: dict[int, ReserveReply] = self.federation.ask(
-            requests, requests, check=lambda reply: reply.require_before(self.batches)
-        )
-        self._asked.update(replies)
-        self._leave(set(requests) - set(replies))
+        for client, theirs in positions_of.items():
+            fields = roster.request(client, self.wanted[theirs], roster.refills.pop(client, ()))
+            requests[client] = Reserve(batches=torch.from_numpy(self.batch_of[theirs]), **fields)
+        replies: dict[int, ReserveReply] = roster.federation.ask(requests, requests, check=self._check)
+        roster.answered.update(replies)
+        self._remove(set(requests) - set(replies))
         still_open = []
-        for client, own in theirs.items():
+        for client, theirs in positions_of.items():
             reply = replies.get(client)
-            missing = reply.missing.numpy() if reply is not None else np.ones(len(own), dtype=bool)
-            self.owner[own[missing]] = -1
-            still_open.append(own[missing])
+            missing = np.ones(len(theirs), dtype=bool) if reply is None else reply.missing.numpy()
+            self.owner[theirs[missing]] = -1
+            again = missing
             if isinstance(reply, GatheredReply):
-                self.batch_of[own[~missing]] = reply.batches.numpy()[~missing]
-                still_open[-1] = own[missing & ~self._given_up(client, own, missing, reply.held.numpy())]
+                self.batch_of[theirs[~missing]] = reply.batches.numpy()[~missing]
+                again = missing & ~self._give_up(client, theirs, missing, reply.held.numpy())
+            still_open.append(theirs[again])
             if reply is not None:
-                self._note_exhausted(client, own, missing, reply)
+                wanted = self.wanted[theirs]
+                rows = roster.empty_rows(client, wanted[missing], reply.exhausted)
+                roster.available[rows] = False
+                # A pool that is empty right after a refill will never serve.
+                useless = self._refilled[rows] & ~np.isin(roster.places[rows], wanted[~missing])
+                roster.present[rows[useless]] = self._refilled[rows] = False
         left = np.sort(np.concatenate(still_open))
         return left[np.argsort(self.batch_of[left], kind="stable")]
 
-    def _given_up(
-        self, client: int, own: Ints, missing: NDArray[np.bool_], held: NDArray[np.bool_]
-    ) -> NDArray[np.bool_]:
-        """What a client held back and nobody else has left; a refill would train other samples twice instead."""
-        wanted = self.wanted[own]
-        for p in np.unique(wanted[held]).tolist():
-            # Who was asked for more than it has, and for whose samples positions are given up, has none left.
-            if p not in self._last or not (missing & ~held & (wanted == p)).any():
-                self._waiting.setdefault(p, set()).add(client)
-        given_up: NDArray[np.bool_] = held & np.isin(wanted, list(self._last))
+    def _check(self, reply: ReserveReply) -> None:
+        """Refuse a position in a batch that the epoch does not have."""
+        if isinstance(reply, GatheredReply) and bool((reply.batches[~reply.missing] >= self.batches).any()):
+            raise ReplyRefusedError(NO_SUCH_BATCH)
+
+    def _give_up(self, client: int, theirs: Ints, missing: Bools, held: Bools) -> Bools:
+        """Return the positions that only clients that held samples back could serve: they are not trained.
+
+        A refill would train other samples twice instead.
+        """
+        wanted = self.wanted[theirs]
+        none_left = np.unique(wanted[missing & ~held])
+        for place in np.unique(wanted[held]).tolist():
+            # A client without a sample for a position, while positions of the placeholder are given up, has none left.
+            if not self._last[place] or place not in none_left:
+                rows = self.roster.rows_of(place)
+                self._waiting[rows] |= self.roster.holders.clients[rows] == client
+        given_up: Bools = held & self._last[wanted]
         if count := int(given_up.sum()):
             self.held_back += count
-            self.federation.note("held back", [client], f"{count} positions: too few samples would go with them")
+            reason = f"{count} positions: too few samples would go with them"
+            self.roster.federation.note("held back", [client], reason)
         return given_up
 
-    def _note_exhausted(self, client: int, own: Ints, missing: NDArray[np.bool_], reply: ReserveReply) -> None:
-        empty = {int(p) for p in np.unique(self.wanted[own[missing]])}
-        empty |= set(np.flatnonzero(np.isin(self.holders.placeholders, reply.exhausted.numpy())).tolist())
-        for p in empty:
-            self._drop(self.available, p, client)
-            if (client, p) in self._refilled and not (self.wanted[own[~missing]] == p).any():
-                # A pool that is empty right after it was refilled will never serve.
-                self._drop(self._holding, p, client)
-            self._refilled.discard((client, p))
-
-    def _refill_empty(self, positions: Ints) -> None:
-        """A label that is wanted and exhausted everywhere begins anew; one that nobody can serve is skipped."""
-        for p in np.unique(self.wanted[positions]).tolist():
-            if len(self.available[p]):
-                continue
-            if waiting := self._waiting.pop(p, set()) - self._gone:
-                self.available[p] = np.array(sorted(waiting), dtype=np.int64)
-                self._last.add(p)
-                continue
-            if len(self._holding[p]) == 0:
-                count = int((self.wanted[positions] == p).sum())
-                self.federation.note(
-                    "label skipped", reason=f"{count} positions of placeholder {p}: no holder is there"
-                )
-                continue
-            self.available[p] = self._holding[p]
-            self._last.discard(p)
-            for client in self._holding[p].tolist():
-                self._refill.setdefault(client, set()).add(p)
-                self._refilled.add((client, p))
-
-    def _leave(self, clients: set[int]) -> None:
-        for client in clients - self._gone:
-            self._gone.add(client)
-            for p in self.available:
-                self._drop(self.available, p, client)
-                self._drop(self._holding, p, client)
-
-    @staticmethod
-    def _drop(table: dict[int, Ints], p: int, client: int) -> None:
-        table[p] = table[p][table[p] != client]
-
-    def _weights(self) -> Mapping[int, NDArray[np.float64]]:
-        return {
-            p: np.array([self._share[p][int(client)] for client in clients], dtype=np.float64)
-            for p, clients in self.available.items()
-        }
+    def _remove(self, clients: set[int]) -> None:
+        self.roster.remove(clients)
+        if clients:
+            self._waiting[np.isin(self.roster.holders.clients, list(clients))] = False

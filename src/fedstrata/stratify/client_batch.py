@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from fedstrata.models.batchnorm import federated
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.stratify.messages import (
+    ALL,
     GatheredReply,
     Gradient,
     GradientReply,
@@ -37,20 +38,17 @@ Ints = NDArray[np.int64]
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"
-"""Names under which a client keeps its pools, and the label behind each placeholder where labels are masked."""
-
-ALL = (0.0, 1.0)
-"""The window in which every sample is there."""
+"""The keys of a client's state for its pools, and for the label behind each placeholder if labels are masked."""
 
 
 @record("Pool")
 class Pool:
-    """One placeholder's samples, drawn without replacement.
+    """The samples of one placeholder at a client, drawn without replacement.
 
     Args:
-        order: Their places among the client's own, shuffled.
-        used: How many are gone.
-        refills: How often the pool began anew this epoch.
+        order: The shuffled places of the samples among the client's own.
+        used: How many samples were drawn.
+        refills: How often the pool was refilled in this epoch.
     """
 
     order: Ints
@@ -60,13 +58,13 @@ class Pool:
 
 @record("Reserved")
 class Reserved:
-    """What a client remembers in an epoch.
+    """The state of a client within an epoch of batches.
 
     Args:
         round: The epoch.
-        pools: By placeholder.
-        batches: The batch of every sample set aside, ascending.
-        places: Where that sample is among the client's own.
+        pools: The pools by placeholder.
+        batches: The batch of every reserved sample, ascending.
+        places: The place of that sample among the client's own.
     """
 
     round: int
@@ -75,72 +73,61 @@ class Reserved:
     places: Ints
 
     @cached_property
-    def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Where the part of each batch begins and ends in ``places``: numbers alone, which no collector counts."""
+    def bounds(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Where each batch begins and ends in ``places``; two dicts of numbers, because these cost no collection."""
         batches, begins = np.unique(self.batches, return_index=True)
         numbers, first = batches.tolist(), begins.tolist()
         return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
 
-    def part(self, batch: int) -> Ints:
-        """The places of a batch's samples; none where nothing was set aside for it."""
-        begins, ends = self._bounds
-        return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
+def opened(
+    client: Client, pools: Mapping[int, Pool], request: Reserve | Steps, placeholders: Iterable[int]
+) -> dict[int, Pool]:
+    """Return the client's pools after the refills of a request, with a pool for each of some placeholders.
 
-def places_of(client: Client, placeholder: int) -> Ints:
-    """Where the samples of a placeholder are among the client's own, ascending; empty where it holds none.
+    A pool holds the samples of the label behind its placeholder. It is empty if the client does not know the
+    placeholder, or holds fewer samples of the label than ``privacy.min_samples``: such a label was not named at
+    enrolment, and no request may draw from it. Randomness is keyed by the label, so that masking changes nothing.
 
-    Empty too where it holds fewer than ``privacy.min_samples``: what it does not name when it enrols it does not have,
-    whoever asks, and whether it was asked to enrol or not.
-    """
-    label = label_of(client, placeholder)
-    places = _NONE if label is None else np.flatnonzero(client.labels == label)
-    return places if len(places) >= client.context.privacy.min_samples else _NONE
-
-
-def label_of(client: Client, placeholder: int) -> int | None:
-    """The label behind a placeholder: itself unless labels are masked; None for one that the client does not know."""
-    known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
-    return placeholder if known is None else known.get(placeholder)
-
-
-def new_pool(client: Client, round: int, placeholder: int, window: tuple[float, float], refills: int = 0) -> Pool:
-    """The samples of a placeholder that are there, shuffled.
-
-    Randomness is keyed by the real label, so that masking changes nothing. The samples of each label arrive in an order
-    of their own, drawn once for the whole run; those from ``window[0]`` to ``window[1]`` of them are there.
-    """
-    order, label = places_of(client, placeholder), label_of(client, placeholder)
-    if window != ALL:
-        arriving = client.rng(f"arrival/{label}", 0).permutation(order)
-        # A hair more, for products such as 0.29 · 100 that lie below the whole number that is meant.
-        first, last = (int(part * len(order) + 1e-9) for part in window)
-        order = np.sort(arriving[first:last])
-    return Pool(client.rng(f"pool/{label}/{refills}", round).permutation(order), 0, refills)
-
-
-def refilled(client: Client, pools: Mapping[int, Pool], request: Reserve | Steps) -> dict[int, Pool]:
-    """The pools after those that the request names began anew.
+    Args:
+        client: The client.
+        pools: Its pools before the request.
+        request: The request, with the refills and the window.
+        placeholders: The placeholders to draw from.
 
     Raises:
-        FedstrataError: It names more than there are classes, which would fill the client's memory.
+        FedstrataError: The request refills more pools than there are classes, which would fill the client's memory.
     """
     if len(request.refill) > client.context.config.classes:
         raise FedstrataError("more pools begin anew than there are classes")
     result = dict(pools)
-    for p in request.refill.tolist():
-        refills = result[p].refills + 1 if p in result else 0
-        result[p] = new_pool(client, request.round, p, request.window, refills)
+    known: Mapping[int, int] | None = client.state.get(PLACEHOLDERS)
+    labels: Ints | None = None
+    new = {p: pools[p].refills + 1 if p in pools else 0 for p in request.refill.tolist()}
+    new |= {p: 0 for p in placeholders if p not in pools and p not in new}
+    for placeholder, refills in new.items():
+        label = placeholder if known is None else known.get(placeholder)
+        labels = client.labels if labels is None else labels
+        order = np.flatnonzero(labels == label) if label is not None else _NONE
+        if len(order) < client.context.privacy.min_samples:
+            order = _NONE
+        if request.window != ALL:
+            # The samples of each label arrive in an order that is drawn once for the whole run.
+            arriving = client.rng(f"arrival/{label}", 0).permutation(order)
+            # The small term makes up for products such as 0.29 · 100, which fall below the exact integer.
+            first, last = (int(part * len(order) + 1e-9) for part in request.window)
+            order = np.sort(arriving[first:last])
+        order = client.rng(f"pool/{label}/{refills}", request.round).permutation(order)
+        result[placeholder] = Pool(order, 0, refills)
     return result
 
 
 @handles(Reserve)
 def reserve(client: Client, request: Reserve) -> ReserveReply:
-    """Set one sample aside for every position as long as the placeholder's pool lasts."""
+    """Reserve one sample for every position as long as the placeholder's pool lasts."""
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Reserved) or before.round != request.round:
         before = Reserved(request.round, {}, _NONE, _NONE)
-    pools = refilled(client, before.pools, request)
     batches, wanted = request.batches.numpy(), request.labels.numpy()
     if len(batches) != len(wanted) or bool((np.diff(batches) < 0).any()):
         raise FedstrataError("a reservation needs a batch for every position, ascending")
@@ -148,8 +135,8 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
     asked = np.unique(wanted).tolist()
     if len(asked) > client.context.config.classes:
         raise FedstrataError("more placeholders than there are classes")
+    pools = opened(client, before.pools, request, asked)
     for p in asked:
-        pools[p] = pools.get(p) or new_pool(client, request.round, p, request.window)
         served[np.flatnonzero(wanted == p)[: len(pools[p].order) - pools[p].used]] = True
     if gathers := client.context.privacy.gathers:
         batches = batches.copy()
@@ -177,18 +164,18 @@ def reserve(client: Client, request: Reserve) -> ReserveReply:
 
 
 def gathered(batches: Ints, before: Ints, least: int) -> Ints:
-    """Merge parts of batches that are too small: each goes into the client's next part, until there is enough.
+    """Merge parts of batches that are too small: each joins the client's next part, until a part is large enough.
 
-    What is left at the end, when no part comes after it, joins the one before it. Parts that were set aside earlier
-    stay where they are; batches before the first of the new ones may be over, and nothing is put there.
+    A small part at the end joins the part before it. Samples that were reserved earlier stay in their batches. Nothing
+    is moved to a batch before the first of the new ones, because that batch may be over.
 
     Args:
-        batches: Of the new samples, ascending, shape (n,).
-        before: Of the samples that were set aside earlier, in parts that are large enough, ascending.
-        least: Fewest samples of a part.
+        batches: The batches of the new samples, ascending, shape (n,).
+        before: The batches of the samples that were reserved earlier, in parts that are large enough, ascending.
+        least: Fewest samples in a part.
 
     Returns:
-        The batch in which each new sample goes out, −1 where it cannot: fewer than ``least`` in all. Shape (n,).
+        The batch in which each new sample is sent, −1 if the client has fewer than ``least`` in all. Shape (n,).
 
     >>> gathered(np.array([0, 2, 2, 3, 5, 5, 8]), np.array([], dtype=int), 2).tolist()
     [2, 2, 2, 5, 5, 5, 5]
@@ -213,34 +200,37 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
     return result
 
 
-def set_aside(client: Client, batch: int) -> Ints:
-    """The data set's indices that the client keeps for a batch.
+def reserved(clients: Iterable[Client], batch: int) -> Ints:
+    """Return the data set's indices of the samples that some clients reserved for a batch, client after client.
 
     Raises:
-        WithheldError: There are fewer than ``privacy.min_samples``.
+        WithheldError: A client has fewer than ``privacy.min_samples``.
     """
-    state: Reserved = client.state[STATE]
-    indices: Ints = client.indices[state.part(batch)]
-    client.release(len(indices))
-    return indices
+    parts = []
+    for client in clients:
+        state: Reserved = client.state[STATE]
+        begins, ends = state.bounds
+        parts.append(client.indices[state.places[begins.get(batch, 0) : ends.get(batch, 0)]])
+        client.release(len(parts[-1]))
+    return np.concatenate(parts)
 
 
 @handles(Gradient)
 def gradient(client: Client, request: Gradient) -> GradientReply:
-    """The client's part of a batch; BatchNorm's statistics are those of all parts together."""
+    """Answer with the gradient of a client's part of a batch; BatchNorm's statistics are those of all parts."""
     return _part(client, request, summed_gradient)
 
 
 @handles(GradientSteps)
 def gradient_steps(client: Client, request: GradientSteps) -> GradientReply:
-    """The same along some steps."""
+    """Answer with the sum of the gradients along several steps on a client's part of a batch."""
     return _part(client, request, stepped)
 
 
 def _part(
     client: Client, request: Q, compute: Callable[[ClientContext, Model, Params, Q, Ints], GradientReply]
 ) -> GradientReply:
-    indices = set_aside(client, request.batch)
+    indices = reserved([client], request.batch)
     weights, model, group = request.weights, client.model, client.group
     with (
         nullcontext() if group is None else federated(model.module, group),
@@ -253,10 +243,10 @@ def _part(
 def stepped(
     context: ClientContext, model: Model, params: Params, request: GradientSteps, indices: Ints
 ) -> GradientReply:
-    """The sum of the gradients along some steps on the client's own part.
+    """Return the sum of the gradients along several steps on the client's own part.
 
-    With n samples a step is w ← w − (η / n) g. A step of the server with the same η along the sum over clients, divided
-    by all samples, then leads to the mean of the clients' models, by their samples.
+    With n samples, a step is w ← w − (η / n) g. The server steps along the sum over clients, divided by the number of
+    all samples. With the same η, its step leads to the mean of the clients' models, weighted by their samples.
     """
     first = reply = summed_gradient(context, model, params, request, indices)
     total = {name: gradient.clone() for name, gradient in first.gradient.items()}
@@ -271,31 +261,31 @@ def stepped(
 
 @handles_sum(Gradient)
 def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientId, Gradient]) -> Reply:
-    """All clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch as it is.
+    """Compute all clients' parts in one pass: the sums are the same, and BatchNorm sees the union batch.
 
-    Nine times as fast as a pass a client, with 100 clients and an MLP (``benchmarks/fast_paths.py``).
+    Nine times as fast as one pass per client, with 100 clients and an MLP (``benchmarks/fast_paths.py``).
     """
-    indices = np.concatenate([set_aside(client, requests[number].batch) for number, client in clients.items()])
-    client = next(iter(clients.values()))
-    context, request = client.context, requests[client.number]
-    model, params = context.once(_standing_model)
+    first = next(iter(clients.values()))
+    context, request = first.context, requests[first.number]
+    indices = reserved(clients.values(), request.batch)
+    model, params = context.once(_loaded_model)
     model.share(request.weights.params, request.weights.buffers)
     with _seeded(context, request):
         return summed_gradient(context, model, params, request, indices)
 
 
 def _seeded(context: ClientContext, request: Gradient, client: ClientId = SERVER) -> AbstractContextManager[None]:
-    """Layers that draw numbers draw those of their batch, and of their client where each computes its own part.
+    """Seed layers that draw random numbers by the batch, and by the client where each computes its own part.
 
-    Where none draws, nothing is seeded: that takes a tenth of a small batch's time.
+    Nothing is seeded if no layer draws any: seeding takes a tenth of a small batch's time.
     """
     if not context.config.random:
         return nullcontext()
     return torch_seeded(context.config.seed, f"layers/{request.batch}", request.round, client)
 
 
-def _standing_model(context: ClientContext) -> tuple[Model, Params]:
-    """A model of its own that stays loaded in training mode, because a batch comes after a batch."""
+def _loaded_model(context: ClientContext) -> tuple[Model, Params]:
+    """Return a copy of the model that stays loaded in training mode from batch to batch."""
     model = context.config.model.clone()
     return model, model.load_for_good(train=True)
 
@@ -303,16 +293,16 @@ def _standing_model(context: ClientContext) -> tuple[Model, Params]:
 def summed_gradient(
     shared: ClientContext, model: Model, params: Params, request: Gradient, indices: Ints
 ) -> GradientReply:
-    """The gradient of the summed loss over some samples, at what the model has loaded."""
+    """Return the gradient of the summed loss over some samples, at the parameters that are loaded."""
     where = torch.from_numpy(indices)
     batch = Batch(shared.data.inputs(where), shared.data.y_train[where])
     chain = shared.once(manual_sgd_of) if is_plain(shared.objective, "loss") else None
     if chain is not None:
-        mean, parts = chain.gradient(params, batch.x, batch.y)
-        torch._foreach_mul_(parts, len(indices))
-        return GradientReply(dict(zip(params, parts, strict=True)), len(indices), mean.item() * len(indices), {})
+        mean, gradients = chain.gradient(params, batch.x, batch.y)
+        torch._foreach_mul_(gradients, len(indices))
+        return GradientReply(dict(zip(params, gradients, strict=True)), len(indices), mean.item() * len(indices), {})
     context = Context(request.weights.params, torch.zeros(shared.config.classes), {}, None, shared.config.training.lr)
     loss = shared.objective.loss(model, params, batch, context) * len(indices)
-    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-    gradient = dict(zip(params, found, strict=True))
+    parts = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+    gradient = dict(zip(params, parts, strict=True))
     return GradientReply(gradient, len(indices), loss.item(), model.current_buffers())

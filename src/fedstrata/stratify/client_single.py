@@ -22,7 +22,7 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
-from fedstrata.stratify.client_batch import STATE, Pool, new_pool, refilled
+from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
 
 Ints = NDArray[np.int64]
@@ -60,11 +60,12 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
-    pools = refilled(client, before.pools, request)
+    wanted = request.labels.tolist()
+    pools = opened(client, before.pools, request, wanted)
     places: list[int] = []
     missing, exhausted = [], []
-    for p in request.labels.tolist():
-        pool = pools.get(p) or new_pool(client, request.round, p, request.window)
+    for p in wanted:
+        pool = pools[p]
         left = len(pool.order) - pool.used
         missing.append(left == 0)
         if left:

@@ -17,6 +17,9 @@ from fedstrata.stratify.masking.messages import CountReport
 MOST_SAMPLES = 2**40
 """Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""
 
+ALL = (0.0, 1.0)
+"""The window in which all samples have arrived."""
+
 NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
 """Why a reply to ``Reserve`` is refused."""
 
@@ -111,16 +114,6 @@ class ReserveReply(Reply):
     missing: Tensor
     exhausted: Tensor
 
-    def require_before(self, end: int) -> None:
-        """Refuse a position in a batch that the epoch does not have.
-
-        Args:
-            end: How many batches it has.
-
-        Raises:
-            ReplyRefusedError: There is such a position.
-        """
-
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
@@ -134,11 +127,6 @@ class GatheredReply(ReserveReply):
 
     batches: Tensor
     held: Tensor
-
-    def require_before(self, end: int) -> None:
-        """Refuse a position in a batch that the epoch does not have."""
-        if bool((self.batches[~self.missing] >= end).any()):
-            raise ReplyRefusedError(NO_SUCH_BATCH)
 
 
 @record("Reserve")
@@ -168,7 +156,7 @@ class Reserve(Request):
     labels: Tensor
     refill: Tensor
     fresh: bool
-    window: tuple[float, float] = (0.0, 1.0)
+    window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
         """One answer a position."""
@@ -298,7 +286,7 @@ class Steps(Request):
     labels: Tensor
     refill: Tensor
     fresh: bool
-    window: tuple[float, float] = (0.0, 1.0)
+    window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
         """One answer a label, and the loss as one number."""

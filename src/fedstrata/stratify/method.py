@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
+from typing_extensions import override
 
 from fedstrata.aggregation.optimizers import AnyServer
 from fedstrata.base.errors import SpecError
@@ -17,14 +18,14 @@ from fedstrata.federation.round_log import communication
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample
-from fedstrata.stratify.batch import BatchPlan, batch_epoch, rate
+from fedstrata.stratify.batch import BatchMode, LRRule, rate
+from fedstrata.stratify.hybrid import HybridMode
 from fedstrata.stratify.masking.enrolment import Masking, enrol
 from fedstrata.stratify.masking.enrolment import check as check_masking
+from fedstrata.stratify.messages import ALL
+from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.schedule import Holders, Rule, frequencies, schedule
-from fedstrata.stratify.single import Route, single_epoch
-
-MOST_CELLS = 2**31
-"""Positions × clients of a chunk that is planned at once, five bytes each."""
+from fedstrata.stratify.single import SingleMode
 
 
 @record("StratifyState")
@@ -80,7 +81,7 @@ class Stratify(Method):
     cap: PositiveInt | None = None
     selection: Literal["uniform", "weighted"] = "uniform"
     batch_size: PositiveInt | None = None
-    lr_rule: Literal["none", "linear", "sqrt"] = "none"
+    lr_rule: LRRule = "none"
     local_steps: PositiveInt = 1
     server: AnyServer | None = None
     chunk_size: int = Field(default=5, ge=1, le=100_000)
@@ -90,47 +91,30 @@ class Stratify(Method):
     masking: Masking = "none"
 
     def check(self, config: FederationConfig) -> None:
-        """Masking needs its extra; batches of one need a model and an optimiser without memory of earlier samples."""
+        """Raise ``SpecError`` if masking lacks its extra, or if a setting does not fit the model or the mode."""
         check_masking(self.masking, config.classes)
-        normalises = has_batchnorm(config.model.module)
-        if normalises and config.training.batch_norm == "local":
-            problem = "Stratify's statistics are those of the federation's batches; use average"
+        if config.training.batch_norm == "local" and has_batchnorm(config.model.module):
+            problem = "Stratify's statistics are those of the federation's batches. Use 'average'."
             raise SpecError("training.batch_norm", problem, "local")
-        for name, usual in (("lr_rule", "none"), ("local_steps", 1)):
-            if self.mode == "single" and getattr(self, name) != usual:
-                raise SpecError(f"method.{name}", "is about batches; only for batch and hybrid", getattr(self, name))
+        if self.mode == "single":
+            problem = "has no effect without batches. Remove it, or use method.mode = 'batch' or 'hybrid'."
+            for name, default in (("lr_rule", "none"), ("local_steps", 1)):
+                if getattr(self, name) != default:
+                    raise SpecError(f"method.{name}", problem, getattr(self, name))
+            if self.server is not None:
+                raise SpecError("method.server", problem)
         if self.lr_rule != "none" and self.batch_size is None:
-            problem = "is about a batch_size that is not training's; give method.batch_size"
+            problem = "has no effect, because method.batch_size is not set. Set method.batch_size, or remove lr_rule."
             raise SpecError("method.lr_rule", problem, self.lr_rule)
-        if self.mode == "batch":
-            key = "training.batch_size" if self.batch_size is None else "method.batch_size"
-            if normalises and (self.batch_size or config.training.batch_size) == 1:
-                raise SpecError(key, "BatchNorm needs at least two samples in a batch", 1)
-            return
-        if config.privacy.min_samples > 1:
-            problem = f"method.mode = {self.mode!r} passes a model on after single samples; use 1, or 'batch'"
-            raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
-        if self.chunk_size * config.clients > MOST_CELLS:
-            problem = f"a chunk is a table of positions and clients; at most {MOST_CELLS // config.clients} with these"
-            raise SpecError("method.chunk_size", problem, self.chunk_size)
-        if normalises:
-            raise SpecError("method.mode", "BatchNorm has nothing to normalise in batches of one; use batch", self.mode)
-        if self.mode == "single" and self.server is not None:
-            raise SpecError("method.server", "the model travels and no server takes steps; only for batch and hybrid")
-        if config.training.momentum > 0:
-            problem = "would have to travel with the model in single-sample mode; use 0"
-            raise SpecError("training.momentum", problem, config.training.momentum)
-        if self.mode == "hybrid" and self._pretraining(config) >= config.training.rounds:
-            problem = f"leaves no round for the stream; at most {config.training.rounds - 1} with these training.rounds"
-            raise SpecError("method.pretraining", problem, self._pretraining(config))
+        self._behaviour.check(config)
 
+    @override
     def asks_for_changes(self) -> bool:
-        """Gradients, in batches; a travelling model is none."""
         return self.mode == "batch"
 
     @property
+    @override
     def conceals(self) -> frozenset[Fact]:
-        """Labels, where they are masked."""
         return frozenset({"labels"} if self.masking != "none" else ())
 
     def allowed(self, agreed: Agreed) -> list[Allowed]:
@@ -150,64 +134,38 @@ class Stratify(Method):
         return requests
 
     def _scale(self, agreed: Agreed) -> float:
-        """What the batch size does to the learning rate."""
-        size = self.batch_size or agreed.training.batch_size
-        power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[self.lr_rule]
-        return float((size / agreed.training.batch_size) ** power)
+        return BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server).scale(agreed.training)
 
-    def _pretraining(self, config: Agreed) -> int:
-        return self.pretraining or max(1, config.training.rounds // 2)
+    def _pretraining(self, agreed: Agreed) -> int:
+        return self.pretraining or max(1, agreed.training.rounds // 2)
+
+    def _phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
+        """Return the mode of a round's epoch, and the part of the data that is trained in it."""
+        return self._behaviour.phase(agreed, round)
+
+    @property
+    def _behaviour(self) -> BatchMode | SingleMode | HybridMode:
+        """The mode with its settings."""
+        batches = BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server)
+        singles = SingleMode(self.chunk_size, self.retain)
+        if self.mode == "hybrid":
+            return HybridMode(batches, singles, self.pretraining, self.stream)
+        return batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
-        """Learn who holds which label, under placeholders."""
+        """Learn which clients hold which label, under placeholders."""
         roll = enrol(federation, self.masking, weighted=self.selection == "weighted")
         return StratifyState(weights, roll.holders(), None)
 
     def run_round(self, federation: Federation, state: StratifyState) -> tuple[StratifyState, dict[str, Any]]:
-        """One epoch of the schedule."""
+        """Train one epoch of the schedule."""
         config, holders = federation.config, state.holders
-        single, window = self._phase(config, federation.round)
+        mode, window = self._phase(config, federation.round)
         totals = holders.totals()
-        if window != (0.0, 1.0):
+        if window != ALL:
             totals = (totals * (window[1] - window[0])).round().astype(totals.dtype)
         wanted = schedule(frequencies(totals, self.schedule, self.cap), federation.rng("schedule"))
-        weighted = self.selection == "weighted"
-        if single:
-            route = Route(
-                federation,
-                holders,
-                wanted,
-                chunk_size=self.chunk_size,
-                retain=self.retain,
-                weighted=weighted,
-                window=window,
-            )
-            weights, optimizer, metrics = single_epoch(federation, state.weights, route)
-        else:
-            size = self.batch_size or config.training.batch_size
-            pairs = has_batchnorm(config.model.module)
-            plan = BatchPlan(federation, holders, wanted, size, weighted=weighted, window=window, pairs=pairs)
-            weights, optimizer, metrics = batch_epoch(
-                federation,
-                state.weights,
-                state.optimizer,
-                plan,
-                self.server,
-                scale=self._scale(config),
-                local_steps=self.local_steps,
-            )
-            if plan.held_back or config.privacy.min_samples > 1:
-                metrics["held_back"] = plan.held_back
+        roster = Roster(federation, holders, weighted=self.selection == "weighted", window=window)
+        weights, optimizer, metrics = mode.run_epoch(roster, wanted, state.weights, state.optimizer)
         metrics |= communication(weights, metrics["transfers"], config.clients, federation.round)
         return StratifyState(weights, holders, optimizer), metrics | {"scheduled": len(wanted)}
-
-    def _phase(self, config: Agreed, round: int) -> tuple[bool, tuple[float, float]]:
-        """Whether a round goes sample by sample, and which part of the data is there in it."""
-        if self.mode != "hybrid":
-            return self.mode == "single", (0.0, 1.0)
-        before = self._pretraining(config)
-        if round <= before:
-            return False, (0.0, 1.0 - self.stream)
-        part = self.stream / (config.training.rounds - before)
-        begin = 1.0 - self.stream + part * (round - before - 1)
-        return True, (begin, min(begin + part, 1.0))

@@ -11,42 +11,81 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
-from fedstrata.federation.federation import Federation
+from fedstrata.federation.allowed import Agreed
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import Weights
-from fedstrata.stratify.messages import Steps, StepsReply
-from fedstrata.stratify.schedule import Holders
+from fedstrata.models.batchnorm import has_batchnorm
+from fedstrata.stratify.messages import ALL, Steps, StepsReply
+from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
 
 Ints = NDArray[np.int64]
 
-_NONE = np.empty(0, dtype=np.int64)
+MOST_CELLS = 2**31
+"""Positions × clients of a chunk that is planned at once, five bytes each."""
 
 QUEUE = 2
-"""Tasks that stand ready, so that a client knows where to send the model next (Algorithm 3, line 5)."""
+"""Tasks that are decided in advance, so that a client knows where to send the model next (Algorithm 3, line 5)."""
 
 FIRST_BLOCK, LARGEST_BLOCK = 8, 1024
-"""Chunks planned at once: few after a surprise, more and more while there is none."""
+"""Chunks that are planned at once: few after a change of plan, then more and more."""
 
 
-def single_epoch(federation: Federation, weights: Weights, route: Route) -> tuple[Weights, Tree, dict[str, Any]]:
-    """The model travels until the schedule is trained.
+@dataclass(frozen=True)
+class SingleMode:
+    """Epochs in which the model travels from client to client; for the fields see ``Stratify``."""
 
-    Returns:
-        The new model, None for the optimiser's state (there is none), and the metrics.
-    """
-    loss, samples, hops = torch.zeros(()), 0, federation.log.hops
-    while route.open():
-        # More than one relay only where an engine learnt of a failure too late to go on in the same.
-        relayed = federation.relay(
-            route.tasks(), weights, heard=route.heard, work=lambda task, _: float(len(task.labels))
-        )
-        weights = relayed.weights
-        for reply in relayed.replies.values():
-            loss = loss + reply.loss
-            samples += int((~reply.missing).sum())
-    metrics: dict[str, Any] = {"samples": samples, "train_loss": float(loss) / samples if samples else None}
-    return weights, None, metrics | {"transfers": federation.log.hops - hops}
+    chunk_size: int
+    retain: float
+
+    def check(self, config: FederationConfig, mode: str = "single") -> None:
+        """Raise ``SpecError`` if the model or training needs more than one sample at a time."""
+        if config.privacy.min_samples > 1:
+            problem = f"method.mode = {mode!r} passes a model on after single samples. Use 1, or method.mode = 'batch'."
+            raise SpecError("privacy.min_samples", problem, config.privacy.min_samples)
+        if self.chunk_size * config.clients > MOST_CELLS:
+            most = MOST_CELLS // config.clients
+            problem = f"a chunk is a table of positions and clients; at most {most} with these"
+            raise SpecError("method.chunk_size", problem, self.chunk_size)
+        if has_batchnorm(config.model.module):
+            raise SpecError("method.mode", "BatchNorm cannot normalise batches of one sample. Use 'batch'.", mode)
+        if config.training.momentum > 0:
+            problem = "momentum would have to travel with the model when single samples are trained. Use 0."
+            raise SpecError("training.momentum", problem, config.training.momentum)
+
+    def phase(self, agreed: Agreed, round: int) -> tuple[SingleMode, tuple[float, float]]:
+        """Return the mode of a round's epoch, and the part of the data that has arrived."""
+        return self, ALL
+
+    def run_epoch(
+        self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
+    ) -> tuple[Weights, Tree, dict[str, Any]]:
+        """Let the model travel until the schedule is trained.
+
+        Args:
+            roster: The clients to ask.
+            wanted: The schedule: places of placeholders, shape (L,).
+            weights: The global model.
+            optimizer: The server optimiser's state; not used.
+
+        Returns:
+            The new model, None for the optimiser's state (there is none), and the metrics.
+        """
+        federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
+        loss, samples, hops = torch.zeros(()), 0, federation.log.hops
+        while route.open():
+            # A second relay is needed only if the engine learnt of a failure after the first had ended.
+            relayed = federation.relay(
+                route.tasks(), weights, heard=route.on_reply, work=lambda task, _: float(len(task.labels))
+            )
+            weights = relayed.weights
+            for reply in relayed.replies.values():
+                loss = loss + reply.loss
+                samples += int((~reply.missing).sum())
+        metrics: dict[str, Any] = {"samples": samples, "train_loss": float(loss) / samples if samples else None}
+        return weights, None, metrics | {"transfers": federation.log.hops - hops}
 
 
 @dataclass(frozen=True)
@@ -54,182 +93,133 @@ class Task:
     """A client, and the consecutive positions of the schedule that it trains.
 
     Args:
-        client: Who.
+        client: The client.
         places: Places of the placeholders, shape (n,).
-        refill: Placeholders whose pools it starts anew first.
+        refill: Places of the placeholders whose pools it refills first.
     """
 
     client: int
     places: Ints
-    refill: Ints
+    refill: frozenset[int]
 
 
 class Route:
-    """Where the model goes: the schedule that is left, the queue of tasks, and who still has samples of what.
+    """The path of the model: the part of the schedule that is left, and the queue of tasks.
 
-    Chunks are planned ahead in blocks (the plan of a chunk depends on nothing but who is available), and planned again
-    when that changes or positions come back.
+    Chunks are planned ahead in blocks, because the plan of a chunk depends only on the available clients. They are
+    planned again when a client becomes unavailable or positions come back.
 
     Args:
-        federation: To record what happened.
-        holders: Who holds which placeholder.
+        roster: The clients to ask.
         wanted: The schedule: places of placeholders, shape (L,).
-        chunk_size: Positions that Algorithm 1 looks at together.
+        chunk_size: Positions that Algorithm 1 considers together.
         retain: The part of a placeholder's available clients that its pool keeps.
-        weighted: Keep clients by how many samples each has, not uniformly.
-        window: The part of each label's samples that is there; see ``Reserve``.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        holders: Holders,
-        wanted: Ints,
-        *,
-        chunk_size: int,
-        retain: float,
-        weighted: bool,
-        window: tuple[float, float] = (0.0, 1.0),
-    ) -> None:
-        self.federation, self.holders = federation, holders
-        self.chunk_size, self.retain, self.window = chunk_size, retain, window
-        self.generator = federation.rng("client-sampling")
+    def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
+        self.roster, self.chunk_size, self.retain = roster, chunk_size, retain
         self._left = wanted
-        self._place = {number: place for place, number in enumerate(holders.placeholders.tolist())}
-        shape = (len(holders.placeholders), federation.config.clients)
-        # Who is known to be away is not chosen; everybody else is only found out by asking.
-        there = np.zeros(shape[1], dtype=bool)
-        there[federation.candidates()] = True
-        self._holding = np.zeros(shape, dtype=bool)
-        self._weights = np.zeros(shape) if weighted else None
-        for p in range(shape[0]):
-            clients, counts = holders.of_placeholder(p)
-            self._holding[p, clients] = there[clients]
-            if self._weights is not None:
-                self._weights[p, clients] = counts
-        self.available = self._holding.copy()
+        self._weights: NDArray[np.float64] | None = None
+        if roster.weighted:
+            self._weights = np.zeros((len(roster.holders.placeholders), roster.federation.config.clients))
+            self._weights[roster.places, roster.holders.clients] = roster.holders.counts
         self._queue: deque[Task] = deque()
         self._planned: deque[list[tuple[int, Ints]]] = deque()
         self._block = FIRST_BLOCK
-        self._refill: dict[int, set[int]] = {}
-        self._asked: set[int] = set()
-        self._sent: dict[int, Task] = {}
+        self._sent: list[Task] = []
+        """The tasks of this relay, by position."""
         self._trained: dict[int, Ints] = {}
-        self._count = 0
+        """The places that each task of this relay trained, by the task's position."""
 
     def open(self) -> bool:
-        """Whether there is something left to train."""
-        self._sent, self._trained, self._count = {}, {}, 0
+        """Start a relay; return whether there is something left to train."""
+        self._sent, self._trained = [], {}
         return len(self._left) > 0 or len(self._queue) > 0
 
     def tasks(self) -> Iterator[tuple[int, Steps]]:
-        """The tasks, each decided when the one before the last has been heard of."""
+        """Yield the tasks; each is decided when the reply to the task before the last has arrived."""
         while True:
             while len(self._queue) < QUEUE and len(self._left):
                 self._enqueue_chunk()
             if not self._queue:
                 return
             task = self._queue.popleft()
-            self._sent[self._count] = task
-            self._count += 1
-            numbers = self.holders.placeholders
-            request = Steps(
-                round=self.federation.round,
-                labels=torch.from_numpy(numbers[task.places]),
-                refill=torch.from_numpy(numbers[task.refill]),
-                fresh=task.client not in self._asked,
-                window=self.window,
-            )
-            yield task.client, request
+            self._sent.append(task)
+            yield task.client, Steps(**self.roster.request(task.client, task.places, task.refill))
 
-    def heard(self, position: int, reply: StepsReply | None) -> None:
-        """What became of a task; None where the hop failed, now or, as it turns out, earlier."""
-        task = self._sent[position]
+    def on_reply(self, position: int, reply: StepsReply | None) -> None:
+        """Note the result of a task; None if the hop failed, which may also be found out later."""
+        task, roster = self._sent[position], self.roster
         if reply is None:
-            self._leave(task.client)
+            # A client that failed or is absent is not chosen again in this epoch.
+            self._replan()
+            roster.remove([task.client])
             self._put_back(self._trained.get(position, task.places))
             return
-        self._asked.add(task.client)
+        roster.answered.add(task.client)
         missing = reply.missing.numpy()
-        trained = task.places[~missing] if missing.any() else task.places
-        self._trained[position] = trained
-        exhausted = {self._place[number] for number in reply.exhausted.tolist() if number in self._place}
-        if len(trained) < len(task.places):
-            exhausted.update(task.places[missing].tolist())
-        for p in exhausted:
-            if self.available[p, task.client]:
-                self.available[p, task.client] = False
-                self._replan()
-            if p in task.refill and p not in trained:
-                # A pool that is empty right after it was refilled will never serve.
-                self._holding[p, task.client] = False
-        self._put_back(task.places[missing] if len(trained) < len(task.places) else trained[:0])
+        self._trained[position] = trained = task.places[~missing] if missing.any() else task.places
+        if len(trained) == len(task.places) and not len(reply.exhausted):
+            return
+        rows = roster.empty_rows(task.client, task.places[missing], reply.exhausted)
+        if roster.available[rows].any():
+            roster.available[rows] = False
+            self._replan()
+        # A pool that is empty right after a refill will never serve.
+        places = roster.places[rows]
+        roster.present[rows[np.isin(places, list(task.refill)) & ~np.isin(places, trained)]] = False
+        self._put_back(task.places[missing])
 
     def _put_back(self, places: Ints) -> None:
-        """Positions that were not trained go back into the schedule, each at a random place (Algorithm 3, line 17)."""
+        """Return positions that were not trained to the schedule, each at a random place (Algorithm 3, line 17)."""
         if len(places):
             self._replan()
-            self._left = np.insert(
-                self._left, self.generator.integers(0, len(self._left) + 1, size=len(places)), places
-            )
+            to = self.roster.generator.integers(0, len(self._left) + 1, size=len(places))
+            self._left = np.insert(self._left, to, places)
 
     def _replan(self) -> None:
         self._planned.clear()
         self._block = FIRST_BLOCK
 
     def _enqueue_chunk(self) -> None:
-        """The tasks of the next chunk, Algorithm 1 and Algorithm 3 up to line 12."""
+        """Append the tasks of the next chunk (Algorithm 1, and Algorithm 3 up to line 12)."""
         if not self._planned:
             self._plan_block()
         if self._planned:
             for client, places in self._planned.popleft():
-                self._queue.append(Task(client, places, self._take_refill(client, places)))
+                due = self.roster.refills.get(client)
+                refill = frozenset(due.intersection(places.tolist()) if due else ())
+                if due:
+                    due -= refill
+                self._queue.append(Task(client, places, refill))
             self._left = self._left[self.chunk_size :]
 
     def _plan_block(self) -> None:
-        """Plan the next chunks; a label that nobody has left is refilled, or skipped if nobody is there at all."""
+        """Plan the next chunks; refill labels that are exhausted everywhere, and skip labels without a holder."""
+        roster = self.roster
         while len(block := self._left[: self._block * self.chunk_size]):
-            empty = [p for p in np.unique(block).tolist() if not self.available[p].any()]
+            left = np.bincount(roster.places[roster.available], minlength=len(roster.holders.placeholders))
+            empty = np.unique(block[left[block] == 0]).tolist()
             if not empty:
                 break
-            for p in empty:
-                self._refill_or_skip(p)
+            for place in empty:
+                others = self._left != place
+                if not roster.refill(place, int((~others).sum())):
+                    self._left = self._left[others]
         if len(block) == 0:
             return
+        available = np.zeros((len(roster.holders.placeholders), roster.federation.config.clients), dtype=bool)
+        available[roster.places[roster.available], roster.holders.clients[roster.available]] = True
         owner = assign_runs(
             block,
-            self.available,
+            available,
             self._weights,
             chunk_size=self.chunk_size,
             retain=self.retain,
-            generator=self.generator,
+            generator=roster.generator,
         )
         chunks = -(-len(block) // self.chunk_size)
         self._planned.extend([] for _ in range(chunks))
         for begin, end in zip(*tasks_of(owner, self.chunk_size), strict=True):
             self._planned[begin // self.chunk_size].append((int(owner[begin]), block[begin:end]))
         self._block = min(2 * self._block, LARGEST_BLOCK)
-
-    def _take_refill(self, client: int, places: Ints) -> Ints:
-        waiting = self._refill.get(client)
-        if not waiting:
-            return _NONE
-        refill = waiting.intersection(places.tolist())
-        waiting -= refill
-        return np.array(sorted(refill), dtype=np.int64)
-
-    def _refill_or_skip(self, p: int) -> None:
-        holders = np.flatnonzero(self._holding[p])
-        if len(holders):
-            self.available[p] = self._holding[p]
-            for client in holders.tolist():
-                self._refill.setdefault(client, set()).add(p)
-            return
-        count = int((self._left == p).sum())
-        self._left = self._left[self._left != p]
-        self.federation.note("label skipped", reason=f"{count} positions of placeholder {p}: no holder is there")
-
-    def _leave(self, client: int) -> None:
-        """A client that failed or is not there is not chosen again in this epoch."""
-        self._replan()
-        self.available[:, client] = self._holding[:, client] = False

@@ -1,0 +1,42 @@
+"""Stratify's hybrid mode: union batches on the data that are there, then single samples of a stream of new ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedstrata.base.errors import SpecError
+from fedstrata.federation.allowed import Agreed
+from fedstrata.federation.engine import FederationConfig
+from fedstrata.stratify.batch import BatchMode
+from fedstrata.stratify.single import SingleMode
+
+
+@dataclass(frozen=True)
+class HybridMode:
+    """Rounds of batches, then rounds of single samples; for the fields see ``Stratify``."""
+
+    batches: BatchMode
+    singles: SingleMode
+    pretraining: int | None
+    stream: float
+
+    def check(self, config: FederationConfig) -> None:
+        """Raise ``SpecError`` if single samples cannot be trained, or if no round is left for the stream."""
+        self.singles.check(config, "hybrid")
+        before, rounds = self.batch_rounds(config), config.training.rounds
+        if before >= rounds:
+            problem = f"no round is left for the stream. Use at most {rounds - 1}, or raise training.rounds."
+            raise SpecError("method.pretraining", problem, before)
+
+    def batch_rounds(self, agreed: Agreed) -> int:
+        """Return the number of rounds of batches."""
+        return self.pretraining or max(1, agreed.training.rounds // 2)
+
+    def phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
+        """Return the mode of a round's epoch, and the part of the data that is trained in it."""
+        before = self.batch_rounds(agreed)
+        if round <= before:
+            return self.batches, (0.0, 1.0 - self.stream)
+        part = self.stream / (agreed.training.rounds - before)
+        begin = 1.0 - self.stream + part * (round - before - 1)
+        return self.singles, (begin, min(begin + part, 1.0))
