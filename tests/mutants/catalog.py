@@ -64,7 +64,7 @@ client_batch = _of("stratify/client_batch.py", "stratify/test_batch.py")
 schedule = _of("stratify/schedule.py", "stratify/test_schedule.py")
 single = _of("stratify/single.py", "stratify/test_single.py")
 selection = _of("stratify/selection.py", "stratify/test_selection.py")
-stratify = _of("stratify/method.py", "stratify/test_batch.py", "stratify/test_single.py")
+hybrid = _of("stratify/hybrid.py", "stratify/test_batch.py", "stratify/test_single.py")
 norm = _of("models/batchnorm.py", "models/test_batchnorm.py")
 fedtan = _of("clients/handlers/fedtan.py", "clients/test_fedtan.py")
 averaged = _of("models/averagednorm.py", "clients/test_fedtan.py", "models/test_batchnorm.py")
@@ -252,11 +252,11 @@ MUTANTS = [
         "list(reply.gradient.values()), 1.0)",
     ),
     batch("a batch of one goes on", "if pairs and len(wanted) > 1 and", "if False and"),
-    batch("a refilled pool that serves nothing", "if (client, p) in self._refilled and not", "if False and not"),
+    batch("a refilled pool that serves nothing", "roster.present[rows[useless]] = self._refilled", "self._refilled"),
     enrolled("a label twice", "if len(torch.unique(reply.labels)) != len(reply.labels):", "if False:"),
     enrolled("counts of any size", "(reply.counts < 1) | (reply.counts > MOST_SAMPLES)", "reply.counts < 1"),
     enrolled("counts of any type", "(len(reply.labels),), torch.int64", "(len(reply.labels),), reply.counts.dtype"),
-    client_batch("the mean's gradient", "torch._foreach_mul_(parts, len(indices))", "torch._foreach_mul_(parts, 1.0)"),
+    client_batch("the mean's gradient", "_foreach_mul_(gradients, len(indices))", "_foreach_mul_(gradients, 1.0)"),
     client_batch(
         "samples are taken twice",
         "Pool(pool.order, pool.used + len(positions), pool.refills)",
@@ -271,13 +271,13 @@ MUTANTS = [
     ),
     single(
         "what was missed is not trained",
-        "self._put_back(task.places[missing] if len(trained) < len(task.places) else trained[:0])",
-        "self._put_back(trained[:0])",
+        "        self._put_back(task.places[missing])",
+        "        self._put_back(trained[:0])",
     ),
     single("failed positions go", "self._put_back(self._trained.get(position, task.places))", "pass"),
     selection("pools of everybody", "np.ceil(retain * able.sum", "np.ceil(able.sum"),
     selection("the shortest run", "longest = lengths.max(axis=1)", "longest = lengths.min(axis=1)"),
-    stratify("the stream's part comes too early", "part * (round - before - 1)", "part * (round - before)"),
+    hybrid("the stream's part comes too early", "part * (round - before - 1)", "part * (round - before)"),
     norm("the centre", "if centre is not mean:", "if False:", "models/test_batchnorm.py", "clients/test_fedtan.py"),
     norm(
         "the share", "local * scale * ctx.share", "local * scale", "models/test_batchnorm.py", "clients/test_fedtan.py"
