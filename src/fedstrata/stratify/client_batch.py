@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -73,11 +73,16 @@ class Reserved:
     places: Ints
 
     @cached_property
-    def bounds(self) -> tuple[dict[int, int], dict[int, int]]:
+    def _bounds(self) -> tuple[dict[int, int], dict[int, int]]:
         """Where each batch begins and ends in ``places``; two dicts of numbers, because these cost no collection."""
         batches, begins = np.unique(self.batches, return_index=True)
         numbers, first = batches.tolist(), begins.tolist()
         return dict(zip(numbers, first, strict=True)), dict(zip(numbers, [*first[1:], len(self.batches)], strict=True))
+
+    def part(self, batch: int) -> Ints:
+        """Return the places of a batch's samples; none if no sample was reserved for it."""
+        begins, ends = self._bounds
+        return self.places[begins.get(batch, 0) : ends.get(batch, 0)]
 
 
 def opened(
@@ -200,18 +205,15 @@ def gathered(batches: Ints, before: Ints, least: int) -> Ints:
     return result
 
 
-def reserved(clients: Iterable[Client], batch: int) -> Ints:
+def reserved(clients: Collection[Client], batch: int) -> Ints:
     """Return the data set's indices of the samples that some clients reserved for a batch, client after client.
 
     Raises:
         WithheldError: A client has fewer than ``privacy.min_samples``.
     """
-    parts = []
-    for client in clients:
-        state: Reserved = client.state[STATE]
-        begins, ends = state.bounds
-        parts.append(client.indices[state.places[begins.get(batch, 0) : ends.get(batch, 0)]])
-        client.release(len(parts[-1]))
+    parts = [client.indices[client.state[STATE].part(batch)] for client in clients]
+    for client, part in zip(clients, parts, strict=True):
+        client.release(len(part))
     return np.concatenate(parts)
 
 
