@@ -103,7 +103,7 @@ def test_the_unheard_are_those_without_a_reply_in_the_last_evaluations(run):
 
 def test_confusion_matrices_are_of_the_last_and_the_best_evaluation(run):
     simulation, records, _ = run
-    found = simulation.confusions()
+    found = simulation.loop_state.confusions()
     assert found["last"].round == 4
     assert found["last"].counts.sum() == len(simulation.prepared.data.y_test)
     predicted = logits_of(simulation, slice(None), "test").argmax(1)

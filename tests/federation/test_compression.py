@@ -277,12 +277,12 @@ def test_a_run_that_goes_on_ends_in_the_same_bytes(method: Any) -> None:
         for _ in range(2):
             first.step()
         saved = records.encode(
-            (first.state, first.own, {client: dict(first.store.get(client)) for client in first.store})
+            (first.state, first.saved_loop_state(), {client: dict(first.store.get(client)) for client in first.store})
         )
-    state, own, states = records.decode(saved)
+    state, loop_state, states = records.decode(saved)
     with Simulation(fs.prepare(spec)) as second:
         second.state, second.round = state, 2
-        second._take_up(own)
+        second._restore(loop_state)
         for client, kept in states.items():
             second.store.put(client, kept)
         figures = [second.step()["bytes_down"] for _ in range(2)]

@@ -359,7 +359,7 @@ MUTANTS = [
         'previous["clients"].items() if client in held}',
         'previous["clients"].items() if client in ()}',
     ),
-    checkpoint("files of the last but one go", "for kept in whole[:KEEP]:", "for kept in whole[:1]:"),
+    checkpoint("files of the last but one go", "for kept in complete[:KEEP]:", "for kept in complete[:1]:"),
     identity("any change is allowed", "if allowed is None or (", "if allowed is not None and ("),
     identity("fewer rounds go on", "isinstance(will, int) and will > was", "isinstance(will, int)"),
     identity(

@@ -276,7 +276,7 @@ def test_events_after_a_checkpoint_are_no_damage(folder: Path) -> None:
     for _ in range(2):
         with (
             fs.RunFolder.open(folder, prepared, resume=True) as run,
-            fs.Simulation(prepared, found=run.checkpoint) as simulation,
+            fs.Simulation(prepared, checkpoint=run.checkpoint) as simulation,
         ):
             run.begin(simulation)
     fs.run(longer, out=folder, resume=True)

@@ -41,11 +41,12 @@ def drive(path, prepared, *, rounds=4, resume=False):
     """The loop that ``run`` is, stopped early where asked."""
     with (
         fs.RunFolder.open(path, prepared, resume=resume) as folder,
-        fs.Simulation(prepared, found=folder.checkpoint) as simulation,
+        fs.Simulation(prepared, checkpoint=folder.checkpoint) as simulation,
     ):
         folder.begin(simulation)
         while simulation.round < rounds:
-            folder.write(simulation.step(), simulation)
+            folder.log(simulation.step(), simulation)
+            folder.save_checkpoint(simulation)
         return folder.finish(simulation) if simulation.done else folder.history
 
 
@@ -92,7 +93,7 @@ def test_what_comes_after_the_checkpoint_is_dropped_and_done_again(prepared, who
     assert [record["round"] for record in fs.History.load(tmp_path / "run")] == [1, 2, 3]
     with fs.RunFolder.open(tmp_path / "run", prepared, resume=True) as folder:
         assert folder.checkpoint.round == 2
-        with fs.Simulation(prepared, found=folder.checkpoint) as simulation:
+        with fs.Simulation(prepared, checkpoint=folder.checkpoint) as simulation:
             folder.begin(simulation)
     assert [record["round"] for record in fs.History.load(tmp_path / "run")] == [1, 2]
     drive(tmp_path / "run", prepared, resume=True)

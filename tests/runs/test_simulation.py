@@ -135,8 +135,8 @@ def test_it_goes_on_from_a_checkpoint(tmp_path, method):
     kept = checkpoint.load(tmp_path / "checkpoint")
     assert kept.round == 3
     (tmp_path / "checkpoint" / "round-00000003" / "state.bin").write_bytes(b"damaged")
-    found = checkpoint.load(tmp_path / "checkpoint")
-    with fs.Simulation(fs.prepare(spec(method)), found=found) as simulation:
+    before = checkpoint.load(tmp_path / "checkpoint")
+    with fs.Simulation(fs.prepare(spec(method)), checkpoint=before) as simulation:
         assert (simulation.round, simulation.done, simulation.events) == (2, False, [])
         (record,) = simulation
         weights = simulation.evaluated()
@@ -149,10 +149,10 @@ def test_states_that_are_elsewhere_are_missed_before_the_first_round(tmp_path):
         keeps_states = True
 
     fs.run(spec(), out=tmp_path)
-    prepared, found = fs.prepare(spec()), checkpoint.load(tmp_path / "checkpoint")
+    prepared, before = fs.prepare(spec()), checkpoint.load(tmp_path / "checkpoint")
     engine = AtSites(make_context(prepared), StateStore())
     with pytest.raises(SpecError, match=r"engine = 'AtSites': .* in its checkpoint, and no site has them"):
-        fs.Simulation(prepared, engine, found)
+        fs.Simulation(prepared, engine, before)
     assert engine.closed == 1
 
 

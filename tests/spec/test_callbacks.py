@@ -164,9 +164,9 @@ def test_one_of_ones_own_by_the_spec_and_from_python(tmp_path):
 def test_what_a_callback_remembers_survives_a_kill(tmp_path):
     with pytest.raises(Killed):
         fs.run(spec("watching:Counter"), out=tmp_path / "run", callbacks=[killed_after(7)])
-    assert checkpoint.load(tmp_path / "run" / "checkpoint").own.memory == {"rounds": [1, 2, 3, 4, 5, 6]}
+    assert checkpoint.load(tmp_path / "run" / "checkpoint").loop_state.memory == {"rounds": [1, 2, 3, 4, 5, 6]}
     fs.run(spec("watching:Counter"), out=tmp_path / "run", resume=True)
-    assert checkpoint.load(tmp_path / "run" / "checkpoint").own.memory == {"rounds": list(range(1, 13))}
+    assert checkpoint.load(tmp_path / "run" / "checkpoint").loop_state.memory == {"rounds": list(range(1, 13))}
 
 
 def test_one_that_raises_loses_nothing(tmp_path):

@@ -1,9 +1,9 @@
-"""Checkpoints that survive a kill at any moment and know when they are damaged.
+"""Checkpoints that survive a kill at any moment and detect damage.
 
-``checkpoint/round-R/`` holds the server's state and a manifest with the checksum of every file that belongs to it.
-Clients' states are files of their own, written only when they changed, so that a checkpoint of ten thousand clients
-costs what the participants of the last rounds cost. Everything is written under a temporary name, synced and renamed;
-the two newest checkpoints are kept.
+``checkpoint/round-R/`` holds the server's state and a manifest with the checksum of each of the checkpoint's files.
+Each client's state is a file of its own and is written only if it changed, so that the cost of a checkpoint depends on
+the clients that took part since the last one. Everything is written under a temporary name, synced and renamed. The two
+newest checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fedstrata.clients.store import StateStore
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
-"""What reading a damaged checkpoint raises."""
+"""The exceptions that reading a damaged checkpoint raises."""
 
 
 @record("Stored")
 class Stored:
-    """The server's state as it lies in the file.
+    """The server's state in a checkpoint's file.
 
     Args:
-        state: The method's.
-        own: The loop's own.
+        state: The method's state.
+        own: The loop's state.
     """
 
     state: Tree
@@ -44,16 +44,16 @@ class Stored:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read.
+    """A checkpoint that was read.
 
     Args:
         round: The last round that it contains.
-        state: The server's state.
+        state: The method's state.
         clients: The file of every client that has a state.
-        remote: Whether clients keep their states where they live, and none are here.
-        identity: What the run is; None where it was not said.
-        logs: The checksum of the last line of each file of records then, by the file's name.
-        own: What the loop remembers beside the method's state; None for nothing.
+        remote: Whether the sites keep the clients' states, so that the checkpoint has none.
+        identity: The run's identity; None if the checkpoint has none.
+        logs: The checksum of the last line of each file of records at that time, by the file's name.
+        loop_state: The state of the loop; None without one.
     """
 
     round: int
@@ -62,14 +62,14 @@ class Checkpoint:
     remote: bool = False
     identity: dict[str, Any] | None = None
     logs: Mapping[str, str] = field(default_factory=dict)
-    own: Tree = None
+    loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """The same without the states of other clients."""
+        """Return this checkpoint with the states of these clients only."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:
-        """Put the clients' states into a store."""
+        """Load the clients' states into a store."""
         for client, path in self.clients.items():
             store.put(client, records.decode(path.read_bytes(), limit=None))
         store.changed.clear()
@@ -84,27 +84,28 @@ def save(
     remote: bool = False,
     identity: Mapping[str, Any] | None = None,
     logs: Mapping[str, str] | None = None,
-    own: Tree = None,
+    loop_state: Tree = None,
 ) -> None:
     """Write the checkpoint of a round.
 
     Args:
         folder: The run's ``checkpoint/``.
         round: The round that is complete.
-        state: The server's state.
+        state: The method's state.
         store: The clients' states; those that changed since the last checkpoint are written.
-        remote: Whether clients keep their states where they live, so that ``store`` has none.
-        identity: What the run is; see ``fedstrata.runs.identity``.
+        remote: Whether the sites keep the clients' states, so that ``store`` has none.
+        identity: The run's identity; see ``fedstrata.runs.identity``.
         logs: The checksum of the last line of each file of records, by the file's name.
-        own: What the loop remembers beside the method's state.
+        loop_state: The state of the loop.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
-    # A checkpoint of this round or a later one was found to be damaged, or the run would have gone on from there.
+    # A checkpoint of this round or a later one is damaged, or the run would have been resumed from it.
     for stale in _complete(folder):
         if stale.name >= _name(round):
             shutil.rmtree(stale)
-    previous = _manifest(_complete(folder)[0]) if _complete(folder) else {"clients": {}}
+    complete = _complete(folder)
+    previous = _manifest(complete[0]) if complete else {"clients": {}}
     held = {str(client) for client in store}
     listed: dict[str, list[str]] = {client: file for client, file in previous["clients"].items() if client in held}
     for client in sorted(store.changed):
@@ -114,7 +115,7 @@ def save(
     part = folder / f"{_name(round)}.part"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    digest = _write(part / STATE, records.encode(state if own is None else Stored(state, own)))
+    digest = _write(part / STATE, records.encode(state if loop_state is None else Stored(state, loop_state)))
     manifest = {"round": round, "state": digest, "clients": listed, "remote": remote}
     manifest |= {"identity": identity, "logs": dict(logs or {})}
     text = json.dumps(manifest, separators=(",", ":"))
@@ -127,11 +128,11 @@ def save(
 
 
 def load(folder: Path, last: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint that is whole; None where none was ever completed.
+    """Read the newest undamaged checkpoint; return None if none was ever completed.
 
     Args:
-        folder: Where ``save`` wrote.
-        last: Checkpoints of later rounds do not count, where given.
+        folder: The folder that ``save`` wrote to.
+        last: The latest round to consider; None for any.
 
     Raises:
         CheckpointError: There are checkpoints, and all of them are damaged.
@@ -152,7 +153,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
     if _name(manifest["round"]) != path.name:
-        # The next one would be built upon another than this, and list other states of the clients.
+        # The next checkpoint would list the clients' states of another round.
         raise ValueError(f"it is of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
@@ -162,8 +163,8 @@ def _read(path: Path) -> Checkpoint:
         files[int(client)] = path.parent / CLIENTS / name
         if _digest(files[int(client)].read_bytes()) != digest:
             raise ValueError(f"the state of client {client} is damaged (its checksum differs)")
-    found, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
-    stored = found if isinstance(found, Stored) else Stored(found, None)
+    state, remote = records.decode(data, limit=None), bool(manifest.get("remote", False))
+    stored = state if isinstance(state, Stored) else Stored(state, None)
     identity, logs = manifest.get("identity"), manifest.get("logs", {})
     return Checkpoint(int(manifest["round"]), stored.state, files, remote, identity, logs, stored.own)
 
@@ -181,21 +182,20 @@ def _name(round: int) -> str:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
-    found = [path for path in folder.glob("round-*") if path.suffix != ".part"] if folder.is_dir() else []
-    return sorted(found, reverse=True)
+    """Return the complete checkpoints, newest first."""
+    return sorted((path for path in folder.glob("round-*") if path.suffix != ".part"), reverse=True)
 
 
 def _prune(folder: Path) -> None:
-    whole = _complete(folder)
-    for old in whole[KEEP:]:
+    complete = _complete(folder)
+    for old in complete[KEEP:]:
         shutil.rmtree(old)
     wanted: set[str] = set()
-    for kept in whole[:KEEP]:
+    for kept in complete[:KEEP]:
         try:
             wanted |= {name for name, _ in _manifest(kept)["clients"].values()}
         except DAMAGED:
-            return  # A damaged one may still need files that it can no longer name.
+            return  # a damaged checkpoint may need files that its manifest can no longer name
     for path in (folder / CLIENTS).iterdir():
         if path.name not in wanted:
             path.unlink()

@@ -1,4 +1,4 @@
-"""The files of a run: opened, appended to, checkpointed, finished."""
+"""The files of a run: open the folder, append rounds, save checkpoints, write the results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import tomli_w
@@ -16,17 +16,17 @@ import torch
 from fedstrata.base.errors import CheckpointError, DataError, SpecError
 from fedstrata.base.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.base.locking import occupied
-from fedstrata.clients.store import StateStore
 from fedstrata.data.partitions import Given, draw_partition
-from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, Confusion, History, read_weights, write_evaluations
-from fedstrata.federation.engine import Engine
-from fedstrata.federation.messages import Weights
+from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, History, read_weights, write_evaluations
 from fedstrata.runs import checkpoint
 from fedstrata.runs.checkpoint import Checkpoint
 from fedstrata.runs.identity import environment, require_same, well_formed
 from fedstrata.runs.predictor import write_model
 from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.spec.experiment import Experiment
+
+if TYPE_CHECKING:
+    from fedstrata.runs.simulation import Simulation
 
 RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
     "run.json",
@@ -40,49 +40,14 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""Why a reply is missing, by the columns that count it."""
+"""Why a reply is missing, by the column that counts it."""
 
 LONG = 100
-"""Sample numbers of a ``given`` partition beyond which they lie beside ``spec.toml``."""
-
-
-class Running(Protocol):
-    """What a folder records of a run: see ``fedstrata.runs.simulation.Simulation``."""
-
-    round: int
-    state: Any
-    store: StateStore
-    engine: Engine
-    stopped: str
-    left: tuple[Weights, int] | None
-
-    @property
-    def done(self) -> bool:
-        """Whether no round is left."""
-
-    @property
-    def own(self) -> Any:
-        """What the loop remembers beside the method's state."""
-
-    def late_events(self) -> list[dict[str, Any]]:
-        """What happened after the round's events were written."""
-
-    def confusions(self) -> dict[str, Confusion]:
-        """Of the last and of the best evaluation."""
-
-    def client_table(self) -> list[dict[str, Any]]:
-        """A row a client, by the last evaluation."""
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """What happened in the last round."""
-
-    def evaluated(self) -> Weights:
-        """The model that a run leaves behind."""
+"""Sample numbers of a ``given`` partition; with more of them, they are in a file of their own."""
 
 
 def rounds_done(folder: Path) -> int:
-    """How far a run, maybe of another process, is, by what it has written."""
+    """Return the number of rounds that a run has recorded; another process may be running it."""
     try:
         with (folder / METRICS).open("rb") as file:
             return sum(1 for _ in file)
@@ -91,43 +56,43 @@ def rounds_done(folder: Path) -> int:
 
 
 def is_over(path: Path, rounds: int) -> bool:
-    """Whether a folder holds a whole run of so many rounds, or one that stopped early, with its model."""
+    """Return whether a folder holds a run with all its rounds, or one that stopped early, and the run's model."""
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)
-    return bool(history.stopped) or len(history) == rounds
+    return bool(history.stopped) or len(history) >= rounds
 
 
 class RunFolder:
-    """A run folder, or a place in memory that keeps the history alone.
+    """A run folder, or only the history if nothing is written.
 
     Args:
-        path: The folder; None for memory.
+        path: The folder; None to keep the history in memory.
         prepared: The experiment.
-        found: The checkpoint from which the run goes on.
-        notes: What is to be noted as events when it goes on.
+        checkpoint: The checkpoint that the run continues from.
+        notes: Reasons of the events to record when the run is resumed.
     """
 
     def __init__(
-        self, path: Path | None, prepared: Prepared, found: Checkpoint | None = None, notes: Sequence[str] = ()
+        self, path: Path | None, prepared: Prepared, checkpoint: Checkpoint | None = None, notes: Sequence[str] = ()
     ) -> None:
-        self.path, self.prepared, self.checkpoint, self._notes = path, prepared, found, list(notes)
+        self.path, self.prepared, self.checkpoint, self._notes = path, prepared, checkpoint, list(notes)
         spec = prepared.spec
         self.history = History(path=path, **about(spec))
-        self._kept: int | None = None
-        """The round of the last checkpoint that was made here."""
-        # One of each for the whole run: a new one reads the file to see how it ends.
+        self._saved: int | None = None
+        """The round of the last checkpoint that this process saved."""
+        # One log per file for the whole run: a new log reads the file to find its last line.
         self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 
     @classmethod
     @contextmanager
     def open(cls, path: Path | None, prepared: Prepared, *, resume: bool = False) -> Iterator[RunFolder]:
-        """A folder that no other process enters for the block; nothing in it changes before ``begin``.
+        """Lock a folder for the block; nothing in it changes before ``begin``.
 
         Args:
-            path: The folder; None for memory.
+            path: The folder; None to keep the history in memory.
             prepared: The experiment.
-            resume: Go on with the run that is there.
+            resume: Continue the run in the folder.
 
         Raises:
             SpecError: The folder holds another run, or one that is not to be resumed.
@@ -137,57 +102,54 @@ class RunFolder:
             refuse_foreign(path, prepared, resume=resume)
             yield cls(None, prepared)
             return
-        made = not path.exists()
+        created = not path.exists()
         try:
             with occupied(path):
                 changes = refuse_foreign(path, prepared, resume=resume)
-                found = checkpoint.load(path / CHECKPOINT) if resume else None
-                yield cls(path, prepared, found, [f"resumed with another setting: {change}" for change in changes])
+                newest = checkpoint.load(path / CHECKPOINT) if resume else None
+                yield cls(path, prepared, newest, [f"resumed with another setting: {change}" for change in changes])
         except BaseException:
-            if made:
-                # Where the run never began, such as without its engine, nothing is left behind: a folder with
-                # something in it stays.
+            if created:
+                # The folder is still empty if the run did not begin, such as without its engine.
                 with suppress(OSError):
                     path.rmdir()
             raise
 
     def finished(self) -> History | None:
-        """The history of a run that was resumed and is over, and of which no checkpoint was kept; None otherwise.
+        """Return the history of a run that is over and has no checkpoint; None otherwise.
 
-        Without a checkpoint a run starts over, and what it had written goes: never that of a run that is over.
+        A run without a checkpoint starts again and deletes its files, which must not happen to a run that is over.
         """
-        if self.path is None or self.checkpoint is not None or not (self.path / SUMMARY).exists():
+        rounds = self.prepared.spec.training.rounds
+        if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
             return None
         history = History.load(self.path)
-        over = bool(history.stopped) or len(history) >= self.prepared.spec.training.rounds
-        if not over or not (self.path / WEIGHTS).exists():
-            return None
         history.params = read_weights(self.path / WEIGHTS)
         return history
 
-    def begin(self, running: Running) -> None:
-        """Write what is known before the first round, and drop what comes after the checkpoint.
+    def begin(self, simulation: Simulation) -> None:
+        """Write the run's files before its first round, and remove records after the checkpoint.
 
         Raises:
             DataError: The records end before the checkpoint.
         """
         if self.path is None:
             return
-        done, notes = running.round, self._notes + self._other_environment()
-        # First what says which run it is: a folder with a spec has it, whenever it was killed.
+        done, notes = simulation.round, self._notes + self._other_environment()
+        # First the file that identifies the run, so that every folder with a spec has it, even after a kill.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
         self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage}; the file as it was lies beside it")
-            # Without a checkpoint even round 0 starts over, and with it the events of enrolling.
+            # Without a checkpoint the enrolment (round 0) is repeated too, and its events are removed.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
-        # A running checksum says nothing of lines that are missing at the end, nor of a file of another run.
+        # The running checksum detects neither missing lines at the end nor the file of another run.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
                 problem = f"{self.path / name} is not what it was when the checkpoint of round {done} was made"
@@ -195,15 +157,15 @@ class RunFolder:
                     raise DataError(problem)
                 notes.append(f"{problem}: some of what had happened is lost")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
-        # Of the rounds so far: who looks for them must not find them before this run is over.
+        # These files show that a run is over, and this run is not.
         for name in (SUMMARY, WEIGHTS, EVALUATIONS, CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
-        self.write_events(running)  # of enrolling, or of what was not there any more when the run went on
+        self.write_events(simulation)  # of the enrolment, or of states that were lost before the run was resumed
 
     def _write_spec(self, folder: Path) -> None:
-        """``spec.toml``, with long lists of indices beside it."""
+        """Write ``spec.toml``, and a long list of indices to a file of its own."""
         table, partition = self.prepared.spec.to_spec(), self.prepared.spec.partition
         if isinstance(partition, Given) and sum(map(len, partition.indices)) > LONG:
             replace_file(folder / INDICES, partition.packed())
@@ -212,7 +174,7 @@ class RunFolder:
         replace_file(folder / SPEC, tomli_w.dumps(table).encode())
 
     def _other_environment(self) -> list[str]:
-        """Where the run was begun with other versions, or on another processor: the last bits may differ."""
+        """Return a note if the run was begun with other versions or on another processor, and warn."""
         assert self.path is not None
         try:
             before = json.loads((self.path / RUN).read_text(encoding="utf-8"))["made_with"]
@@ -226,71 +188,66 @@ class RunFolder:
         warnings.warn(note, stacklevel=2)
         return [note]
 
-    def write_events(self, running: Running) -> None:
-        """Add what happened in the last round, or in the one that has just broken off."""
-        self._log(EVENTS, *running.events)
+    def write_events(self, simulation: Simulation) -> None:
+        """Append the events of the last round, or of the round that has just failed."""
+        self._log(EVENTS, *simulation.events)
 
-    def write(self, record: Mapping[str, Any], running: Running) -> None:
-        """Add a round, and a checkpoint where one is due."""
-        self.log(record, running)
-        self.keep(running)
-
-    def log(self, record: Mapping[str, Any], running: Running) -> None:
-        """Add a round."""
+    def log(self, record: Mapping[str, Any], simulation: Simulation) -> None:
+        """Append a round and its events."""
         self.history.append(record)
-        self.write_events(running)
+        self.write_events(simulation)
         self._log(METRICS, record)
 
-    def keep(self, running: Running, *, anyway: bool = False) -> None:
-        """Add a checkpoint where one is due; ``anyway``: wherever the run keeps any."""
-        self._log(EVENTS, *running.late_events())
-        every, round = self.prepared.spec.evaluation.checkpoint_every, running.round
-        if self.path is None or not every or not (anyway or running.done or round % every == 0):
+    def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
+        """Append the late events, and save a checkpoint if one is due; with ``force``, if the run keeps any."""
+        self._log(EVENTS, *simulation.take_late_events())
+        every, round = self.prepared.spec.evaluation.checkpoint_every, simulation.round
+        if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
-        if round == self._kept:
-            return  # a second one would list no client's state: they have not changed since
-        self._kept = round
-        running.engine.save(round)
+        if round == self._saved:
+            return  # a second checkpoint would list no client's state, because none has changed
+        self._saved = round
+        simulation.engine.save(round)
         for log in self._logs.values():
-            log.sync()  # A checkpoint must never be ahead of the records that it stands for.
+            log.sync()  # a checkpoint must never be ahead of the records
         checkpoint.save(
             self.path / CHECKPOINT,
             round,
-            running.state,
-            running.store,
-            remote=running.engine.keeps_states,
+            simulation.state,
+            simulation.store,
+            remote=simulation.engine.keeps_states,
             identity=self.prepared.identity,
             logs={name: log.last for name, log in self._logs.items()},
-            own=running.own,
+            loop_state=simulation.saved_loop_state(),
         )
 
-    def finish(self, running: Running) -> History:
-        """Leave the model and the summary behind."""
-        weights = running.evaluated() if running.left is None else running.left[0]
-        self.history.stopped = running.stopped
-        self.history.model_round = None if running.left is None else running.left[1]
+    def finish(self, simulation: Simulation) -> History:
+        """Write the model and the summary."""
+        history, loop_state = self.history, simulation.loop_state
+        weights, history.model_round = loop_state.final_model or (simulation.evaluated(), None)
+        history.stopped = simulation.stopped
         final = {name: tensor.contiguous() for name, tensor in {**weights.params, **weights.buffers}.items()}
-        self.history.params = final
-        self.history.confusion = running.confusions()
-        self.history.clients = running.client_table()
-        self.history.warning = self._untrained(running)
+        history.params = final
+        history.confusion = loop_state.confusions()
+        history.clients = simulation.client_table()
+        history.warning = self._untrained(simulation)
         if self.path is not None:
-            write_evaluations(self.history, self.path)
+            write_evaluations(history, self.path)
             write_model(self.path, self.prepared, safetensors.torch.save(final))
-            write_json(self.path / SUMMARY, self.history.summary)
-        return self.history
+            write_json(self.path / SUMMARY, history.summary)
+        return history
 
-    def _untrained(self, running: Running) -> str:
-        """What is to be said of a run whose model is what it began with, for no reply could be used; else nothing."""
+    def _untrained(self, simulation: Simulation) -> str:
+        """Return a warning if the model never changed because no reply could be used; otherwise an empty text."""
         history, initial = self.history, self.prepared.config.model.params()
-        absent = {word: int(history.total(f"clients_{word}")) for word in ("failed", "dropped", "late")}
+        absent = {column: int(history.total(f"clients_{column}")) for column in ABSENT}
         trained = any(isinstance(record.get("train_loss"), (int, float)) for record in history)
         if trained or not any(absent.values()):
             return ""
-        params = running.evaluated().params
+        params = simulation.evaluated().params
         if any(name not in initial or not torch.equal(w.cpu(), initial[name]) for name, w in params.items()):
             return ""
-        why = ", ".join(f"{count:,} {ABSENT[word]}" for word, count in absent.items() if count)
+        why = ", ".join(f"{count:,} {ABSENT[column]}" for column, count in absent.items() if count)
         return f"the model never took a step: in {len(history)} rounds no reply could be used ({why})"
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
@@ -299,18 +256,18 @@ class RunFolder:
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
-    """Never write over another run.
+    """Refuse to overwrite another run.
 
     Args:
         path: The folder; None for memory.
-        prepared: What is to run there.
-        resume: Whether to go on with what is there.
+        prepared: The experiment to run there.
+        resume: Whether to continue the run in the folder.
 
     Returns:
-        What differs from what is there, and may.
+        The permitted differences from the run in the folder.
 
     Raises:
-        SpecError: The folder holds a run that is not to be resumed, or another one.
+        SpecError: The folder holds a run that is not to be resumed, or another run.
     """
     if path is None:
         if resume:
@@ -328,14 +285,14 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
 
 
 def identity_in(path: Path) -> dict[str, Any] | None:
-    """What the run in a folder is, by its newest checkpoint, else by its ``run.json``; None where neither can be read.
+    """Return the identity of the run in a folder, or None if it cannot be read.
 
-    ``spec.toml`` may have been edited since; a checkpoint is bound to what it was made with.
+    It comes from the newest checkpoint or else from ``run.json``, because ``spec.toml`` may have been edited since.
     """
     with suppress(CheckpointError):
-        found = checkpoint.load(path / CHECKPOINT)
-        if found is not None and found.identity is not None:
-            return found.identity
+        newest = checkpoint.load(path / CHECKPOINT)
+        if newest is not None and newest.identity is not None:
+            return newest.identity
     try:
         identity: dict[str, Any] = json.loads((path / RUN).read_text(encoding="utf-8"))["identity"]
         return identity if well_formed(identity) else None
@@ -344,7 +301,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
 
 
 def about(spec: Experiment) -> dict[str, Any]:
-    """What a history says of its run, as arguments of ``History``."""
+    """Return the arguments of ``History`` that describe a run."""
     evaluation = spec.evaluation
     return {
         "method": spec.method.name,
@@ -356,15 +313,15 @@ def about(spec: Experiment) -> dict[str, Any]:
 
 
 def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment:
-    """The spec of a run.
+    """Return the spec of a run.
 
     Args:
-        folder: Its folder.
-        key: By what name the folder was given, for the message.
-        overrides: ``section.key=value`` for what may change when the run goes on.
+        folder: The run folder.
+        key: The name of the option that gave the folder, for the message.
+        overrides: ``section.key=value`` for settings that may change when the run is resumed.
 
     Raises:
-        SpecError: It is no run folder.
+        SpecError: It is not a run folder.
     """
     if not (folder / SPEC).is_file():
         raise SpecError(key, "no run folder: it has no spec.toml", str(folder))
@@ -372,15 +329,15 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
 
 def prepare_again(folder: Path, key: str) -> Prepared:
-    """The experiment of a run, for looking at what it did.
+    """Prepare the experiment of a run again, to examine the run.
 
     Args:
-        folder: Its folder.
-        key: By what name the folder was given, for the message.
+        folder: The run folder.
+        key: The name of the option that gave the folder, for the message.
 
     Raises:
-        SpecError: It is no run folder, or its spec, data or code are not what the run had.
-        DataError: The data are missing or damaged, or were the user's own.
+        SpecError: It is not a run folder, or its spec, data or code have changed since the run.
+        DataError: The data are missing or damaged, or were given as arrays.
     """
     prepared = prepare(spec_of(folder, key))
     if (before := identity_in(folder)) is not None:

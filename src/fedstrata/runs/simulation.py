@@ -1,4 +1,4 @@
-"""The loop over rounds."""
+"""The loop over the rounds of a run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
-from fedstrata.base.records import Tree, record
+from fedstrata.base.records import Tree
 from fedstrata.clients.context import ClientContext
 from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
 from fedstrata.clients.handling import Handlers
@@ -24,13 +22,14 @@ from fedstrata.clients.store import StateStore
 from fedstrata.clients.training.devices import placed
 from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
-from fedstrata.evaluation.history import Confusion, History
+from fedstrata.evaluation.history import History
 from fedstrata.evaluation.messages import Evaluate, Evaluated
-from fedstrata.federation.communication.compression import Compression, CompressionState
+from fedstrata.federation.communication.compression import Compression
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation, Legs, Listener, one_leg
 from fedstrata.federation.messages import ClientId, Weights
 from fedstrata.runs.checkpoint import Checkpoint
+from fedstrata.runs.loop_state import LoopState, SavedLoopState
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import RunFolder
 from fedstrata.spec.callbacks import Callback, named
@@ -38,7 +37,7 @@ from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
 
 Watcher = Callable[[Mapping[str, Any]], None]
-"""Told the record of every round; the plainest callback."""
+"""A function that is called with the record of every round: the simplest callback."""
 
 HANDLERS = Handlers(
     [
@@ -70,15 +69,15 @@ HANDLERS = Handlers(
         masking.report_shares,
     ]
 )
-"""What every client knows to answer; a method's own handlers come after these."""
+"""The handlers of all requests of fedstrata; a method's own handlers are added to them."""
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
-    """What the clients of a process share.
+    """Return the context that the clients of a process share.
 
     Args:
         prepared: The experiment.
-        keys: The ring of keys for masked labels; this machine's unless given.
+        keys: The key store for masked labels; by default, that of this machine.
     """
     method = prepared.spec.method
     handlers = HANDLERS + method.all_handlers()
@@ -97,55 +96,17 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
     )
 
 
-@record("Measured")
-class Measured:
-    """What is kept of an evaluation.
-
-    Args:
-        round: Its round.
-        value: Its accuracy: on the validation samples, where there are any, else on the test set.
-        confusion: Of the test set, (C, C); rows are true classes.
-    """
-
-    round: int
-    value: float | None
-    confusion: torch.Tensor
-
-
-@record("LoopState")
-class LoopState:
-    """What the loop remembers, beside the method's state: it travels in checkpoints.
-
-    Args:
-        heard: The last round in which a reply of each client counted, 0 for none, (N,); empty where nobody asks.
-        evaluated: The last rounds that were evaluated, as many as ``evaluation.unheard``.
-        last: The last evaluation.
-        best: The best one; the first of those that are equal.
-        memory: What callbacks remember.
-        stopped: Why the run ended before its last round; empty where it did not.
-        channel: What the server remembers of compressed models and updates; None if nothing is compressed.
-    """
-
-    heard: NDArray[np.int64]
-    evaluated: list[int]
-    last: Measured | None
-    best: Measured | None
-    memory: dict[str, Tree]
-    stopped: str
-    channel: CompressionState | None = None
-
-
 class Simulation:
     """A run, round by round: the loop behind ``run``, which may also be driven by hand.
 
     Args:
         prepared: The experiment.
-        engine: Where clients live: a name, or an engine that is ready and is closed at the end.
-        found: A checkpoint to go on from.
+        engine: The name of an engine, or an engine that is ready; it is closed at the end.
+        checkpoint: The checkpoint to continue from.
         listener: Called with the round and the replies of every exchange.
 
     Raises:
-        SpecError: There is no such engine, or the clients' states are not where it would look for them.
+        SpecError: There is no such engine, or it would not find the clients' states.
 
     >>> import fedstrata as fs
     >>> spec = fs.Experiment(training={"rounds": 3}, partition=fs.IID(clients=4), evaluation={"every": 0})
@@ -161,7 +122,7 @@ class Simulation:
         self,
         prepared: Prepared,
         engine: str | Engine = "local",
-        found: Checkpoint | None = None,
+        checkpoint: Checkpoint | None = None,
         *,
         listener: Listener | None = None,
     ) -> None:
@@ -186,88 +147,87 @@ class Simulation:
             self.federation = Federation(
                 self.engine, prepared.config, availability, method.name, listener=listener, legs=legs
             )
-            self.round = found.round if found else 0
+            self.round = checkpoint.round if checkpoint else 0
             self.folder: Path | None = None
-            """The run folder, where there is one."""
-            self.memory: dict[str, Tree] = {}
-            """What callbacks remember, by their name; it survives a kill."""
-            self.stopped = ""
-            """Why the run ended before its last round."""
-            self.left: tuple[Weights, int] | None = None
-            """The model that the run leaves behind, and its round, where that is not the last one."""
-            self.last: Measured | None = None
-            self.best: Measured | None = None
-            self.score: Score | None = None
-            """The last evaluation in this process."""
+            """The run folder; None if nothing is written."""
             watched = prepared.held.own_test is not None
-            self._heard = np.zeros(prepared.config.clients if watched else 0, dtype=np.int64)
-            self._evaluated: list[int] = []
-            if found is not None and isinstance(found.own, LoopState):
-                self._take_up(found.own)
-            if found is not None:
-                refuse_elsewhere(found.remote, self.engine.keeps_states, name)
-                found.restore(self.store)
+            self.loop_state = LoopState(np.zeros(prepared.config.clients if watched else 0, dtype=np.int64))
+            if checkpoint is not None:
+                self._restore(checkpoint.loop_state)
+                refuse_elsewhere(checkpoint.remote, self.engine.keeps_states, name)
+                checkpoint.restore(self.store)
             self.engine.restore(self.round)
-            if found is not None:
+            if checkpoint is not None:
                 self.federation.exchanges.resumed = True
-                self.state = found.state
+                self.state = checkpoint.state
             else:
                 self.federation.begin(0)
                 model = prepared.config.model
                 self.state = method.init(self.federation, Weights(model.params(), model.buffers()))
-            self._late: list[dict[str, Any]] = []
-            self._events = self._collect_events()
+            self.events: list[dict[str, Any]] = []
+            """The events of the last round, or of the enrolment before the first."""
+            self._collect_events()
             self._closing = closing.pop_all()
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What the run is: its spec, data, model, partition and code, as fingerprints."""
+        """The fingerprints of the run's spec, data, model, partition and code."""
         return self.prepared.identity
 
     @property
-    def done(self) -> bool:
-        """Whether all rounds of the spec have run."""
-        return bool(self.stopped) or self.round >= self.spec.training.rounds
+    def memory(self) -> dict[str, Tree]:
+        """The memory of callbacks by their names; it is part of each checkpoint."""
+        return self.loop_state.memory
 
     @property
-    def events(self) -> list[dict[str, Any]]:
-        """What happened in the last round, or before the first."""
-        return self._events
+    def stopped(self) -> str:
+        """Why the run ends before its last round; empty if it does not."""
+        return self.loop_state.stopped
+
+    @property
+    def score(self) -> Score | None:
+        """The last evaluation in this process."""
+        return self.loop_state.score
+
+    @property
+    def done(self) -> bool:
+        """Whether all rounds of the spec have run, or the run was stopped."""
+        return bool(self.stopped) or self.round >= self.spec.training.rounds
 
     def step(self) -> dict[str, Any]:
-        """Run one more round; its record."""
+        """Run one more round and return its record."""
         began = time.perf_counter()
         spec, federation = self.spec, self.federation
         federation.begin(self.round + 1)
         try:
             self.state, metrics = spec.method.run_round(federation, self.state)
         except BaseException:
-            self._events = self._collect_events()  # what led to it, for whoever records the run
+            self._collect_events()  # the events before the error are recorded as well
             raise
         self.round += 1
-        if len(self._heard):
-            self._heard[list(federation.log.returned)] = self.round
+        if len(self.loop_state.last_reply):
+            self.loop_state.last_reply[list(federation.log.returned)] = self.round
         record: dict[str, Any] = {"round": self.round, "accuracy": None, "loss": None}
         if spec.evaluation.due(self.round, spec.training.rounds):
-            record |= self._recorded(self.evaluate())
-        # What a method reports comes beside the books, never in their place.
+            record |= self._record_evaluation()
         record |= federation.log.metrics()
-        record |= {key: value for key, value in metrics.items() if key not in record}
+        # A method's metrics follow these columns and never replace them.
+        record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
-        self._events = self._collect_events()
+        self._collect_events()
         return record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The records of the rounds that are left."""
+        """Yield the records of the rounds that are left."""
         while not self.done:
             yield self.step()
 
     def evaluated(self) -> Weights:
-        """The global model as it is evaluated, and as a run leaves it behind."""
+        """Return the global model that is evaluated, and that a run saves at its end."""
         return self.spec.method.evaluated(self.prepared.config, self.state)
 
     def evaluate(self) -> Score:
-        """How good the global model is, on the test set and wherever else the spec says."""
+        """Evaluate the global model on the test set and on the other samples that the spec names."""
         place, prepared = self.context.once(placed), self.prepared
         evaluator = Evaluator(
             self.spec.evaluation,
@@ -286,87 +246,68 @@ class Simulation:
             sent += size
             return replies
 
-        score = evaluator.score(self.evaluated(), self.round, ask, self._unheard())
+        unheard = self.loop_state.unheard(self.spec.evaluation.unheard)
+        score = evaluator.score(self.evaluated(), self.round, ask, unheard)
         if sent:
             score.more["bytes_evaluation"] = sent
         return score
 
     def stop(self, reason: str) -> None:
-        """End the run in order after this round; an event and the summary say why."""
+        """End the run after this round; an event and the summary give the reason."""
         if not self.stopped:
-            self.stopped = reason
-            self._late.append({"round": self.round, "kind": "stopped", "reason": reason})
+            self.loop_state.stopped = reason
+            self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Let the run leave another model behind than its last one.
+        """Save another model than the last one at the end of the run.
 
         Args:
             weights: The model.
             round: The round after which it was evaluated.
         """
-        self.left = weights, round
+        self.loop_state.final_model = weights, round
 
-    def confusions(self) -> dict[str, Confusion]:
-        """Of the last and of the best evaluation, where there was one."""
-        kept = {"last": self.last, "best": self.best}
-        return {key: Confusion(m.round, m.confusion.numpy()) for key, m in kept.items() if m is not None}
+    def take_late_events(self) -> list[dict[str, Any]]:
+        """Return the events after the round's events were written, and forget them."""
+        events, self.loop_state.late_events = self.loop_state.late_events, []
+        return events
 
     def client_table(self) -> list[dict[str, Any]]:
-        """A row a client: its samples, and how good the model is for it by the last evaluation; empty without parts."""
+        """Return one row per client with its samples and the last evaluation's results; empty without test parts."""
         held, sizes = self.prepared.held, self.prepared.config.sizes
         if held.own_test is None:
             return []
-        score = self.score if self.score is not None else self.evaluate()  # resumed when all was done
+        score = self.score if self.score is not None else self.evaluate()  # a run may be resumed after its last round
         if not score.table:
             return []
-        clients = len(self._heard)
+        last_reply = self.loop_state.last_reply.tolist()
+        clients = len(last_reply)
         columns: dict[str, list[Any]] = {"client": list(range(clients))}
         columns |= {} if held.numbers is None else {"in_partition": held.numbers[:clients].tolist()}
         columns |= {} if sizes is None else {"train_samples": sizes.tolist()}
-        columns |= {"heard": self._heard.tolist()} | score.table
+        columns |= {"heard": last_reply} | score.table
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def late_events(self) -> list[dict[str, Any]]:
-        """What happened after the round's events were written."""
-        found, self._late = self._late, []
-        return found
+    def saved_loop_state(self) -> SavedLoopState:
+        """Return the loop's state for a checkpoint."""
+        return self.loop_state.save(self.compression.state if self.compression is not None else None)
 
-    @property
-    def own(self) -> LoopState:
-        """What the loop remembers beside the method's state."""
-        compression = self.compression.state if self.compression is not None else None
-        return LoopState(self._heard, self._evaluated, self.last, self.best, self.memory, self.stopped, compression)
+    def _restore(self, saved: Tree) -> None:
+        if isinstance(saved, SavedLoopState):
+            self.loop_state.restore(saved)
+            if self.compression is not None and saved.channel is not None:
+                self.compression.state = saved.channel
 
-    def _take_up(self, own: LoopState) -> None:
-        if len(own.heard) == len(self._heard):
-            self._heard = own.heard.copy()
-        self._evaluated, self.last, self.best = list(own.evaluated), own.last, own.best
-        self.memory, self.stopped = dict(own.memory), own.stopped
-        if self.compression is not None and own.channel is not None:
-            self.compression.state = own.channel
-
-    def _recorded(self, score: Score) -> dict[str, Any]:
-        """What a record says of an evaluation, which is kept."""
-        self.score = score
-        settings = self.spec.evaluation
-        self._evaluated = [*self._evaluated, self.round][-settings.unheard :]
-        value = (score.more.get("validation") or {}).get("accuracy")
-        value = score.accuracy if settings.validation is None else value
-        self.last = Measured(self.round, value, torch.from_numpy(score.confusion.copy()))
-        if self.best is None or (value is not None and (self.best.value is None or value > self.best.value)):
-            self.best = self.last
+    def _record_evaluation(self) -> dict[str, Any]:
+        """Evaluate the model, keep the result, and return its part of the round's record."""
+        settings, score = self.spec.evaluation, self.evaluate()
+        self.loop_state.add_score(score, self.round, settings)
         record: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss}
         record |= {"per_class": score.per_class} if settings.per_class else {}
         return record | score.more
 
-    def _unheard(self) -> list[int]:
-        """Clients without a reply that counted since so many evaluations ago."""
-        first = self._evaluated[0] if len(self._evaluated) == self.spec.evaluation.unheard else 0
-        found: list[int] = np.flatnonzero(self._heard <= first).tolist()
-        return found
-
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the resources of the engine."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -377,14 +318,13 @@ class Simulation:
     ) -> None:
         self.close()
 
-    def _collect_events(self) -> list[dict[str, Any]]:
-        """The engine's own events, then the round's."""
-        round = self.federation.round
-        own: list[dict[str, Any]] = [
-            {"round": round, "kind": kind, "clients": clients, "reason": reason}
-            for kind, clients, reason in self.engine.events()
-        ]
-        return own + self.federation.events
+    def _collect_events(self) -> None:
+        """Set ``events``: those of the engine, then those of the round."""
+        self.events = []
+        for kind, clients, reason in self.engine.events():
+            event = {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
+            self.events.append(event)
+        self.events += self.federation.events
 
 
 def run_prepared(
@@ -400,9 +340,9 @@ def run_prepared(
     Args:
         prepared: The experiment.
         path: The run folder; nothing is written without one.
-        engine: Where clients live: a name, or an engine that is ready and is closed at the end.
-        callbacks: What looks at the run, beside those of the spec.
-        resume: Go on with what is in the folder.
+        engine: The name of an engine, or an engine that is ready; it is closed at the end.
+        callbacks: Callbacks in addition to those of the spec.
+        resume: Continue the run in the folder.
     """
     tracking = prepared.spec.tracking.callbacks
     watching = [*tracking, *prepared.spec.callbacks, *(each for each in callbacks if isinstance(each, Callback))]
@@ -428,7 +368,7 @@ def run_prepared(
                 folder.write_events(simulation)
                 raise
             folder.log(record, simulation)
-            # What callbacks remember is part of the round's checkpoint; functions remember nothing, and come after it.
+            # The memory of callbacks is part of the round's checkpoint. Functions have none and are called after it.
             failed = None
             for callback in watching:
                 try:
@@ -436,7 +376,7 @@ def run_prepared(
                         callback.on_round(simulation, folder.history[-1])
                 except Exception as error:
                     failed = failed or error  # the others must not miss the round
-            folder.keep(simulation, anyway=failed is not None)
+            folder.save_checkpoint(simulation, force=failed is not None)
             if failed is not None:
                 raise failed
             for watcher in watchers:
@@ -444,7 +384,7 @@ def run_prepared(
                     with named(watcher, folder.history):
                         watcher(folder.history[-1])
                 except Exception:
-                    folder.keep(simulation, anyway=True)
+                    folder.save_checkpoint(simulation, force=True)
                     raise
         for callback in watching:
             with named(callback, folder.history):
@@ -460,7 +400,7 @@ def _close(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Let all callbacks close what they have opened; where the run broke off, that is what is to be told."""
+    """Let all callbacks close their resources; raise the first error of theirs unless the run itself failed."""
     failed = error
     for callback in watching:
         try:
@@ -473,15 +413,15 @@ def _close(
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
-    """Never go on without the clients' states, as if they had none.
+    """Refuse to continue without the clients' states.
 
     Args:
-        was: Whether clients kept their states where they live, so that the checkpoint has none.
-        will: Whether they will.
-        engine: What was asked for.
+        was: Whether the sites kept the clients' states, so that the checkpoint has none.
+        will: Whether they will from now on.
+        engine: The engine that was asked for.
 
     Raises:
-        SpecError: They are not where the engine would look for them.
+        SpecError: The engine would not find the states.
     """
     if was and not will:
         problem = "the clients' states of this run are at its sites, not in its checkpoint; resume it with 'nvflare'"
