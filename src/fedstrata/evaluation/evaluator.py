@@ -1,10 +1,10 @@
-"""One evaluation of a run: all sets of samples that it is measured on, and what is recorded of them."""
+"""One evaluation of a run: the sets of samples, the metrics, and the part of the round's record."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from fedstrata.models.model import Model
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Ask = Callable[[Evaluate], Mapping[ClientId, Evaluated]]
-"""Puts the question to all clients; those whose reply cannot be had are absent."""
+"""Asks all clients; the clients without a usable reply are absent from the result."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,10 @@ class Score:
     Args:
         loss: Mean cross-entropy on the test set.
         accuracy: Share of test samples whose largest logit is that of their label (top-1), in [0, 1].
-        per_class: The same within each class; None for a class without test samples.
-        confusion: How many test samples of each class (row) were taken for each class (column), (C, C).
-        more: What else is recorded: see ``docs/evaluation.md``.
-        table: What is known of each client, a column a key, each of one entry a client; empty where nothing is.
+        per_class: The accuracy within each class; None for a class without test samples.
+        confusion: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
+        more: Further columns of the record; see ``docs/evaluation.md``.
+        table: The results of each client by column, with one entry per client; empty if there are none.
     """
 
     loss: float | None
@@ -49,16 +49,16 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Measures models by the settings of a run.
+    """Evaluates models by the settings of a run.
 
     Args:
-        settings: The run's.
-        model: The architecture, where it computes.
-        data: The data set, there; its test samples may be elsewhere, at real sites.
-        held: What nobody trains on.
+        settings: The settings of the run.
+        model: The architecture, on the device that computes.
+        data: The data set, on that device; real sites may hold test samples of their own.
+        held: The samples that were held out of training.
         clients: N.
         batch_statistics: Whether BatchNorm normalises with each batch's statistics.
-        remote: Whether the clients' samples are at real sites, and none here.
+        remote: Whether the clients' samples are at real sites.
     """
 
     settings: Evaluation
@@ -70,13 +70,13 @@ class Evaluator:
     remote: bool = False
 
     def score(self, weights: Weights, round: int, ask: Ask, unheard: Collection[ClientId] = ()) -> Score:
-        """How good a model is.
+        """Evaluate a model.
 
         Args:
             weights: The global model.
             round: The round.
-            ask: Reaches the clients.
-            unheard: Clients without a reply that counted for long.
+            ask: Asks the clients.
+            unheard: Clients without a recent reply that counted.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}
@@ -88,20 +88,23 @@ class Evaluator:
             if tests is not None:
                 pooled, per_client, sizes = self._asked(self._question(weights, round, "test"), ask)
             if self.held.validation is not None:
-                found, _, _ = self._asked(self._question(weights, round, "validation"), ask)
-                more["validation"] = None if found is None else self._of_sums(found)
+                sums, _, _ = self._asked(self._question(weights, round, "validation"), ask)
+                more["validation"] = None if sums is None else self._of_sums(sums)
             score = self._of_test(weights, more)[0] if len(self.data.y_test) else self._of_pooled(pooled, more)
         else:
-            score, everything = self._of_test(weights, more)
+            score, predictions = self._of_test(weights, more)
             parts = self._predict_held(weights)
             if "validation" in parts:
-                more["validation"] = self._measured(parts["validation"])
+                held = parts["validation"]
+                accuracy = float((held.predicted == held.labels).mean())
+                measured = {"accuracy": accuracy, "loss": held.total_loss / len(held)}
+                more["validation"] = measured | self._values(held)
             if tests is not None:
-                mine = parts["clients"] if "clients" in parts else everything[tests.indices]
-                sizes, per_client = tests.sizes, self._by_client(mine, tests.owners, len(tests))
-            if (away := self.held.test_clients) is not None:
-                values = self._by_client(parts["test_clients"], away.owners, len(away))
-                (more["test_clients"],) = self._over_clients([values], away.sizes)
+                own_predictions = parts["clients"] if "clients" in parts else predictions[tests.indices]
+                sizes, per_client = tests.sizes, self._by_client(own_predictions, tests.owners, len(tests))
+            if (testers := self.held.test_clients) is not None:
+                values = self._by_client(parts["test_clients"], testers.owners, len(testers))
+                (more["test_clients"],) = self._over_clients([values], testers.sizes)
         if per_client is not None:
             more["clients"] = self._with_unheard(per_client, sizes, unheard)
             table = self._table(per_client, sizes)
@@ -109,34 +112,28 @@ class Evaluator:
             _, own, sizes = self._asked(self._question(weights, round, "test", personal=True), ask)
             if own is not None:
                 more["personal"] = self._with_unheard(own, sizes, unheard)
-                table |= {
-                    f"personal_{key}": column for key, column in self._table(own, sizes).items() if key != "samples"
-                }
-        return Score(score.loss, score.accuracy, score.per_class, score.confusion, more, table)
+                columns = self._table(own, sizes)
+                table |= {f"personal_{key}": column for key, column in columns.items() if key != "samples"}
+        return replace(score, more=more, table=table)
 
     def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions]:
-        """On the server's test set, and what was predicted of it."""
-        found = self._predict(weights)
-        n, confusion = len(found), confusion_of(found)
-        hits, totals = np.diagonal(confusion), confusion.sum(axis=1)
-        per_class = [h / t if t else None for h, t in zip(hits.tolist(), totals.tolist(), strict=True)]
+        """Evaluate on the server's test set; return the predictions too."""
+        predictions = self._predict(weights)
         if self.settings.chosen:
-            more["test"] = self._values(found)
+            more["test"] = self._values(predictions)
         if self.settings.per_class and self.settings.chosen:
-            more["by_class"] = {m.label: each for m in self.settings.metrics if (each := m.by_class(found)) is not None}
-        return Score(found.total_loss / max(n, 1), int(hits.sum()) / max(n, 1), per_class, confusion), found
+            by_class = {metric.label: metric.by_class(predictions) for metric in self.settings.metrics}
+            more["by_class"] = {label: values for label, values in by_class.items() if values is not None}
+        return _score(confusion_of(predictions), predictions.total_loss, max(len(predictions), 1)), predictions
 
     def _of_pooled(self, sums: EvaluationSums | None, more: dict[str, Any]) -> Score:
-        """On the sites' own test parts together."""
+        """Evaluate on the test parts of all sites together."""
         if sums is None or not sums.samples:
             nothing = np.zeros((self.data.classes, self.data.classes), dtype=np.int64)
             return Score(None, None, [None] * self.data.classes, nothing)
-        confusion = sums.confusion.numpy()
-        hits, totals = np.diagonal(confusion).tolist(), confusion.sum(axis=1).tolist()
         if self.settings.chosen:
             more["test"] = self._of_sums(sums, both=False)
-        per_class = [h / t if t else None for h, t in zip(hits, totals, strict=True)]
-        return Score(sums.loss / sums.samples, sum(hits) / sums.samples, per_class, confusion)
+        return _score(sums.confusion.numpy(), sums.loss, sums.samples)
 
     def _predict(self, weights: Weights, indices: Ints | None = None) -> Predictions:
         return predict(
@@ -150,7 +147,7 @@ class Evaluator:
         )
 
     def _predict_held(self, weights: Weights) -> dict[str, Predictions]:
-        """What the model says of all that was held out of the training samples, in one pass, cut by what it is for."""
+        """Predict all samples held out of the training samples in one pass; return the predictions by their use."""
         held = self.held
         wanted = {
             "validation": held.validation,
@@ -160,22 +157,17 @@ class Evaluator:
         parts = {name: indices for name, indices in wanted.items() if indices is not None}
         if not parts:
             return {}
-        found = self._predict(weights, np.concatenate(list(parts.values())))
+        predictions = self._predict(weights, np.concatenate(list(parts.values())))
         if len(parts) == 1:
-            return dict.fromkeys(parts, found)
+            return dict.fromkeys(parts, predictions)
         ends = np.cumsum([len(indices) for indices in parts.values()]).tolist()
-        return {name: found[begin:end] for name, begin, end in zip(parts, [0, *ends[:-1]], ends, strict=True)}
+        return {name: predictions[begin:end] for name, begin, end in zip(parts, [0, *ends[:-1]], ends, strict=True)}
 
-    def _values(self, found: Predictions) -> dict[str, float | None]:
-        return {metric.label: metric.of(found) for metric in self.settings.metrics}
-
-    def _measured(self, found: Predictions) -> dict[str, float | None]:
-        """Accuracy and loss, and the metrics."""
-        accuracy = float((found.predicted == found.labels).mean())
-        return {"accuracy": accuracy, "loss": found.total_loss / len(found)} | self._values(found)
+    def _values(self, predictions: Predictions) -> dict[str, float | None]:
+        return {metric.label: metric.of(predictions) for metric in self.settings.metrics}
 
     def _of_sums(self, sums: EvaluationSums, *, both: bool = True) -> dict[str, float | None]:
-        """Metrics by sums, and their largest errors; ``both``: with accuracy and loss."""
+        """Return the metrics from sums, and their largest errors; with ``both``, also accuracy and loss."""
         known: dict[str, float | None] = {}
         if both and sums.samples:
             hits = int(np.diagonal(sums.confusion.numpy()).sum())
@@ -186,9 +178,9 @@ class Evaluator:
                 known[f"{metric.label}_error"] = error
         return known
 
-    def _by_client(self, found: Predictions, owners: Ints, clients: int) -> Reals:
-        """(clients, metrics); NaN where a client has no value."""
-        columns = [metric.by_client(found, owners, clients) for metric in self.settings.metrics]
+    def _by_client(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
+        """Return the metrics of each client, (clients, metrics); NaN if undefined."""
+        columns = [metric.by_client(predictions, owners, clients) for metric in self.settings.metrics]
         return np.stack(columns, axis=1)
 
     def _question(self, weights: Weights, round: int, part: Part, *, personal: bool = False) -> Evaluate:
@@ -198,7 +190,12 @@ class Evaluator:
         return Evaluate(round, weights, part, personal, epochs, scores, confidences)
 
     def _asked(self, question: Evaluate, ask: Ask) -> tuple[EvaluationSums | None, Reals | None, Ints]:
-        """The sum of the clients' sums; their values (N, metrics), None where not all tell them; samples (N,)."""
+        """Ask the clients.
+
+        Returns:
+            The sum of their sums, None without replies. Their values, (N, metrics), None if a site withholds them. The
+            number of samples of each, (N,).
+        """
         replies = ask(question)
         total: EvaluationSums | None = None
         values = np.full((self.clients, len(self.settings.metrics)), math.nan)
@@ -212,19 +209,19 @@ class Evaluator:
         return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
-        """What is recorded over all clients, and over those who have not been heard of."""
-        who = sorted(unheard)
-        away = np.full_like(values, math.nan)
-        away[who] = values[who]
-        everybody, apart = self._over_clients([values, away], sizes)
-        return everybody | {"unheard": {"clients": len(who)} | (apart if who else {})}
+        """Return the summary over all clients, and over those without a recent reply."""
+        silent = sorted(unheard)
+        their_values = np.full_like(values, math.nan)
+        their_values[silent] = values[silent]
+        over_all, over_silent = self._over_clients([values, their_values], sizes)
+        return over_all | {"unheard": {"clients": len(silent)} | (over_silent if silent else {})}
 
     def _over_clients(self, groups: Sequence[Reals], sizes: Ints) -> list[dict[str, Any]]:
-        """What is recorded over each of some groups of clients; NaN where one is not of the group."""
+        """Return the summary over each of some groups; a client outside a group has NaN in it."""
         labels, metrics = self.settings.labels, self.settings.metrics
         higher = np.repeat([metric.higher_is_better for metric in metrics], len(groups))
-        found = over_clients(np.stack(groups, axis=2).reshape(len(sizes), -1), sizes, higher)
-        return [dict(zip(labels, found[n :: len(groups)], strict=True)) for n in range(len(groups))]
+        summaries = over_clients(np.stack(groups, axis=2).reshape(len(sizes), -1), sizes, higher)
+        return [dict(zip(labels, summaries[n :: len(groups)], strict=True)) for n in range(len(groups))]
 
     def _table(self, values: Reals, sizes: Ints) -> dict[str, list[Any]]:
         columns: dict[str, list[Any]] = {"samples": sizes.tolist()}
@@ -233,18 +230,25 @@ class Evaluator:
         return columns
 
 
+def _score(confusion: Ints, loss: float, samples: int) -> Score:
+    """Return the score of some samples from their confusion matrix and summed loss."""
+    hits, totals = np.diagonal(confusion).tolist(), confusion.sum(axis=1).tolist()
+    per_class = [h / t if t else None for h, t in zip(hits, totals, strict=True)]
+    return Score(loss / samples, sum(hits) / samples, per_class, confusion)
+
+
 def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[np.bool_]) -> list[dict[str, Any]]:
-    """Metrics over clients.
+    """Summarise metrics over clients.
 
     Args:
-        values: Each client's, (N, M); NaN where it has none, and is left out.
-        sizes: Test samples of each, (N,), its weight.
-        higher_is_better: Which end of each metric is the worst, (M,).
+        values: The values of each client, (N, M); a client with NaN is left out.
+        sizes: The number of test samples of each client, (N,): its weight.
+        higher_is_better: Whether the higher of two values is better, (M,).
 
     Returns:
-        For each metric ``clients`` (how many have a value), ``mean``, ``weighted_mean``, ``sd`` (of these clients, not
-        of a sample of them), ``worst``, and ``worst_10``, the mean of the tenth of the clients (rounded up) that fare
-        worst; None where no client has a value.
+        For each metric ``clients`` (the number with a value), ``mean``, ``weighted_mean``, ``sd`` (the population's),
+        ``worst``, and ``worst_10``, the mean over the worst tenth of the clients (rounded up). All but ``clients`` are
+        None if no client has a value.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625
@@ -252,13 +256,13 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     if not len(values):
         values, sizes = np.full((1, len(higher_is_better)), math.nan), np.zeros(1)
     known = np.isfinite(values)
-    found, count = np.where(known, values, 0.0), known.sum(axis=0)
+    filled, count = np.where(known, values, 0.0), known.sum(axis=0)
     weights = sizes[:, None] * known
     with np.errstate(invalid="ignore", divide="ignore"):
-        mean = found.sum(axis=0) / count
-        weighted = (found * weights).sum(axis=0) / weights.sum(axis=0)
+        mean = filled.sum(axis=0) / count
+        weighted = (filled * weights).sum(axis=0) / weights.sum(axis=0)
         sd = np.sqrt((np.where(known, values - mean, 0.0) ** 2).sum(axis=0) / count)
-        # The worst ones first, those without a value last.
+        # The worst values first, missing values last.
         sign = np.where(higher_is_better, 1.0, -1.0)
         ordered = sign * np.sort(np.where(known, sign * values, np.inf), axis=0)
         tenth = -(-count // 10)

@@ -1,4 +1,4 @@
-"""What a run recorded: one record a round, its summary, and the files that hold them."""
+"""The results of a run: one record per round, the summary, and the files of a run folder that hold them."""
 
 from __future__ import annotations
 
@@ -29,30 +29,29 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Record = dict[str, Any]
-"""One round: plain values, lists and tables that JSON can hold."""
+"""One round: plain values, lists and tables that JSON can represent."""
 
 LOWER = frozenset({"loss", "log-loss", "ece"})
-"""Measures of which the lower value is the better one, unless told otherwise."""
+"""Metrics for which lower is better, by default."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
-"""Accuracies whose first round the summary gives unless told otherwise."""
+"""Accuracies for which the summary gives the first round that reached them, by default."""
 
 LAST = 10
-"""Rounds that a notebook shows."""
+"""The number of rounds that a notebook shows."""
 
 WEIGHTS, MODEL = "model.safetensors", "model.json"
-"""Where a run folder has the final model, and what using it needs."""
+"""The files of a run folder with the final model, and with its description."""
 
 STANDARD = (
     "round", "accuracy", "loss", "train_loss", "clients_invited", "clients_returned", "clients_dropped",
     "clients_late", "clients_failed", "samples", "exchanges", "hops", "bytes_up", "bytes_down", "seconds",
     "simulated_seconds",
 )  # fmt: skip
-"""What every method records; any other key is a method's own."""
-
+"""The columns that every method records; any other column is a method's own."""
 
 EVALUATIONS, CLIENTS = "evaluation.json", "clients.csv"
-"""Where a run folder has the confusion matrices of its last and best evaluation, and the table of its clients."""
+"""The files of a run folder with the confusion matrices, and with the table of clients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +60,7 @@ class Confusion:
 
     Args:
         round: Its round.
-        counts: How many test samples of each class (row) were taken for each class (column), (C, C).
+        counts: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
     """
 
     round: int
@@ -72,17 +71,14 @@ class History(Sequence[Record]):
     """The records of a run, in the order of its rounds; a sequence of dicts.
 
     Args:
-        records: One a round, with ``round`` counted from 1.
+        records: One record per round, with ``round`` counted from 1.
         method: The method's name.
         seed: The experiment's seed.
         targets: Accuracies in (0, 1] for ``rounds_to_target`` in the summary.
-        metric_targets: The same for other metrics, by name.
-        lower: Metrics of which the lower value is the better one.
-        path: The run folder, where there is one.
-        params: The final model's parameters and buffers by name, where they are at hand.
-        stopped: Why the run ended before its last round; empty where it did not.
-        model_round: The round whose model the run left behind, where that was not the last one.
-        warning: Why the run says nothing about its method, such as that it never took a step; empty where it does.
+        metric_targets: Such targets for other metrics, by name.
+        lower: Metrics for which lower is better.
+        path: The run folder; None without one.
+        stopped: Why the run ended before its last round; empty if it did not.
 
     >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
     >>> history.best_round, history.rounds_to_target(0.8)
@@ -101,34 +97,39 @@ class History(Sequence[Record]):
         metric_targets: Mapping[str, Iterable[float]] | None = None,
         lower: Iterable[str] = LOWER,
         path: Path | str | None = None,
-        params: Mapping[str, Tensor] | None = None,
         stopped: str = "",
-        model_round: int | None = None,
-        warning: str = "",
     ) -> None:
         self.method, self.seed, self.targets = method, seed, tuple(targets)
         self.metric_targets = {name: tuple(values) for name, values in (metric_targets or {}).items()}
         self.lower = frozenset(lower)
-        self.stopped, self.model_round, self.warning = stopped, model_round, warning
+        self.stopped = stopped
+        self.model_round: int | None = None
+        """The round of the model that the run saved; None for the last round."""
+        self.warning = ""
+        """Why the results do not describe the method, such as that the model never took a step; empty if they do."""
         self.confusion: dict[str, Confusion] = {}
+        """The confusion matrices of the ``last`` and of the ``best`` evaluation."""
         self.clients: list[Record] = []
+        """One row per client; empty if clients have no test parts of their own."""
         self.path = None if path is None else Path(path)
-        self._params = params
+        self._params: Mapping[str, Tensor] | None = None
         self._weights: Path | None = None
         self._records: list[Record] = [jsonable(record) for record in records]
 
     @classmethod
     def load(cls, folder: Path | str) -> History:
-        """The history of a run folder; a run that is still going or was killed has one too, without ``params``.
+        """Load the history of a run folder; a run that has not ended has a history too, without ``params``.
 
         Raises:
-            DataError: The folder is no run folder, or a file in it is damaged.
+            DataError: It is not a run folder, or a file in it is damaged.
         """
         folder = Path(folder)
         if not (folder / "metrics.jsonl").is_file():
             raise DataError(f"{folder} is no run folder: it has no metrics.jsonl")
         records = read_jsonl(folder / "metrics.jsonl")
-        history = cls(records, path=folder, **_about(folder))
+        settings, ending = _about(folder)
+        history = cls(records, path=folder, **settings)
+        history.model_round, history.warning = ending.get("model_round"), ending.get("warning", "")
         history._read_evaluations(folder)
         if (folder / WEIGHTS).is_file():
             history._weights = folder / WEIGHTS
@@ -138,10 +139,10 @@ class History(Sequence[Record]):
     def params(self) -> Mapping[str, Tensor] | None:
         """The final model's parameters and buffers by name; None for a run that has not ended.
 
-        Those of a run folder are read when they are first asked for.
+        The file of a run folder is read on first use.
 
         Raises:
-            DataError: The folder's file is damaged, or gone.
+            DataError: The file is damaged or missing.
         """
         if self._params is None and self._weights is not None:
             self._params = read_weights(self._weights)
@@ -152,7 +153,7 @@ class History(Sequence[Record]):
         self._params = params
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Add a round; arrays and tensors become lists, NaN and infinity None, as they would in the file."""
+        """Append a round; as in the file, arrays and tensors become lists, and NaN and infinity become None."""
         self._records.append(jsonable(record))
 
     def __len__(self) -> int:
@@ -180,7 +181,7 @@ class History(Sequence[Record]):
         return f"History({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the last rounds' standard columns."""
+        """Return the standard columns of the last rounds, for a notebook."""
         last = self[-LAST:]
         names = [name for name in STANDARD if any(_number(record, name) is not None for record in last)]
         head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
@@ -191,7 +192,7 @@ class History(Sequence[Record]):
         return f"<p>{html.escape(repr(self))}</p>{table}{left_out}"
 
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """The numbers recorded under a name; rounds without one are left out.
+        """Return the numbers of a column; rounds without a number are left out.
 
         Args:
             name: A key of the records; ``"table.key"`` reaches into a nested table.
@@ -200,7 +201,7 @@ class History(Sequence[Record]):
             The rounds and the values, both (R,).
 
         Raises:
-            SpecError: No round has a number of that name.
+            SpecError: No round has a number in that column.
         """
         pairs = [(record["round"], value) for record in self if (value := _number(record, name)) is not None]
         if not pairs and self and name not in STANDARD:
@@ -212,18 +213,17 @@ class History(Sequence[Record]):
 
     @property
     def columns(self) -> list[str]:
-        """The names under which numbers were recorded, in order of appearance; nested ones with dots."""
+        """The columns of numbers in order of appearance; names in nested tables have dots."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
     @property
     def final_accuracy(self) -> float | None:
         """Test accuracy of the last evaluated round, or None."""
-        values = self.column("accuracy")[1]
-        return float(values[-1]) if len(values) else None
+        return next((value for record in reversed(self) if (value := _number(record, "accuracy")) is not None), None)
 
     @property
     def best_on(self) -> str:
-        """What the best round was picked on: ``"validation"`` samples where there are any, else the ``"test"`` set."""
+        """The samples that decide the best round: ``"validation"``, or ``"test"`` if nothing was held out."""
         validated = any(_number(record, "validation.accuracy") is not None for record in self)
         return "validation" if validated else "test"
 
@@ -237,40 +237,37 @@ class History(Sequence[Record]):
     def best_round(self) -> int | None:
         """The first round with the highest accuracy on the validation samples, or None.
 
-        Without validation samples it is picked on the test set, and its accuracy flatters.
+        Without validation samples the test set decides, and the accuracy of the best round is optimistic.
         """
         rounds, values = self.column("validation.accuracy" if self.best_on == "validation" else "accuracy")
         return int(rounds[values.argmax()]) if len(values) else None
 
     def rounds_to_target(self, target: float, metric: str = "accuracy") -> int | None:
-        """The first evaluated round that is at least as good as ``target`` on the test set, or None.
+        """Return the first evaluated round that is at least as good as ``target`` on the test set, or None.
 
         Args:
             target: An accuracy, or a value of another metric.
             metric: ``accuracy``, ``loss`` or another of ``evaluation.metrics``.
         """
-        standard = metric in STANDARD
-        pairs = [(record["round"], _number(record, metric if standard else f"test.{metric}")) for record in self]
-        lower = metric in self.lower
-        known = ((round, value) for round, value in pairs if value is not None)
-        return next((round for round, value in known if (value <= target if lower else value >= target)), None)
+        column, lower = metric if metric in STANDARD else f"test.{metric}", metric in self.lower
+        for record in self:
+            value = _number(record, column)
+            if value is not None and (value <= target if lower else value >= target):
+                return int(record["round"])
+        return None
 
     def total(self, name: str) -> float:
-        """The sum of a column over all rounds; 0 where nothing was recorded."""
+        """Return the sum of a column over all rounds; 0 if nothing was recorded."""
         return math.fsum(self.column(name)[1])
 
     @property
     def summary(self) -> Record:
-        """What ``summary.json`` holds, computed from the records: see ``summarise``."""
+        """The content of ``summary.json``, computed from the records; see ``summarise``."""
         accuracy = self.column("accuracy")[1][-20:]
-        others = {
-            name: {target_text(target): self.rounds_to_target(target, name) for target in targets}
-            for name, targets in self.metric_targets.items()
-        }
-        early: Record = {"stopped": self.stopped} if self.stopped else {}
-        early |= {} if self.model_round is None else {"model_round": self.model_round}
-        early |= {"warning": self.warning} if self.warning else {}
-        return {
+        reached: Record = {target_text(target): self.rounds_to_target(target) for target in self.targets}
+        for name, targets in self.metric_targets.items():
+            reached[name] = {target_text(target): self.rounds_to_target(target, name) for target in targets}
+        summary = {
             "method": self.method,
             "seed": self.seed,
             "rounds": len(self),
@@ -279,23 +276,21 @@ class History(Sequence[Record]):
             "best_round": self.best_round,
             "best_on": self.best_on,
             "accuracy_sd_last20": statistics.stdev(accuracy.tolist()) if len(accuracy) > 1 else None,
-            "rounds_to_target": {
-                **{target_text(target): self.rounds_to_target(target) for target in self.targets},
-                **others,
-            },
+            "rounds_to_target": reached,
             **{name: int(self.total(name)) for name in ("samples", "bytes_up", "bytes_down")},
             "seconds": self.total("seconds"),
-            **early,
         }
+        ending = {"stopped": self.stopped or None, "model_round": self.model_round, "warning": self.warning or None}
+        return summary | {key: value for key, value in ending.items() if value is not None}
 
     def _read_evaluations(self, folder: Path) -> None:
-        """Confusion matrices and the table of clients, where the run left them."""
+        """Read the confusion matrices and the table of clients if the run wrote them."""
         try:
             if (folder / EVALUATIONS).is_file():
-                found = json.loads((folder / EVALUATIONS).read_text(encoding="utf-8"))
+                matrices = json.loads((folder / EVALUATIONS).read_text(encoding="utf-8"))
                 self.confusion = {
                     key: Confusion(int(each["round"]), np.array(each["confusion"], dtype=np.int64))
-                    for key, each in found.items()
+                    for key, each in matrices.items()
                 }
             if (folder / CLIENTS).is_file():
                 with (folder / CLIENTS).open(encoding="utf-8", newline="") as file:
@@ -304,7 +299,7 @@ class History(Sequence[Record]):
             raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
 
     def to_frame(self) -> DataFrame:
-        """A pandas data frame with a row a round; nested tables become columns with dots, what is missing is NaN.
+        """Return a pandas data frame with one row per round; see ``frame``. Missing values are NaN.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -312,7 +307,7 @@ class History(Sequence[Record]):
         return frame(self._records)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write one row a round; lists and tables are JSON text, what is missing is empty."""
+        """Write one row per round; lists and tables are JSON text, and missing values are empty."""
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -323,7 +318,7 @@ class History(Sequence[Record]):
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
-    """Rows as a pandas data frame; nested tables become columns with dots.
+    """Return rows as a pandas data frame; nested tables become columns with dots in their names.
 
     Raises:
         ExtraMissingError: The extra ``tables`` is not installed.
@@ -342,30 +337,30 @@ def summarise(
     method: str = "",
     seed: int | None = None,
 ) -> Record:
-    """The summary of a run.
+    """Return the summary of a run.
 
     Args:
-        records: One a round.
+        records: One record per round.
         targets: Accuracies in (0, 1].
         method: The method's name.
         seed: The experiment's seed.
 
     Returns:
         ``final_accuracy`` (of the last evaluated round), ``best_round`` and ``best_accuracy`` (on the test set),
-        ``best_on`` (what the round was picked on), ``rounds_to_target`` (target as text to round or None),
+        ``best_on`` (the samples that decide the best round), ``rounds_to_target`` (target as text to round or None),
         ``accuracy_sd_last20`` (sample standard deviation over the last 20 evaluated rounds), the totals ``samples``,
-        ``bytes_up``, ``bytes_down`` and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions;
-        None where nothing was evaluated.
+        ``bytes_up``, ``bytes_down`` and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions,
+        and None if nothing was evaluated.
     """
     return History(records, method=method, seed=seed, targets=targets).summary
 
 
 def write_evaluations(history: History, folder: Path) -> None:
-    """Write the confusion matrices, and the table of clients where there is one, into a run folder."""
-    found = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
-    if found:
-        # A matrix a line: indented it would take a line a number.
-        lines = [f"{json.dumps(key)}: {json.dumps(jsonable(each))}" for key, each in found.items()]
+    """Write the confusion matrices and the table of clients into a run folder, if there are any."""
+    matrices = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
+    if matrices:
+        # One matrix per line: with indentation, every number would take a line.
+        lines = [f"{json.dumps(key)}: {json.dumps(jsonable(each))}" for key, each in matrices.items()]
         replace_file(folder / EVALUATIONS, ("{" + ",\n".join(lines) + "}\n").encode())
     if history.clients:
         text = io.StringIO()
@@ -376,10 +371,10 @@ def write_evaluations(history: History, folder: Path) -> None:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a ``model.safetensors``, checked against what ``model.json`` beside it says of them.
+    """Read the tensors of a ``model.safetensors``, and compare them with the checksum in ``model.json``.
 
     Raises:
-        DataError: The file is gone or damaged.
+        DataError: The file is missing or damaged.
     """
     try:
         content = path.read_bytes()
@@ -387,7 +382,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     checksum = None
-    with suppress(OSError, ValueError, AttributeError, RecursionError):  # whoever needs that file says what is wrong
+    with suppress(
+        OSError, ValueError, AttributeError, RecursionError
+    ):  # functions that need that file report its defects
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):
         raise DataError(f"{path} is damaged: it is not what the run wrote, by its checksum in {MODEL}")
@@ -395,7 +392,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def target_text(target: float) -> str:
-    """A target as the key of a table: the shortest text that reads as the same number.
+    """Return a target as the key of a table: the shortest text that reads as the same number.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')
@@ -404,20 +401,20 @@ def target_text(target: float) -> str:
 
 
 def _short(value: object) -> str:
-    """A cell for a notebook: nothing that is long, and nothing that could be markup."""
+    """Return a number as short text for a notebook; empty for other values, which could be long or markup."""
     if not _is_number(value):
         return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a round by their column, nested ones with dots; lists and what is missing are left out.
+    """Return the numbers of a round by column, those of nested tables with dots in their names.
 
     >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
     {'accuracy': 0.5, 'validation.loss': 1.0}
     """
-    found = {name: _number(record, name) for name in _names(record) if name != "round"}
-    return {name: value for name, value in found.items() if value is not None}
+    columns = ((name, _number(record, name)) for name in _names(record) if name != "round")
+    return {name: value for name, value in columns if value is not None}
 
 
 def _names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -441,9 +438,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _about(folder: Path) -> dict[str, Any]:
-    """Method, seed and targets of a run, from its summary or, before there is one, from its spec."""
+def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of ``History`` from a run's spec and summary, and the summary if there is one."""
     about: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     try:
         if (folder / "spec.toml").is_file():
             spec = tomllib.loads((folder / "spec.toml").read_text(encoding="utf-8"))
@@ -457,21 +455,19 @@ def _about(folder: Path) -> dict[str, Any]:
             about["lower"] = LOWER | falling
         if (folder / "summary.json").is_file():
             summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-            about |= {
-                key: summary[key] for key in ("method", "seed", "stopped", "model_round", "warning") if key in summary
-            }
+            about |= {key: summary[key] for key in ("method", "seed", "stopped") if key in summary}
             if "rounds_to_target" in summary:
                 reached = summary["rounds_to_target"].items()
-                others = {name: [float(t) for t in found] for name, found in reached if isinstance(found, dict)}
-                own = [float(target) for target, found in reached if not isinstance(found, dict)]
-                about |= _targets({"accuracy": own, **others})
+                others = {name: [float(t) for t in rounds] for name, rounds in reached if isinstance(rounds, dict)}
+                accuracies = [float(target) for target, rounds in reached if not isinstance(rounds, dict)]
+                about |= _targets({"accuracy": accuracies, **others})
     except (ValueError, AttributeError, TypeError) as error:
         raise DataError(f"{folder}: cannot read its spec or summary: {error}") from error
-    return about
+    return about, summary
 
 
 def _targets(targets: Any) -> dict[str, Any]:
-    """Targets of the accuracy, and those of other metrics."""
+    """Return the arguments of ``History`` for the targets of a spec: a list, or a table with lists by metric."""
     if not isinstance(targets, dict):
         return {"targets": targets, "metric_targets": {}}
     others = {name: values for name, values in targets.items() if name != "accuracy"}
@@ -479,16 +475,13 @@ def _targets(targets: Any) -> dict[str, Any]:
 
 
 def _cell(text: str) -> Any:
-    """A cell of a table: nothing, a number or text."""
+    """Return a cell of a table as None, a number or text."""
     if text == "":
         return None
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return text
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(text)
+    return text
 
 
 __all__ = ["STANDARD", "TARGETS", "History", "MetricsLog", "Record", "summarise"]

@@ -1,6 +1,7 @@
-"""Samples that nobody trains on: for validation, each client's own test part, and clients that never train.
+"""Samples that are held out of training: for validation, for each client's test part, and of whole clients.
 
-All cuts are by label, and functions of the seed, the client and the sample: one client more moves nobody else's part.
+All parts are drawn by label and depend only on the seed, the client and the sample. A further client therefore does
+not change the parts of other clients.
 """
 
 from __future__ import annotations
@@ -20,27 +21,27 @@ from fedstrata.data.partitions import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32
-"""More samples than a client has."""
+"""An upper bound of the number of samples of a client."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 NATURAL = ("given", "natural")
-"""Partitions whose clients come with the data: validation is then a part of each client's samples."""
+"""Partitions whose clients come with the data. For validation, a part of each client's samples is then held out."""
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOut:
-    """What was held out of the training samples.
+    """The samples that are held out of training.
 
     Args:
-        validation: Samples of the training set, whosever they were; None for none.
-        own_validation: The same by client, where it is a part of each client's.
+        validation: Training samples for validation; None for none.
+        own_validation: The validation samples by client, if they were held out from each client.
         own_test: Each client's own test part; None for none.
-        own_test_split: Where it lies: a real site may bring test samples of its own.
+        own_test_split: The split of these test parts; a real site may have test samples of its own.
         test_clients: All samples of the clients that never train; None for none.
-        numbers: What the clients were called before those that never train were taken out, where any were: first
-            those that train, then the others.
+        numbers: The clients' numbers before those that never train were removed; None if there are none. First come the
+            clients that train.
     """
 
     validation: Ints | None = None
@@ -55,7 +56,7 @@ class HeldOut:
 
     @property
     def samples(self) -> Ints:
-        """Numbers of all training samples that were held out."""
+        """The indices of all training samples that are held out."""
         parts = [self.validation] if self.validation is not None else []
         parts += [self.own_test.indices] if self.own_test is not None and self.own_test_split == "train" else []
         parts += [self.test_clients.indices] if self.test_clients is not None else []
@@ -63,7 +64,7 @@ class HeldOut:
 
 
 def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
-    """The training samples that are held out before a partition, ascending: a share of each class.
+    """Return the training samples to hold out before a partition, ascending: a share of each class.
 
     Raises:
         SpecError: A class would have no sample in one of the two parts.
@@ -81,7 +82,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 
 
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
-    """A data set whose training samples lack some, and the numbers that those left have in the whole one."""
+    """Return the data set without some training samples, and the indices of the others in the whole data set."""
     left = np.setdiff1d(np.arange(data.train_size), held)
     arrays: dict[str, Any] = {
         field.name: value[left]
@@ -101,24 +102,23 @@ def hold_out(
     brought: Assignment | None = None,
     everybody: bool = True,
 ) -> tuple[Assignment, HeldOut]:
-    """Take out what nobody trains on.
+    """Hold samples out of training.
 
     Args:
-        settings: What to hold out.
+        settings: The settings of the evaluation.
         data: The data set.
-        assignment: Which samples belong to whom.
+        assignment: The samples of each client.
         seed: The experiment's seed.
-        validation: What was held out before the partition. Where that is nothing and ``settings`` want something, it
-            is a part of each client's samples.
-        brought: Test samples that a real site brings, or whose clients the data name; by client, they take the place
-            of a part of its samples.
-        everybody: Whether all clients' samples are here; not at a real site.
+        validation: Samples that were held out before the partition. With None, validation samples are held out from
+            each client if ``settings`` ask for them.
+        brought: Test samples by client that a real site or the data set provides; no test part is then held out.
+        everybody: Whether the samples of all clients are here; False at a real site.
 
     Returns:
-        What is left to train on, and what was held out.
+        The samples to train on, and the samples held out.
 
     Raises:
-        SpecError: A client, or nobody, would have nothing.
+        SpecError: A part would be empty.
     """
     test_clients, numbers, own_test, own_validation = None, None, brought, None
     if settings.test_clients is not None:
@@ -142,27 +142,27 @@ def hold_out(
 
 
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
-    """The test samples of natural clients, by client; None where clients are no natural ones, or it is not known."""
+    """Return the test samples by natural client; None if the clients are not natural or the data do not name them."""
     if data.client_test is None or assignment.codes is None:
         return None
     number = np.full(len(data.client_names), UNUSED, dtype=np.int64)
     number[assignment.codes] = np.arange(len(assignment))
-    found = Assignment.from_owners(number[data.client_test.cpu().numpy()], len(assignment))
-    return dataclasses.replace(found, codes=assignment.codes)
+    tests = Assignment.from_owners(number[data.client_test.cpu().numpy()], len(assignment))
+    return dataclasses.replace(tests, codes=assignment.codes)
 
 
 def split_each(
     assignment: Assignment, data: Dataset, share: float, seed: int, purpose: str, *, least: int
 ) -> tuple[Assignment, Assignment]:
-    """Each client's samples in two parts by label: what it keeps, and ``share`` of them.
+    """Split each client's samples by label into the samples that it keeps and a share of them.
 
     Args:
-        assignment: Which samples belong to whom.
+        assignment: The samples of each client.
         data: The data set.
-        share: Of each client's samples.
+        share: The share of each client's samples.
         seed: The experiment's seed.
-        purpose: What the cut is for.
-        least: Fewest samples that are taken of a client that has two.
+        purpose: The purpose, which keys the randomness.
+        least: The fewest samples to take from a client that has at least two.
     """
     sizes, owners = assignment.sizes, assignment.owners
     wanted = np.minimum(np.maximum(np.round(share * sizes).astype(np.int64), least), np.maximum(sizes - 1, 0))
@@ -172,19 +172,18 @@ def split_each(
 
 
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
-    """Which samples are taken of each client, spread over its labels.
+    """Choose samples of each client, spread over its labels.
 
-    Systematic sampling: each client's samples stand in a row, label after label and shuffled within each, and every
-    (n / m)-th is taken from a random start. Of each label's samples the share m / n is taken, rounded up or down. The
-    numbers are functions of the client and the place of a sample among its own, so that a real site cuts as a
-    simulation does.
+    Systematic sampling: each client's samples are ordered by label and shuffled within each label. Every (n / m)-th is
+    taken from a random start, so that of each label the share m / n is taken, rounded up or down. The random numbers
+    depend only on the client and a sample's place among its own, so that a real site chooses as a simulation does.
 
     Args:
         owners: The client of each sample, (n,), ascending.
-        labels: Its label.
-        wanted: m, how many to take of each client, (N,).
+        labels: The label of each sample, (n,).
+        wanted: m, the number of samples to take from each client, (N,).
         seed: The experiment's seed.
-        purpose: What the cut is for.
+        purpose: The purpose, which keys the randomness.
 
     Returns:
         (n,); True for ``wanted`` of each client.
@@ -195,21 +194,20 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
     sizes = np.bincount(owners, minlength=len(wanted))
     places = np.arange(len(owners)) - (np.cumsum(sizes) - sizes)[owners]
     order = np.lexsort((uniforms(seed, purpose, 0, owners * PLACES + places), labels, owners))
-    who, rank = owners[order], places
     start = (uniforms(seed, f"{purpose}-start", 0, np.arange(len(wanted))) * sizes).astype(np.int64)
-    m, n, s = wanted[who], sizes[who], start[who]
+    m, n, s = (values[owners[order]] for values in (wanted, sizes, start))
     mask = np.zeros(len(order), dtype=bool)
-    mask[order] = ((rank + 1) * m + s) // n > (rank * m + s) // n
+    mask[order] = ((places + 1) * m + s) // n > (places * m + s) // n
     return mask
 
 
 def _cut_own(
     share: float, data: Dataset, assignment: Assignment, seed: int, everybody: bool
 ) -> tuple[Assignment, Assignment]:
-    """Each client's own test part, at least a sample.
+    """Split off each client's own test part, at least one sample.
 
     Raises:
-        SpecError: A client has a single sample, or none.
+        SpecError: A client has fewer than two samples.
     """
     sizes = assignment.sizes
     short = np.flatnonzero(sizes < 2 if everybody else sizes == 1)
@@ -221,10 +219,10 @@ def _cut_own(
 
 
 def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
-    """Those that train and those that never do, both ascending.
+    """Return the clients that train and those that never do, both ascending.
 
     Raises:
-        SpecError: Nobody would be left to train.
+        SpecError: No client would be left to train.
     """
     count = max(1, round(share * clients))
     if count >= clients:
@@ -235,7 +233,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """The samples of some clients, who are then called 0, 1 and so on."""
+    """Return the assignment of some clients, which are numbered from 0."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

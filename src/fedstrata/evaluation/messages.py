@@ -1,4 +1,4 @@
-"""What a client is asked when a model is to be measured where the data are."""
+"""The request to evaluate a model on a client's samples, and its reply."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ Part = Literal["test", "validation"]
 
 @record("Evaluated")
 class Evaluated(Reply):
-    """How good a model is on a client's own samples.
+    """The evaluation of a model on a client's own samples.
 
     Args:
-        sums: What its samples add up to.
-        values: Metrics by their label, exact, those that have a value; None where the site does not tell them.
+        sums: The sums over its samples.
+        values: The exact metrics by label, without those that are undefined; None if the site withholds them.
     """
 
     sums: EvaluationSums
     values: dict[str, float] | None
 
     def require(self, classes: int) -> None:
-        """Refuse sums over other classes.
+        """Refuse sums over another number of classes.
 
         Args:
             classes: C.
 
         Raises:
-            ReplyRefusedError: The sums are of another number of classes.
+            ReplyRefusedError: The sums have another number of classes.
         """
         require_shape(self.sums.confusion, (classes, classes), torch.int64, "confusion")
         require_shape(self.sums.scores, (classes, 2, -1), torch.int64, "scores")
@@ -42,14 +42,14 @@ class Evaluated(Reply):
 
 @record("Evaluate")
 class Evaluate(Request):
-    """Measure a model on samples of the client's own that it does not train on.
+    """Evaluate a model on samples of the client's own that it does not train on.
 
     Args:
         round: The round.
         weights: The global model.
-        part: Which samples.
-        personal: Whether the client puts in what it keeps of its own (BatchNorm's statistics) and tunes the model.
-        epochs: Of that tuning, on the samples that it trains on.
+        part: The samples: ``"test"`` or ``"validation"``.
+        personal: Whether the client personalises the model: with its own BatchNorm statistics, and by fine-tuning.
+        epochs: Epochs of fine-tuning on the client's training samples.
         score_bins: Bins of each class's scores in the sums.
         confidence_bins: Bins of the confidence.
     """
@@ -70,7 +70,7 @@ class Evaluate(Request):
     confidence_bins: int
 
     def check(self, reply: Evaluated) -> None:
-        """Counts that can be, of as many bins as were asked for."""
+        """Refuse impossible counts, and another number of bins than was asked for."""
         sums = reply.sums
         require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
         require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")

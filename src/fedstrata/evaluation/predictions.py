@@ -1,4 +1,4 @@
-"""What a model says of samples, in one batched pass."""
+"""The predictions of a model, computed in batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Reals = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Predictions:
-    """What a model says of N samples.
+    """The predictions of a model for N samples.
 
     Args:
         labels: True labels, (N,).
@@ -41,7 +41,7 @@ class Predictions:
 
     @classmethod
     def of(cls, labels: Ints, logits: NDArray[np.floating]) -> Predictions:
-        """From labels (N,) and logits (N, C)."""
+        """Make predictions from labels (N,) and logits (N, C)."""
         values = np.asarray(logits, dtype=np.float32)
         made = cls(np.asarray(labels, dtype=np.int64), values, values.argmax(axis=1).astype(np.int64), 0.0)
         return cls(made.labels, values, made.predicted, float(made.losses.sum()))
@@ -50,7 +50,7 @@ class Predictions:
         return len(self.labels)
 
     def __getitem__(self, part: slice | Ints) -> Predictions:
-        """Those of some samples."""
+        """Return the predictions of some samples."""
         cut = Predictions(self.labels[part], self.logits[part], self.predicted[part], 0.0)
         return Predictions(cut.labels, cut.logits, cut.predicted, float(cut.losses.sum()))
 
@@ -65,8 +65,8 @@ class Predictions:
         with np.errstate(invalid="ignore"):  # of a model that has diverged
             shifted = self.logits.astype(np.float64)
             shifted -= shifted.max(axis=1, keepdims=True, initial=-np.inf)
-            found: Reals = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-        return found
+            shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+        return shifted
 
     @cached_property
     def probabilities(self) -> Reals:
@@ -90,15 +90,15 @@ def predict(
     batch_size: int = 1000,
     batch_statistics: bool = False,
 ) -> Predictions:
-    """What a model says of samples of a data set.
+    """Compute the predictions of a model for samples of a data set.
 
     Args:
         model: The architecture.
-        weights: Its parameters and buffers.
+        weights: The parameters and buffers.
         data: The data set.
         split: ``"train"`` or ``"test"``.
-        indices: Which samples, in this order; all of the split unless given.
-        batch_size: Samples at once.
+        indices: The samples, in this order; by default, all samples of the split.
+        batch_size: Samples per batch.
         batch_statistics: Let BatchNorm normalise with each batch's statistics instead of the running ones.
     """
     labels = data.y_train if split == "train" else data.y_test
@@ -108,18 +108,18 @@ def predict(
         device = next(iter(params.values())).device
         norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         for layer in norms:
-            # A single sample has no statistics of its own.
+            # A single sample has no batch statistics.
             layer.train(batch_statistics and n > 1)
-        # Batches of nearly equal size: a last one of a single sample would have no batch statistics.
+        # Batches of nearly equal size, because a last batch of a single sample would have no statistics.
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()
         for begin, end in itertools.pairwise(bounds):
             part = slice(begin, end) if indices is None else indices[begin:end]
             x, y = data.inputs(part, split).to(device), data.labels(part, split).to(device)
-            found = model(params, x)
-            loss += float(F.cross_entropy(found, y, reduction="sum"))
-            predicted[begin:end] = found.argmax(dim=1).cpu().numpy()
-            logits[begin:end] = found.float().cpu().numpy()
+            output = model(params, x)
+            loss += float(F.cross_entropy(output, y, reduction="sum"))
+            predicted[begin:end] = output.argmax(dim=1).cpu().numpy()
+            logits[begin:end] = output.float().cpu().numpy()
         for layer in norms:
             layer.eval()
-    chosen = labels.cpu().numpy()
-    return Predictions(chosen if indices is None else chosen[indices], logits, predicted, loss)
+    true = labels.cpu().numpy()
+    return Predictions(true if indices is None else true[indices], logits, predicted, loss)

@@ -17,31 +17,30 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """What is measured, when, on which samples and by which metrics; and when checkpoints are written.
+    """The metrics of a run, the samples and rounds of its evaluations, and the rounds of its checkpoints.
 
-    What decides who trains on what (``validation``, ``client_test``, ``test_clients``) and ``weight_diversity`` stay
-    as they are when a run is resumed; all else may change.
+    When a run is resumed, the settings that decide which samples train (``validation``, ``client_test``,
+    ``test_clients``) and ``weight_diversity`` must stay the same. All other settings may change.
 
     Args:
         every: Rounds between two evaluations on the test set; the last round is always evaluated. 0: only the last.
-        batch_size: Samples evaluated at once.
-        metrics: What is measured beside the loss.
+        batch_size: Samples per batch of an evaluation.
+        metrics: The metrics beside the loss.
         targets: Accuracies in (0, 1] for which the summary gives the first round that reached them; for other metrics
             a table of lists, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of the training samples that is held out by label before the partition (where clients come
-            with the data: of each client's). The best round and early stopping then look at it, and never at the test
-            set.
+        validation: Share of the training samples that is held out by label before the partition, or of each client's
+            samples if the clients come with the data. The best round and early stopping then use these samples, and
+            never the test set.
         client_test: Share of each client's samples that is held out by label, at least one, as its own test part. Real
             sites hold it out too, unless they bring test samples.
         test_clients: Share of the clients that never train, and are evaluated on all their samples.
-        fine_tune: Epochs in which each client tunes the global model on its own samples before its own test part
-            measures that personal model; 0 takes only what a client keeps of its own, such as BatchNorm's statistics.
-        unheard: Evaluations after which a client without a reply that counted is one of the unheard, who are recorded
-            on their own.
+        fine_tune: Epochs in which each client fine-tunes the global model on its own samples, before its own test part
+            evaluates that personal model. With 0, the client only uses its own state, such as BatchNorm's statistics.
+        unheard: Evaluations after which a client without a reply that counted is reported among the unheard clients.
         checkpoint_every: Rounds between two checkpoints; 0: none.
-        per_class: Record the accuracy of every class too, and the other metrics by class where they have that.
-        weight_diversity: Record how far the clients' models of a round are from their mean: the mean squared distance Λ
-            (ReBaFL, Eq. 24). Not of SFL and Stratify, whose clients have no models of their own.
+        per_class: Record the accuracy of every class too, and the other metrics by class if they are defined.
+        weight_diversity: Record the mean squared distance Λ of the clients' models of a round from their mean (ReBaFL,
+            Eq. 24). SFL and Stratify have none, because their clients have no models of their own.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1
@@ -97,50 +96,48 @@ class Evaluation(Setting):
 
     @property
     def labels(self) -> list[str]:
-        """What records call the metrics."""
+        """The metrics' names in records."""
         return [metric.label for metric in self.metrics]
 
     @property
     def chosen(self) -> bool:
-        """Whether other metrics than the accuracy are measured."""
+        """Whether metrics other than the accuracy are measured."""
         return self.labels != ["accuracy"]
 
     @property
     def accuracy_targets(self) -> list[float]:
-        """Those of the accuracy."""
+        """The targets of the accuracy."""
         return self.targets.get("accuracy", []) if isinstance(self.targets, dict) else self.targets
 
     @property
     def metric_targets(self) -> Mapping[str, list[float]]:
-        """Those of other metrics, by their label."""
-        found = self.targets if isinstance(self.targets, dict) else {}
-        return {name: values for name, values in found.items() if name != "accuracy"}
+        """The targets of other metrics, by label."""
+        targets = self.targets if isinstance(self.targets, dict) else {}
+        return {name: values for name, values in targets.items() if name != "accuracy"}
 
     @property
     def lower(self) -> frozenset[str]:
-        """The measures of which the lower value is the better one."""
+        """The metrics for which lower is better, by label."""
         return frozenset({"loss"} | {metric.label for metric in self.metrics if not metric.higher_is_better})
 
     def metric(self, label: str) -> Metric:
-        """The metric that records call so.
+        """Return the metric with a label.
 
         Raises:
-            SpecError: There is none.
+            SpecError: There is no such metric.
         """
-        found = {metric.label: metric for metric in self.metrics}
-        if label not in found:
-            problem = (
-                f"no metric of this run (evaluation.metrics); there are: {', '.join(found)}{nearest(label, found)}"
-            )
-            raise SpecError("metric", problem, label)
-        return found[label]
+        metrics = dict(zip(self.labels, self.metrics, strict=True))
+        if label not in metrics:
+            accepted = f"{', '.join(metrics)}{nearest(label, metrics)}"
+            raise SpecError("metric", f"no metric of this run (evaluation.metrics); there are: {accepted}", label)
+        return metrics[label]
 
     def due(self, round: int, last: int) -> bool:
-        """Whether a round is evaluated."""
+        """Return whether a round is evaluated."""
         return round == last or (self.every > 0 and round % self.every == 0)
 
     def to_spec(self) -> dict[str, Any]:
-        """As a table; a metric without settings of its own is its name."""
+        """Return the settings as a table; a metric without settings is its name."""
         tables = [plain(metric) for metric in self.metrics]
         return super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}
 

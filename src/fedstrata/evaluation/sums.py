@@ -1,4 +1,4 @@
-"""Sums from which metrics can be computed: what travels from real sites instead of predictions, and adds up."""
+"""Sums from which metrics can be computed: real sites send them instead of predictions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 EXTREME = 12.0
-"""Log-odds beyond which a score falls into the histogram's first or last bin."""
+"""The log-odds at the outer edge of a histogram of scores; further scores fall into the first or last bin."""
 
 
 @record("EvaluationSums")
 class EvaluationSums(Message):
-    """What an evaluation of some samples comes to; those of different samples add up.
+    """The sums of an evaluation; sums over different samples can be added.
 
     Args:
-        samples: How many.
+        samples: The number of samples.
         loss: Summed cross-entropy in nats.
-        confusion: How many samples of each class (row) were taken for each class (column), (C, C) int64.
-        scores: How many samples have a score in each bin: of those that are not of a class, and of those that are,
-            (C, 2, B) int64. A score is the log-odds of the class's probability; B is 0 where nobody needs it.
+        confusion: The number of samples of each class (row) that were predicted as each class (column), (C, C) int64.
+        scores: The number of samples with a score in each bin, first of the samples of other classes, then of those of
+            the class, (C, 2, B) int64. A score is the log-odds of the class's probability. B is 0 if no metric uses it.
         calibration: Summed confidence and hits of the samples in each bin of confidence, (E, 2) float64.
 
     >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
@@ -46,10 +46,10 @@ class EvaluationSums(Message):
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
-    """The sums of some predictions.
+    """Return the sums of some predictions.
 
     Args:
-        predictions: Of N samples.
+        predictions: The predictions of N samples.
         score_bins: B, bins of each class's scores.
         confidence_bins: E, bins of the confidence.
     """
@@ -75,19 +75,19 @@ def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int 
 
 
 def confusion_of(predictions: Predictions) -> Ints:
-    """How many samples of each class (row) were taken for each class (column), (C, C)."""
+    """Return the number of samples of each class (row) that were predicted as each class (column), (C, C)."""
     classes = predictions.classes
     cells = predictions.labels * classes + predictions.predicted
     return np.bincount(cells, minlength=classes * classes).reshape(classes, classes).astype(np.int64)
 
 
 def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int) -> Reals:
-    """Summed confidence and hits in bins of confidence, ((k − 1) / bins, k / bins], of each client's samples.
+    """Sum confidence and correct predictions of each client in bins of confidence, ((k − 1) / bins, k / bins].
 
     Args:
-        predictions: Of N samples.
-        owners: Whose each sample is, (N,).
-        clients: How many clients there are.
+        predictions: The predictions of N samples.
+        owners: The client of each sample, (N,).
+        clients: The number of clients.
         bins: E.
 
     Returns:
@@ -100,5 +100,5 @@ def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int)
     place = np.clip(np.ceil(np.nan_to_num(confidence) * bins).astype(np.int64) - 1, 0, bins - 1)
     cells, size = owners * bins + place, clients * bins
     sums = [np.bincount(cells, weights=values, minlength=size) for values in (confidence, hits)]
-    found: Reals = np.stack(sums, axis=-1).reshape(clients, bins, 2).astype(np.float64)
-    return found
+    binned: Reals = np.stack(sums, axis=-1).reshape(clients, bins, 2).astype(np.float64)
+    return binned

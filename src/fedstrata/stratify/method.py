@@ -30,7 +30,7 @@ from fedstrata.stratify.single import SingleMode
 
 @record("StratifyState")
 class StratifyState:
-    """The global model, who holds which label, and the server optimiser's state."""
+    """The global model, the holders of each label, and the server optimiser's state."""
 
     weights: Weights
     holders: Holders
@@ -38,40 +38,40 @@ class StratifyState:
 
 
 class Stratify(Method):
-    """One epoch of the stratified label schedule a round.
+    """One epoch of the stratified label schedule per round.
 
-    ``batch``: union batches over the clients that hold the labels. Each is one step on the gradient of the summed loss,
-    divided by the number of samples that were really trained: the same step that a centralised run would make on those
-    samples. ``single``: the model travels from client to client, and each takes one SGD step per sample of its task.
-    ``hybrid``: batches for the first rounds, on the data that are there; then one sample after another of a stream of
-    new ones. Each client's samples of a label arrive in an order of their own. All but the last ``stream`` of them are
-    there from the start; the rest arrive in equal parts before each of the later rounds, and every part is trained in
-    the round before which it arrived. (Parts are rounded down at each client; a sample may train twice to fill the
-    schedule.) A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` mean
-    nothing here, and training's batch size is that of a union batch.
+    ``batch``: union batches over the clients that hold the labels. Each batch is one step on the gradient of the summed
+    loss, divided by the number of samples that were trained: the step of a centralised run on the same samples.
+    ``single``: the model travels from client to client, and each takes one SGD step per sample of its task.
+    ``hybrid``: rounds of batches on the data that are there, then rounds of single samples from a stream of new data.
+    Each client's samples of a label arrive in an order of their own. All but the last ``stream`` of them are there from
+    the start. The others arrive in equal parts before each of the later rounds, and each part is trained in the round
+    before which it arrives. (Parts are rounded down at each client, and a sample may train twice to fill the schedule.)
+    A round is an epoch over the schedule: ``training.clients_per_round`` and ``training.local_epochs`` have no effect,
+    and ``training.batch_size`` is the size of a union batch.
 
     Args:
         mode: ``batch``, ``single`` or ``hybrid``.
         schedule: How often each label trains in an epoch: ``capped`` at the median count, ``uniform`` (the mean count
             for every label) or ``uncapped`` (its own count).
         cap: The cap instead of the median.
-        selection: Among a label's holders, ``uniform`` or ``weighted`` by how many samples each has.
-        batch_size: Samples in a batch over all clients; training's unless given. Larger batches are fewer exchanges:
+        selection: How a label's holders are drawn: ``uniform``, or ``weighted`` by their number of samples.
+        batch_size: Samples in a batch over all clients; by default, training's. Larger batches need fewer exchanges:
             the gradients of several batches at one model are the gradient of one batch of all their samples.
-        lr_rule: What becomes of the learning rate where ``batch_size`` is not training's: it stays (``none``), or is
-            multiplied by their ratio (``linear``) or its root (``sqrt``).
-        local_steps: Batch mode: steps that a client takes on its own part of a batch before its answer. With 1 a batch
+        lr_rule: The effect of ``batch_size`` on the learning rate: none (``none``), or multiplication by the ratio to
+            training's batch size (``linear``) or its square root (``sqrt``).
+        local_steps: Batch mode: steps that a client takes on its own part of a batch before its answer. With 1, a batch
             is a centralised step; with more, clients drift apart between two exchanges.
-        server: The server's optimiser in batch mode; SGD with training's momentum and weight decay unless given. Its
-            ``lr``, 1 unless given, multiplies training's.
+        server: The server's optimiser in batch mode; by default, SGD with training's momentum and weight decay. Its
+            ``lr``, 1 by default, multiplies training's.
         chunk_size: Single-sample mode: consecutive positions that are given out together, in the longest runs that one
             client can train.
-        retain: Single-sample mode: the part of a label's holders that is considered in each chunk. With 1 the runs are
+        retain: Single-sample mode: the part of a label's holders that is considered in each chunk. With 1, the runs are
             longest, and larger holders take more of them.
-        pretraining: Hybrid mode: rounds of batches; half of all rounds unless given.
+        pretraining: Hybrid mode: rounds of batches; by default, half of all rounds.
         stream: Hybrid mode: the part of every client's samples that arrives later.
-        masking: How the server learns who shares a label: ``none`` (labels in the clear), ``prf`` (a keyed hash)
-            or ``ckks`` (compared under encryption). All train alike under the same keys.
+        masking: How the server learns which clients share a label: ``none`` (labels in the clear), ``prf`` (a keyed
+            hash) or ``ckks`` (compared under encryption). Training is the same in all modes under the same keys.
     """
 
     paper = "Stratify: label-aware sampling for federated learning on non-IID data, Algorithms 1 to 4"
