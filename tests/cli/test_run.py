@@ -78,7 +78,7 @@ def test_what_a_client_says_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_runs_that_start_within_a_second_have_folders_of_their_own(monkeypatch):
-    monkeypatch.setattr("fedstrata.experiments.compare.stamp", lambda: "now")
+    monkeypatch.setattr("fedstrata.cli.common.stamp", lambda: "now")
     Path("s.toml").write_text(BASE)
     for _ in range(3):
         assert main(["run", "s.toml", "--quiet"]) == 0

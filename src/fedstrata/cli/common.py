@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -181,11 +182,14 @@ def jobs(options: argparse.Namespace) -> int | None:
     return found
 
 
+def stamp() -> str:
+    """Return the date and time as part of a folder's name."""
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
     """The folder that was given, else a new one under ``runs``: several processes may start within a second."""
-    from fedstrata.experiments.compare import stamp
-
     if given is not None:
         yield given
         return

@@ -1,10 +1,9 @@
-"""Several methods, several seeds, side by side."""
+"""Comparisons: several experiments, each with several seeds."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ Runs = dict[str, list[History]]
 Key = tuple[str, int]
 """Label and seed of a run."""
 Watcher = Callable[[str, int, int], None]
-"""Told label, seed and rounds done, now and then."""
+"""A function that is called with the label, the seed and the number of finished rounds of a run."""
 
 
 def compare(
@@ -50,43 +49,43 @@ def compare(
 ) -> Runs:
     """Run every experiment with every seed and write a table, a plot and a report.
 
-    Runs that ``out`` holds already are not repeated, and those that were interrupted go on from their last
-    checkpoint: calling it again after a kill finishes the work.
+    Finished runs in ``out`` are not repeated, and interrupted runs continue from their last checkpoint. After a kill,
+    the same call finishes the work.
 
     Args:
-        experiments: By label.
-        seeds: Each experiment runs once with each; with the specs' own one unless given.
-        out: The folder; a run goes to ``LABEL/seed-S/``.
-        data: Data of your own for all of them; see ``prepare``.
-        model: A module of your own for all of them; see ``prepare``.
-        references: What else to compare with: ``"local"``, each client training alone (a run for each of them, whose
-            mean is the row), and ``"centralised"``, one client with everybody's samples and as many sample-gradients
-            a round. See ``fedstrata.experiments.references``.
-        jobs: Runs at the same time, each in a process of its own with its own threads; as many as there are
-            processors unless given. Results do not depend on it. With data or a model of your own, or classes of the
-            program itself, these are forks of this process; where it cannot be forked, runs take turns in it.
-        watch: Told about progress.
-        progress: Show how far it is: bars in a terminal and in a notebook, elsewhere a line now and then.
-        report: Write tables, pictures and a page about all runs of the folder.
+        experiments: The experiments by label.
+        seeds: Each experiment runs once with each seed. Default: the seed of the specs.
+        out: The folder; the files of a run are in ``LABEL/seed-S/``.
+        data: Your own data for all experiments; see ``prepare``.
+        model: Your own module for all experiments; see ``prepare``.
+        references: Additional references: ``"local"``, in which each client trains alone (the row is the mean over
+            the clients' runs), and ``"centralised"``, in which one client has all samples and computes as many
+            sample gradients per round. See ``fedstrata.experiments.references``.
+        jobs: The number of simultaneous runs, each in its own process. Default: the number of processors. Results do
+            not depend on it. If you pass data, a model or classes that only this program defines, the processes are
+            forks of this process; if it cannot be forked, the runs take turns in it.
+        watch: A function that is called with the progress of each run.
+        progress: Show the progress: bars in a terminal and in a notebook, otherwise a line from time to time.
+        report: Write tables, figures and a page about all runs in the folder.
 
     Returns:
         The histories by label, in the order of ``seeds``.
 
     Raises:
-        SpecError: A setting is wrong; every experiment is checked, with its own seed, before the first one starts.
-        FedstrataError: A run's process was killed; the others have ended well.
+        SpecError: A setting is wrong; every experiment is checked before the first one starts.
+        FedstrataError: The process of a run was killed; the other runs have finished.
     """
     out, make = Path(out), partial(prepare, data=data, model=model)
     for label, spec in experiments.items():
         if not label or "/" in label or label.startswith(".") or label in references:
             raise SpecError("--methods", "a label names a folder of its own; use letters, digits and dashes", label)
-        check(make(spec))
+        check_trackers(make(spec))
     planned = plan(experiments, seeds, references, data)
     folders = {key: folder_of(out, key) for key in planned}
     for key, spec in planned.items():
         if folders[key].exists():
             refuse_foreign(folders[key], make(spec), resume=True)
-    todo = {key: spec for key, spec in planned.items() if not is_done(folders[key], spec)}
+    unfinished = {key: spec for key, spec in planned.items() if not is_done(folders[key], spec)}
     rows = dict.fromkeys((label.partition("/")[0], seed) for label, seed in planned)
     out.mkdir(parents=True, exist_ok=True)
     keep_order(out, dict.fromkeys(label for label, _ in rows))
@@ -96,7 +95,7 @@ def compare(
 
             bars = shown.enter_context(Progress())
             watch = bars.of_runs({key: spec.training.rounds for key, spec in planned.items()})
-        _carry_out(todo, folders, data, model, jobs, watch)
+        _run_all(unfinished, folders, data, model, jobs, watch)
     for name in dict.fromkeys(references):
         for seed in dict.fromkeys(seed for _, seed in planned):
             runs = [folder for key, folder in folders.items() if key[0].startswith(f"{name}/") and key[1] == seed]
@@ -115,8 +114,8 @@ def compare(
     return result
 
 
-def check(prepared: Prepared) -> None:
-    """Raise where what is to show a run is not there, before anything runs."""
+def check_trackers(prepared: Prepared) -> None:
+    """Raise if a tracker of the spec is not installed."""
     for callback in prepared.spec.tracking.callbacks:
         callback.check(prepared.spec.evaluation)
 
@@ -127,14 +126,14 @@ def plan(
     references: Sequence[str] = (),
     data: Arrays | None = None,
 ) -> dict[Key, Experiment]:
-    """Every run of a comparison, by label and seed; those of a reference are called ``NAME/RUN``.
+    """Return all runs of a comparison, by label and seed; the label of a reference's run is ``NAME/RUN``.
 
     Raises:
-        SpecError: The seeds differ, or there is no such reference of these experiments.
+        SpecError: The seeds differ, or a reference is unknown or does not fit the experiments.
     """
     seeds = checked_seeds([common_seed(experiments)] if seeds is None else seeds)
     planned = {
-        (label, seed): build(Experiment, {**_fields(spec), "seed": seed})
+        (label, seed): build(Experiment, {**dict(spec), "seed": seed})
         for label, spec in experiments.items()
         for seed in seeds
     }
@@ -146,10 +145,10 @@ def plan(
 
 
 def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    """Seeds that runs can have, at least one.
+    """Return the seeds after a check.
 
     Raises:
-        SpecError: There is none, or one is no seed.
+        SpecError: There is no seed, or a value is not a seed.
     """
     if not seeds:
         raise SpecError("seeds", "expected at least one", [])
@@ -157,13 +156,13 @@ def checked_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
 
 
 def folder_of(out: Path, key: Key) -> Path:
-    """Where a run of a comparison goes."""
+    """Return the folder of a run of a comparison."""
     label, _, run = key[0].partition("/")
     return out / label / f"seed-{key[1]}" / run
 
 
 def is_done(folder: Path, spec: Experiment) -> bool:
-    """Whether a folder has the whole run."""
+    """Return whether a folder contains the finished run."""
     try:
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
@@ -172,10 +171,10 @@ def is_done(folder: Path, spec: Experiment) -> bool:
 
 
 def common_seed(experiments: Mapping[str, Experiment]) -> int:
-    """The seed of all of them.
+    """Return the seed of all experiments.
 
     Raises:
-        SpecError: They have different ones: their numbers would not be comparable.
+        SpecError: The seeds differ, so that the results would not be comparable.
     """
     seeds = {spec.seed for spec in experiments.values()}
     if len(seeds) != 1:
@@ -183,68 +182,64 @@ def common_seed(experiments: Mapping[str, Experiment]) -> int:
     return seeds.pop()
 
 
-def _fields(spec: Experiment) -> dict[str, object]:
-    return {key: getattr(spec, key) for key in type(spec).model_fields}
-
-
-def _carry_out(
-    todo: Mapping[Key, Experiment],
+def _run_all(
+    unfinished: Mapping[Key, Experiment],
     folders: Mapping[Key, Path],
     data: Arrays | None,
     model: nn.Module | Model | None,
     jobs: int | None,
     watch: Watcher | None,
 ) -> None:
-    """Run what is to be run, side by side or in turn.
+    """Run experiments side by side or in turn.
 
     Raises:
-        FedstrataError: A run's process was killed.
+        FedstrataError: The process of a run was killed.
     """
-    jobs = min(jobs or os.cpu_count() or 1, max(len(todo), 1))
-    fork = forks(todo.values(), data is not None or model is not None) if jobs > 1 else None
+    jobs = min(jobs or os.cpu_count() or 1, max(len(unfinished), 1))
+    fork = forks(unfinished.values(), data is not None or model is not None) if jobs > 1 else None
     if jobs == 1 or fork is None:
-        for key, spec in todo.items():
-            callbacks = [] if watch is None else [partial(_tell, watch, key)]
+        for key, spec in unfinished.items():
+            callbacks = [] if watch is None else [report_rounds(watch, key)]
             run_to_end(spec, folders[key], data=data, model=model, callbacks=callbacks)
         return
     tasks: dict[Key, Task] = {}
-    for key, spec in todo.items():
+    for key, spec in unfinished.items():
         if fork:
             tasks[key] = partial(run_to_end, spec, folders[key], data=data, model=model)
         else:
             tasks[key] = partial(run_text, spec.to_toml(), folders[key])
-    waiting, lost = list(tasks), dict[Key, str]()
+    waiting, failures = list(tasks), dict[Path, str]()
     with TaskPool[Key](jobs, fork=fork) as pool:
         while waiting or pool.busy:
             while waiting and pool.free:
                 key = waiting.pop(0)
                 pool.begin(key, tasks[key])
-            lost |= {key: how for key, how in pool.finished(timeout=0.5) if how}
+            failures |= {folders[key]: reason for key, reason in pool.finished(timeout=0.5) if reason}
             if watch is not None:
-                for key in todo:
+                for key in unfinished:
                     watch(*key, rounds_done(folders[key]))
-    refuse_lost({folders[key]: how for key, how in lost.items()}, len(todo))
+    raise_for_lost(failures, len(unfinished))
 
 
-def refuse_lost(lost: Mapping[Path, str], of: int) -> None:
-    """Raise ``FedstrataError`` where runs, by their folder, lost their process."""
-    if lost:
-        runs = "; ".join(f"that of {folder} {how}" for folder, how in lost.items())
+def raise_for_lost(failures: Mapping[Path, str], runs: int) -> None:
+    """Raise ``FedstrataError`` if processes of runs were killed, given the reasons by run folder."""
+    if failures:
+        lost = "; ".join(f"that of {folder} {reason}" for folder, reason in failures.items())
         advice = "the same call goes on from their last checkpoints; fewer jobs at a time take less memory"
-        raise FedstrataError(f"{len(lost)} of {of} runs lost their process: {runs}; {advice}")
+        raise FedstrataError(f"{len(failures)} of {runs} runs lost their process: {lost}; {advice}")
 
 
-def forks(specs: Iterable[Experiment], own: bool) -> bool | None:
-    """Whether several runs at a time are forks of this process; None where they can only take turns in it.
+def forks(specs: Iterable[Experiment], in_memory: bool) -> bool | None:
+    """Return whether simultaneous runs are forks of this process; None if the runs must take turns in it.
 
-    A spec that names what another process would not find has to stay in this one, and so have modules and arrays.
+    A new process cannot find modules and arrays of this process, or classes that only this program defines.
 
     Args:
-        specs: What is to run.
-        own: Whether data or a model of the caller's own are used.
+        specs: The experiments to run.
+        in_memory: Whether the caller passes data or a model.
     """
     specs = list(specs)
-    if not own and not any(where in spec.to_toml() for spec in specs for where in ("__main__:", "<locals>")):
+    if not in_memory and not any(part in spec.to_toml() for spec in specs for part in ("__main__:", "<locals>")):
         return False
     if can_fork() and all(spec.training.threads == 1 for spec in specs):
         return True
@@ -261,19 +256,15 @@ def run_to_end(
     model: nn.Module | Model | None = None,
     callbacks: Sequence[Callback | Callable[[Mapping[str, Any]], None]] = (),
 ) -> None:
-    """Run an experiment in its folder, from wherever it is."""
+    """Start or resume an experiment in its folder, and run it to its end."""
     carry_out(spec, out=folder, data=data, model=model, resume=folder.exists(), callbacks=callbacks)
 
 
 def run_text(spec: str, folder: Path) -> None:
-    """The same in a process that knows nothing but the text of the spec."""
+    """Run an experiment to its end, in a process that receives only the text of the spec."""
     run_to_end(Experiment.from_table(tomllib.loads(spec)), folder)
 
 
-def _tell(watch: Watcher, key: Key, record: Mapping[str, Any]) -> None:
-    watch(*key, record["round"])
-
-
-def stamp() -> str:
-    """The time of day as part of a folder's name."""
-    return time.strftime("%Y%m%d-%H%M%S")
+def report_rounds(watch: Watcher, key: Key) -> Callable[[Mapping[str, Any]], None]:
+    """Return a callback that passes the finished rounds of a run to ``watch``."""
+    return lambda record: watch(*key, record["round"])

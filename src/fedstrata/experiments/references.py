@@ -1,7 +1,8 @@
-"""What federated methods are to be measured against: training without the others, and training without borders.
+"""References for federated methods: local training of each client, and centralised training on all samples.
 
-Both are ordinary runs of an experiment's own data, model and training, with a partition ``SingleClient``: of all
-clients' samples (``centralised``), or of one client's alone (``local``, a run for each). ``fold`` makes a row of them.
+Both are ordinary runs with an experiment's data, model and training, and the partition ``SingleClient``: with the
+samples of all clients (``centralised``), or of one client (``local``, one run per client). ``fold`` combines the runs
+of a reference into one run folder.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from fedstrata.runs.run_folder import METRICS, SPEC, SUMMARY
 from fedstrata.spec.experiment import Experiment
 
 REFERENCES = ("local", "centralised")
-"""What ``compare(references=…)`` takes."""
+"""The names of ``compare(references=…)``."""
 
-WHAT_COUNTS: dict[str, Callable[[Experiment], object]] = {
+SHARED: dict[str, Callable[[Experiment], object]] = {
     "data": lambda spec: spec.data,
     "partition": lambda spec: spec.partition,
     "model": lambda spec: spec.model,
@@ -40,41 +41,41 @@ WHAT_COUNTS: dict[str, Callable[[Experiment], object]] = {
         spec.training.batch_size,
     ),
 }
-"""What experiments must share that are measured against one reference."""
+"""The settings that all experiments must share for one reference, with a description of each."""
 
 SUMMED = ("samples", "seconds")
-"""What clients that train alone do together, beside counts of clients; other numbers are averaged over them."""
+"""Numbers that are summed over the runs of a reference, as counts of clients are; other numbers are averaged."""
 
 MEASURED = ("test", "validation")
-"""Tables of metrics."""
+"""The keys of a record that hold tables of metrics."""
 
-UNSENT = ("exchanges", "hops", "bytes_up", "bytes_down")
-"""What nobody does who trains alone."""
+COMMUNICATION = ("exchanges", "hops", "bytes_up", "bytes_down")
+"""The measures of communication, which are 0 for a reference."""
 
 
 def reference_runs(
     name: str, experiments: Mapping[str, Experiment], data: Arrays | None = None
 ) -> dict[str, Experiment]:
-    """The runs of a reference, by the names of their folders.
+    """Return the runs of a reference, by the names of their folders.
 
-    ``centralised``: ``everything``, with as many sample-gradients a round as the clients that a round invites compute
-    together, on average. ``local``: ``client-K`` for every client, which trains in every round as if it were invited.
-    What else decides training, such as the learning rate, is the first experiment's.
+    ``centralised`` is one run, ``everything``, with as many sample gradients per round as the invited clients compute
+    together on average. ``local`` is a run ``client-K`` for every client, which trains in every round as if it were
+    invited. Other training settings, such as the learning rate, are those of the first experiment.
 
     Args:
-        name: Which of ``REFERENCES``.
-        experiments: What is compared.
-        data: Data of your own; see ``prepare``.
+        name: One of ``REFERENCES``.
+        experiments: The experiments that are compared.
+        data: Your own data; see ``prepare``.
 
     Raises:
-        SpecError: There is no such reference, or the experiments differ in data, partition, model or work.
+        SpecError: The reference is unknown, or the experiments differ in data, partition, model or work.
     """
     if name not in REFERENCES:
         raise SpecError("--references", f"there are: {', '.join(REFERENCES)}{nearest(name, REFERENCES)}", name)
     first = next(iter(experiments.values()))
-    for key, what in WHAT_COUNTS.items():
-        if any(what(spec) != what(first) for spec in experiments.values()):
-            raise SpecError("--references", f"measures experiments of the same {key}; these differ in it", name)
+    for description, setting in SHARED.items():
+        if any(setting(spec) != setting(first) for spec in experiments.values()):
+            raise SpecError("--references", f"measures experiments of the same {description}; these differ in it", name)
     sizes = prepare(first, data=data).assignment.sizes
     budget = _budget(first, int(sizes.sum()), len(sizes)) if name == "centralised" else {}
 
@@ -90,7 +91,7 @@ def reference_runs(
 
 
 def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
-    """A round's local work of the one client that holds everything."""
+    """Return the training settings of centralised training with the same work per round."""
     training = spec.training
     invited = training.invited(clients)
     if training.local_steps is not None:
@@ -102,22 +103,22 @@ def _budget(spec: Experiment, samples: int, clients: int) -> dict[str, Any]:
 
 
 def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] = ()) -> None:
-    """Write the run folder of a reference, as if it were a method.
+    """Combine the runs of a reference into one run folder, as if the reference were a method.
 
-    A number that all its runs record is their mean; samples, seconds and counts of clients are their sum, and nothing
-    is sent. ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation over clients and the least.
+    Numbers are averaged over the runs; samples, seconds and counts of clients are summed, and communication is 0.
+    ``accuracy_sd_clients`` and ``accuracy_min_clients`` are the standard deviation and the minimum over the clients.
 
     Args:
         name: The reference.
-        folders: Its runs' folders.
-        out: Where to.
-        lower: The metrics of which the lower value is the better one.
+        folders: The folders of its runs.
+        out: The run folder to write.
+        lower: The metrics for which lower values are better.
     """
     histories = [History.load(folder) for folder in folders]
-    records = [_together(rounds, lower) for rounds in zip(*histories, strict=False)]
-    whole = History(records, method=name, seed=histories[0].seed, targets=histories[0].targets)
+    records = [_combined(rounds, lower) for rounds in zip(*histories, strict=False)]
+    combined = History(records, method=name, seed=histories[0].seed, targets=histories[0].targets)
     if untrained := [history for history in histories if history.warning]:
-        whole.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
+        combined.warning = f"{len(untrained)} of its {len(histories)} runs: {untrained[0].warning}"
     new = out / "metrics.new"
     new.unlink(missing_ok=True)
     MetricsLog(new).append(*records)
@@ -125,40 +126,40 @@ def fold(name: str, folders: Sequence[Path], out: Path, lower: Collection[str] =
     others = "; the others differ in partition.only alone" if len(folders) > 1 else ""
     note = f"# The spec of {folders[0].name}{others}.\n"
     replace_file(out / SPEC, (note + (folders[0] / SPEC).read_text(encoding="utf-8")).encode())
-    write_json(out / SUMMARY, whole.summary)
+    write_json(out / SUMMARY, combined.summary)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """The mean of what there is, as of a metric that has no value for some."""
+    """Return the mean of the values that are not None; None without such values."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
-def _together(records: Sequence[Record], lower: Collection[str]) -> Record:
-    """One round of all clients."""
-    found: Record = {"round": records[0]["round"]}
+def _combined(records: Sequence[Record], lower: Collection[str]) -> Record:
+    """Combine the records of one round of all runs."""
+    combined: Record = {"round": records[0]["round"]}
     for key in records[0]:
         values = [record.get(key) for record in records]
-        if key in UNSENT:
-            found[key] = 0
+        if key in COMMUNICATION:
+            combined[key] = 0
         elif all(value is None for value in values):
-            found[key] = None
-        elif key not in found and all(isinstance(value, (int, float)) for value in values):
+            combined[key] = None
+        elif key not in combined and all(isinstance(value, (int, float)) for value in values):
             summed = key in SUMMED or key.startswith("clients_")
-            found[key] = sum(values) if summed else statistics.fmean(values)  # type: ignore[arg-type]
+            combined[key] = sum(values) if summed else statistics.fmean(values)  # type: ignore[arg-type]
         elif key in MEASURED and all(values):
             labels = values[0] or {}
-            found[key] = {label: _mean([value[label] for value in values if value]) for label in labels}
+            combined[key] = {label: _mean([value[label] for value in values if value]) for label in labels}
     accuracies = [record["accuracy"] for record in records]
-    if len(records) > 1 and found["accuracy"] is not None:
-        found["accuracy_sd_clients"] = statistics.pstdev(accuracies)
-        found["accuracy_min_clients"] = min(accuracies)
-    if len(records) > 1 and all("clients" in record for record in records):  # each on its own test part
-        own = [record["clients"] for record in records]
-        labels = [label for label in own[0] if label != "unheard"]
-        each_own = np.array([[nan_for_none(each[label]["mean"]) for label in labels] for each in own])
+    if len(records) > 1 and combined["accuracy"] is not None:
+        combined["accuracy_sd_clients"] = statistics.pstdev(accuracies)
+        combined["accuracy_min_clients"] = min(accuracies)
+    if len(records) > 1 and all("clients" in record for record in records):
+        by_client = [record["clients"] for record in records]
+        labels = [label for label in by_client[0] if label != "unheard"]
+        means = np.array([[nan_for_none(metrics[label]["mean"]) for label in labels] for metrics in by_client])
         higher = np.array([label not in lower for label in labels])
-        found["clients"] = dict(zip(labels, over_clients(each_own, np.ones(len(own)), higher), strict=True))
-        for each in found["clients"].values():
-            del each["weighted_mean"]  # for a record does not tell the weights
-    return found
+        combined["clients"] = dict(zip(labels, over_clients(means, np.ones(len(means)), higher), strict=True))
+        for statistic in combined["clients"].values():
+            del statistic["weighted_mean"]  # the records do not contain the weights
+    return combined

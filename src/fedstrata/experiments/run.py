@@ -1,4 +1,4 @@
-"""Run an experiment: from a spec to a history and a run folder."""
+"""Runs an experiment: from a spec to a history and a run folder."""
 
 from __future__ import annotations
 
@@ -36,34 +36,35 @@ def run(
 
     Args:
         spec: An experiment, a path to a TOML file, or nested tables.
-        out: The run folder; nothing is written without one.
-        data: Data of your own; see ``prepare``.
-        model: A module of your own; see ``prepare``.
-        engine: Where clients live.
-        resume: Go on with what is in ``out``, from its last checkpoint.
-        callbacks: What looks at the run, beside the spec's own: a ``fedstrata.Callback``, or a function that is called
-            with the record of every round.
-        progress: Show how far it is: a bar in a terminal and in a notebook, elsewhere a line now and then.
+        out: The run folder. Default: no files are written.
+        data: Your own data; see ``prepare``.
+        model: Your own module; see ``prepare``.
+        engine: The engine that runs the clients.
+        resume: Continue the run in ``out`` from its last checkpoint.
+        callbacks: Callbacks in addition to the spec's: a ``fedstrata.Callback``, or a function that is called with the
+            record of every round.
+        progress: Show the progress: a bar in a terminal and in a notebook, otherwise a line from time to time.
 
     Returns:
-        The rounds' records; ``params`` holds the final model's parameters and buffers, and ``warning`` is empty unless
-        the model never took a step, for want of replies that could be used.
+        The records of the rounds. ``params`` holds the final model's parameters and buffers. ``warning`` is empty
+        unless the model never changed because no reply could be used.
 
     Raises:
-        SpecError: A setting is wrong, or ``out`` holds another run.
+        SpecError: A setting is wrong, or ``out`` contains another run.
         DataError: The data are missing or damaged.
-        CheckpointError: ``resume``, and every checkpoint is damaged.
+        CheckpointError: With ``resume``, every checkpoint is damaged.
     """
-    spec = _read(spec)
-    watching = list(callbacks)
+    if not isinstance(spec, Experiment):
+        spec = Experiment.from_toml(spec) if isinstance(spec, (str, Path)) else Experiment.from_table(spec)
+    callbacks = list(callbacks)
     with ExitStack() as shown:
         if progress:
             from fedstrata.reporting.progress import Progress
 
             bars = shown.enter_context(Progress())
             done = rounds_done(Path(out)) if resume and out is not None else 0
-            watching.append(bars.of_run(spec.method.name, spec.training.rounds, done))
-        history = carry_out(spec, out=out, data=data, model=model, engine=engine, resume=resume, callbacks=watching)
+            callbacks.append(bars.of_run(spec.method.name, spec.training.rounds, done))
+        history = carry_out(spec, out=out, data=data, model=model, engine=engine, resume=resume, callbacks=callbacks)
     if history.warning:
         warnings.warn(history.warning, stacklevel=2)
     return history
@@ -79,10 +80,10 @@ def carry_out(
     resume: bool = False,
     callbacks: Sequence[Callback | Watcher] = (),
 ) -> History:
-    """Like ``run``, without a word about it."""
+    """Run an experiment as ``run`` does, without warnings and progress."""
     folder = None if out is None else Path(out)
     if engine == "nvflare":
-        # There the loop over rounds is itself a job of NVFlare's, so that it is not this process that runs it.
+        # The loop over rounds is a job of NVFlare, which runs in another process.
         if data is not None or model is not None:
             problem = "loads the spec's data and model at each site: give data and a model that the spec can name"
             raise SpecError("engine", problem, engine)
@@ -90,14 +91,7 @@ def carry_out(
         if len(watchers) < len(callbacks):
             problem = "the loop over rounds is another process there: name them in the spec's callbacks, not here"
             raise SpecError("callbacks", problem, engine)
-        history: History = outer.load("sites.simulator:simulate")([(spec, folder)], resume=resume, callbacks=watchers)[
-            0
-        ]
+        simulate = outer.load("sites.simulator:simulate")
+        history: History = simulate([(spec, folder)], resume=resume, callbacks=watchers)[0]
         return history
     return run_prepared(prepare(spec, data=data, model=model), folder, engine, callbacks, resume=resume)
-
-
-def _read(spec: Experiment | str | Path | Mapping[str, Any]) -> Experiment:
-    if isinstance(spec, (str, Path)):
-        return Experiment.from_toml(spec)
-    return spec if isinstance(spec, Experiment) else Experiment.from_table(spec)

@@ -1,8 +1,7 @@
-"""A search for good settings: Optuna proposes them, and the samples held out for validation judge."""
+"""A search for good settings, which Optuna proposes and which are judged by their validation accuracy."""
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
 import logging
@@ -25,46 +24,49 @@ from fedstrata.base.rng import SERVER, rng
 from fedstrata.evaluation.history import History, numbers
 from fedstrata.experiments.compare import (
     Watcher,
-    check,
+    check_trackers,
     checked_seeds,
     folder_of,
     forks,
     is_done,
-    refuse_lost,
+    raise_for_lost,
+    report_rounds,
     run_to_end,
 )
 from fedstrata.experiments.sweep import MEASURE, Cell, Sweep, judge, refuse_unvalidated, validated, write
 from fedstrata.reporting.runs import keep_order
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import SUMMARY, refuse_foreign, rounds_done
-from fedstrata.spec.callbacks import Callback, Watched
-from fedstrata.spec.experiment import Experiment, parse_value, set_key, split_values
+from fedstrata.spec.callbacks import Callback
+from fedstrata.spec.experiment import Experiment, parse_value, split_values
 
 if TYPE_CHECKING:
     import optuna
 
+    from fedstrata.runs.simulation import Simulation
+
 STUDY, NAME = "study.db", "sweep"
-"""Optuna's own file in a search's folder, which its dashboard reads, and what the study is called in it."""
+"""Optuna's file in the folder of a search, and the name of the study in it. Optuna's dashboard reads this file."""
 
 PRUNED = "pruned"
-"""How the reason begins for which a trial's run was ended."""
+"""The first word of the reason for which the run of a pruned trial was stopped."""
 
 STARTUP = 5
-"""Trials that run to their end before any is pruned."""
+"""The number of trials that run to their end before any trial is pruned."""
 
 REFUSED = "refused"
-"""The attribute of a trial that says why its settings do not go together."""
+"""The attribute of a trial with the error for which its settings were refused."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """What a setting is searched in.
+    """The values of a setting in a search.
 
     Args:
         kind: ``uniform`` or ``log`` (numbers), ``int`` (whole numbers, both ends included) or ``choice``.
-        low: The least value; of a choice nothing.
-        high: The largest.
-        choices: The values of a choice, as a spec writes them.
+        low: The smallest value; unused by ``choice``.
+        high: The largest value; unused by ``choice``.
+        choices: The values of ``choice``, as a spec writes them.
     """
 
     kind: Literal["uniform", "log", "int", "choice"]
@@ -74,10 +76,10 @@ class Range:
 
     @classmethod
     def parse(cls, key: str, text: str) -> Range:
-        """From ``log:0.001..0.5``, ``uniform:0..1``, ``int:1..8`` or ``choice:16,32,64``.
+        """Parse ``log:0.001..0.5``, ``uniform:0..1``, ``int:1..8`` or ``choice:16,32,64``.
 
         Raises:
-            SpecError: It is none of these.
+            SpecError: The text has another form.
 
         >>> Range.parse("training.lr", "log:0.001..0.5")
         Range(kind='log', low=0.001, high=0.5, choices=())
@@ -112,11 +114,11 @@ class Range:
 
     @property
     def ends(self) -> list[Any]:
-        """Values that have to be possible: the ends, or all choices."""
+        """The values that must be valid: both ends, or all choices."""
         return [self.value(end) for end in self.choices or (self.low, self.high)]
 
     def value(self, proposed: Any) -> Any:
-        """The setting for what Optuna proposed; of a number four digits are enough."""
+        """Convert Optuna's proposal to a setting; numbers are rounded to four digits."""
         if self.kind == "choice":
             return parse_value(proposed)
         if self.kind == "int":
@@ -124,7 +126,7 @@ class Range:
         return min(max(float(f"{proposed:.4g}"), self.low), self.high)
 
     def propose(self, trial: optuna.trial.Trial, key: str) -> Any:
-        """What Optuna proposes for a trial, or has proposed to it before."""
+        """Return Optuna's proposal for a trial; the same value if Optuna has already proposed one."""
         if self.kind == "choice":
             return self.value(trial.suggest_categorical(key, self.choices))
         if self.kind == "int":
@@ -146,27 +148,27 @@ def search(
 ) -> Sweep:
     """Let Optuna propose settings, run them, and write one table and the best spec.
 
-    Trials are judged by the mean accuracy on the validation samples over the seeds, in the last evaluated round. One
-    whose first seed does worse than the median of those before it, at the same round, is pruned. A search that was
-    killed goes on by the same call: what was tried is in the folder, no trial that has ended runs again, and one that
-    was going on goes on from its last checkpoint. With ``jobs=1`` it ends as if it had not been killed; side by side,
-    what is proposed depends on which trial ends first.
+    Trials are judged by the mean accuracy over the seeds on the validation samples, in the last evaluated round. A
+    trial is pruned if its first seed is worse than the median of the earlier trials in the same round. After a kill,
+    the same call continues the search: finished trials are not repeated, and an interrupted trial continues from its
+    last checkpoint. With ``jobs=1`` the result is the same as without a kill. With more jobs, the proposals depend on
+    the order in which trials end.
 
     Args:
-        table: The spec's tables, as ``tomllib`` reads them; ``evaluation.validation`` is needed.
-        space: What to search of each ``section.key``: ``"log:0.001..0.5"``, ``"uniform:0..1"``, ``"int:1..8"`` or
+        table: The spec's tables, as ``tomllib`` reads them, with ``evaluation.validation``.
+        space: The range of each ``section.key``: ``"log:0.001..0.5"``, ``"uniform:0..1"``, ``"int:1..8"`` or
             ``"choice:16,32"``.
-        out: The folder; a run goes to ``trial-N/seed-S/``.
-        trials: How many, with those that the folder has.
-        seeds: Each trial runs once with each; the spec's own one unless given.
-        jobs: Trials at the same time; as many as there are processors unless given.
+        out: The folder; the files of a run are in ``trial-N/seed-S/``.
+        trials: The number of trials, including the trials that the folder already contains.
+        seeds: Each trial runs once with each seed. Default: the spec's seed.
+        jobs: The number of simultaneous trials. Default: the number of processors.
         prune: Whether trials are pruned.
-        watch: Told label, seed and rounds done.
-        progress: Show how far it is.
+        watch: A function that is called with the label, the seed and the finished rounds of a run.
+        progress: Show the progress.
 
     Raises:
         ExtraMissingError: The extra ``sweep`` is not installed.
-        SpecError: A setting is wrong, nothing is held out for validation, or the folder has another search.
+        SpecError: A setting is wrong, no samples are held out for validation, or the folder contains another search.
     """
     if importlib.util.find_spec("optuna") is None:
         raise ExtraMissingError("a search", "sweep")
@@ -175,28 +177,28 @@ def search(
     ranges = {key: Range.parse(key, text) for key, text in space.items()}
     spec = checked(table, ranges)
     setup = Setup(dict(table), ranges, checked_seeds([spec.seed] if seeds is None else seeds), Path(out), prune)
-    with occupied(setup.out), ExitStack() as shown:
-        study = shown.enter_context(opened(setup.out / STUDY, setup.about))
+    with occupied(setup.out), ExitStack() as stack:
+        study = stack.enter_context(opened(setup.out / STUDY, setup.identity))
         if progress:
             from fedstrata.reporting.progress import Progress
 
             most = max(trials, len(study.get_trials(deepcopy=False)))
             keys = [(called(number), seed) for number in range(most) for seed in setup.seeds]
-            watch = shown.enter_context(Progress()).of_runs(dict.fromkeys(keys, spec.training.rounds))
-        go_on(setup, study, trials, jobs or os.cpu_count() or 1, watch or (lambda *_: None))
-        found = results(setup, study)
-        write(found, setup.out)
-    return found
+            watch = stack.enter_context(Progress()).of_runs(dict.fromkeys(keys, spec.training.rounds))
+        run_trials(setup, study, trials, jobs or os.cpu_count() or 1, watch or (lambda *_: None))
+        result = results(setup, study)
+        write(result, setup.out)
+    return result
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is searched.
+    """The settings of a search.
 
     Args:
         table: The spec's tables.
-        space: By key.
-        seeds: Of every trial.
+        space: The range of each key.
+        seeds: The seeds of every trial.
         out: The folder.
         prune: Whether trials are pruned.
     """
@@ -208,26 +210,19 @@ class Setup:
     prune: bool
 
     @property
-    def about(self) -> dict[str, Any]:
-        """What must be the same when a search goes on, by what the command line calls it."""
+    def identity(self) -> dict[str, Any]:
+        """The arguments that must be the same when a search continues, by their names on the command line."""
         spec = {key: value for key, value in Experiment.from_table(self.table).to_spec().items() if key != "tracking"}
-        searched = {key: str(each) for key, each in self.space.items()}
-        return {"SPEC": json.dumps(spec), "--search": json.dumps(searched), "--seeds": json.dumps(self.seeds)}
-
-    def cell(self, settings: Mapping[str, Any]) -> Cell:
-        """The experiment with some settings."""
-        tables = copy.deepcopy(self.table)
-        for key, value in settings.items():
-            set_key(tables, key, value, f"{key}={value}")
-        return Cell(dict(settings), Experiment.from_table(tables))
+        ranges = {key: str(span) for key, span in self.space.items()}
+        return {"SPEC": json.dumps(spec), "--search": json.dumps(ranges), "--seeds": json.dumps(self.seeds)}
 
     def folder(self, number: int, seed: int) -> Path:
-        """Where a run of a trial goes."""
+        """Return the folder of a run of a trial."""
         return folder_of(self.out, (called(number), seed))
 
 
 def called(number: int) -> str:
-    """The label of a trial.
+    """Return the label of a trial.
 
     >>> called(7)
     'trial-007'
@@ -236,29 +231,33 @@ def called(number: int) -> str:
 
 
 def checked(table: Mapping[str, Any], space: Mapping[str, Range]) -> Experiment:
-    """The experiment, where all ends of the space are possible; each is tried with the others' first ends.
+    """Return the spec's experiment after a check of the space.
+
+    Each end of a range is checked together with the first ends of the other ranges.
 
     Raises:
-        SpecError: There is nothing to search, a setting is wrong, or nothing is held out for validation.
+        SpecError: The space is empty, a setting is wrong, or no samples are held out for validation.
     """
     if not space:
         raise SpecError("--search", "a search needs a setting and its range, such as training.lr=log:0.001..0.5")
-    setup = Setup(dict(table), dict(space), (), Path(), prune=False)
-    first = {key: each.ends[0] for key, each in space.items()}
-    corners = [first, *({**first, key: end} for key, each in space.items() for end in each.ends[1:])]
-    for settings in corners:
-        spec = setup.cell(settings).spec
+    first = {key: span.ends[0] for key, span in space.items()}
+    for settings in [first, *({**first, key: end} for key, span in space.items() for end in span.ends[1:])]:
+        spec = Cell.of(table, settings).spec
         refuse_unvalidated(spec)
-        check(prepare(spec))
+        check_trackers(prepare(spec))
     return Experiment.from_table(table)
 
 
 @contextmanager
-def opened(path: Path, about: Mapping[str, Any] | None = None) -> Iterator[optuna.Study]:
-    """Optuna's study in a file; without ``about`` it must be there.
+def opened(path: Path, identity: Mapping[str, Any] | None = None) -> Iterator[optuna.Study]:
+    """Open Optuna's study in a file for the block.
+
+    Args:
+        path: The file; it is created if ``identity`` is given.
+        identity: The attributes of the study, by which searches are told apart.
 
     Raises:
-        SpecError: It is there and is about something else.
+        SpecError: The file contains a study with other attributes.
     """
     import optuna
     from sqlalchemy import URL
@@ -274,101 +273,97 @@ def opened(path: Path, about: Mapping[str, Any] | None = None) -> Iterator[optun
     before = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        if about is not None and not path.exists():
-            # All of it or nothing: a kill must not leave half a study.
+        if identity is not None and not path.exists():
+            # Write another file first, so that a kill does not leave a study without its attributes.
             new = path.with_suffix(".new")
             new.unlink(missing_ok=True)
             with ExitStack() as closing:
-                for key, value in about.items():
+                for key, value in identity.items():
                     load(new, load_if_exists=True).set_user_attr(key, value)
             new.replace(path)
         with ExitStack() as closing:
             study = load(path, load_if_exists=True)
-            for key, value in (about or {}).items():
-                if study.user_attrs.get(key) != value:
-                    problem = (
-                        f"this folder's search has {study.user_attrs.get(key)}; go on with that, or give another --out"
+            for key, value in (identity or {}).items():
+                if (stored := study.user_attrs.get(key)) != value:
+                    raise SpecError(
+                        key, f"this folder's search has {stored}; go on with that, or give another --out", value
                     )
-                    raise SpecError(key, problem, value)
             yield study
     finally:
         logger.setLevel(before)
 
 
 def trial_of(study: optuna.Study, number: int) -> optuna.trial.Trial:
-    """A trial that was begun, to be gone on with."""
+    """Return a trial that has begun."""
     import optuna
 
     storage = study._storage
-    return optuna.trial.Trial(
-        study, storage.get_trial_id_from_study_id_trial_number(storage.get_study_id_from_name(NAME), number)
-    )
+    study_id = storage.get_study_id_from_name(NAME)
+    return optuna.trial.Trial(study, storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
 
-def go_on(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
-    """Run trials until there are so many, those first that were broken off.
+def run_trials(setup: Setup, study: optuna.Study, trials: int, jobs: int, watch: Watcher) -> None:
+    """Run interrupted trials, and then new trials until the study has ``trials``.
 
     Raises:
-        FedstrataError: A trial's process was killed; the same call goes on with it.
+        FedstrataError: The process of a trial was killed; the same call continues the trial.
     """
     from optuna.trial import TrialState
 
     waiting = [trial.number for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))]
-    fork = forks([setup.cell({}).spec], own=False) if jobs > 1 else None
-    lost, busy = dict[Path, str](), dict[int, Cell]()
+    fork = forks([Experiment.from_table(setup.table)], in_memory=False) if jobs > 1 else None
+    failures, busy = dict[Path, str](), dict[int, Cell]()
 
-    def next_one() -> tuple[int, Cell] | None:
+    def next_trial() -> tuple[int, Cell] | None:
         while waiting or len(study.get_trials(deepcopy=False)) < trials:
-            number = waiting.pop(0) if waiting else begun(setup, study)
-            if (cell := proposed(setup, study, number)) is not None:
+            number = waiting.pop(0) if waiting else begin_trial(setup, study)
+            if (cell := propose(setup, study, number)) is not None:
                 return number, cell
         return None
 
     if jobs == 1 or fork is None:
-        while (found := next_one()) is not None:
-            number, cell = found
-            try_out(setup, number, cell.spec.to_toml(), watch)
-            judged(setup, study, number, watch, cell)
+        while (trial := next_trial()) is not None:
+            number, cell = trial
+            run_trial(setup, number, cell.spec.to_toml(), watch)
+            tell(setup, study, number, watch, cell)
         return
     with TaskPool[int](jobs, fork=fork) as pool:
         while True:
-            while pool.free and (found := next_one()) is not None:
-                number, busy[number] = found
-                pool.begin(number, partial(try_out, setup, number, busy[number].spec.to_toml()))
+            while pool.free and (trial := next_trial()) is not None:
+                number, busy[number] = trial
+                pool.begin(number, partial(run_trial, setup, number, busy[number].spec.to_toml()))
             if not busy:
                 break
-            for number, how in pool.finished(timeout=0.5):
+            for number, reason in pool.finished(timeout=0.5):
                 cell = busy.pop(number)
-                if how:
-                    lost[setup.out / called(number)] = how
+                if reason:
+                    failures[setup.out / called(number)] = reason
                 else:
-                    judged(setup, study, number, watch, cell)
+                    tell(setup, study, number, watch, cell)
             for number in busy:
                 for seed in setup.seeds:
                     watch(called(number), seed, rounds_done(setup.folder(number, seed)))
-    refuse_lost(lost, len(study.get_trials(deepcopy=False)))
+    raise_for_lost(failures, len(study.get_trials(deepcopy=False)))
 
 
-def begun(setup: Setup, study: optuna.Study) -> int:
-    """The number of a new trial."""
-    number = len(study.get_trials(deepcopy=False))
-    study.sampler = _sampler(setup, number)
-    found: int = study.ask().number
-    return found
+def begin_trial(setup: Setup, study: optuna.Study) -> int:
+    """Begin a new trial, and return its number."""
+    study.sampler = _sampler(setup, len(study.get_trials(deepcopy=False)))
+    return int(study.ask().number)
 
 
-def proposed(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
-    """The experiment of a trial; None where its settings do not go together, which the study then knows."""
+def propose(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
+    """Return the experiment that Optuna proposes for a trial; None if its settings are refused."""
     from optuna.trial import TrialState
 
     study.sampler = _sampler(setup, number)
     trial = trial_of(study, number)
     settings = {}
-    for key, each in setup.space.items():
+    for key, span in setup.space.items():
         study.sampler = _sampler(setup, number, key)
-        settings[key] = each.propose(trial, key)
+        settings[key] = span.propose(trial, key)
     try:
-        cell = setup.cell(settings)
+        cell = Cell.of(setup.table, settings)
         prepared = prepare(cell.spec.model_copy(update={"seed": setup.seeds[0]}))
     except SpecError as error:
         trial.set_user_attr(REFUSED, str(error))
@@ -381,9 +376,9 @@ def proposed(setup: Setup, study: optuna.Study, number: int) -> Cell | None:
 
 
 def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSampler:
-    """Optuna's tree-structured Parzen estimator, whose random numbers are those of a trial and a key.
+    """Return Optuna's tree-structured Parzen estimator, with a seed for a trial and a key.
 
-    What it proposes then depends on the trials that have ended, and on no kill.
+    Its proposals then depend on the trials that have ended, and not on kills.
     """
     from optuna.samplers import TPESampler
 
@@ -391,62 +386,59 @@ def _sampler(setup: Setup, number: int, key: str = "") -> optuna.samplers.BaseSa
     return TPESampler(seed=int(rng(seed, f"search {key}", number, SERVER).integers(2**32)))
 
 
-def try_out(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
-    """Run a trial with every seed; where the first one is pruned the others are not run."""
+def run_trial(setup: Setup, number: int, text: str, watch: Watcher | None = None) -> None:
+    """Run a trial with every seed; if the first seed is pruned, the other seeds are not run."""
     spec = Experiment.from_table(tomllib.loads(text))
-    for place, seed in enumerate(setup.seeds):
+    for seed in setup.seeds:
         folder = setup.folder(number, seed)
         if not is_done(folder, spec):
-            pruning = [Pruning(study=str(setup.out / STUDY), number=number)] if setup.prune and place == 0 else []
-            watching = [] if watch is None else [partial(_tell, watch, called(number), seed)]
+            prunes = setup.prune and seed == setup.seeds[0]
+            pruning = [Pruning(study=str(setup.out / STUDY), number=number)] if prunes else []
+            watching = [] if watch is None else [report_rounds(watch, (called(number), seed))]
             run_to_end(spec.model_copy(update={"seed": seed}), folder, callbacks=[*pruning, *watching])
         if is_pruned(History.load(folder)):
             return
 
 
-def _tell(watch: Watcher, label: str, seed: int, record: Mapping[str, Any]) -> None:
-    watch(label, seed, record["round"])
-
-
 def is_pruned(history: History) -> bool:
-    """Whether a run was ended because it did worse than others."""
+    """Return whether a run was pruned."""
     return history.stopped.startswith(PRUNED)
 
 
-def judged(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
-    """Tell the study how a trial has ended."""
+def tell(setup: Setup, study: optuna.Study, number: int, watch: Watcher, cell: Cell) -> None:
+    """Tell the study the result of a finished trial."""
     from optuna.trial import TrialState
 
     histories = runs_of(setup, number)
-    values = [validated(history) for history in histories]
+    values = [value for history in histories if (value := validated(history)) is not None]
     if is_pruned(histories[0]):
         study.tell(number, state=TrialState.PRUNED)
-    elif any(value is None for value in values):
+    elif len(values) < len(histories):
         study.tell(number, state=TrialState.FAIL)
     else:
-        study.tell(number, statistics.fmean(value for value in values if value is not None))
-    for seed in setup.seeds:  # pruned or not, nothing is left of it
+        study.tell(number, statistics.fmean(values))
+    for seed in setup.seeds:  # seeds that were pruned are finished too
         watch(called(number), seed, cell.spec.training.rounds)
 
 
 def runs_of(setup: Setup, number: int) -> list[History]:
-    """The runs of a trial that has ended; one that was pruned has only the first."""
+    """Return the runs of a finished trial; a pruned trial has only the first run."""
     folders = [setup.folder(number, seed) for seed in setup.seeds]
     return [History.load(folder) for folder in folders if (folder / SUMMARY).exists()]
 
 
 def results(setup: Setup, study: optuna.Study) -> Sweep:
-    """All trials that have ended, and the best of them."""
+    """Return all finished trials, and the best trial."""
     planned, histories, notes = dict[str, Cell](), dict[str, list[History]](), dict[str, str]()
     for trial in study.get_trials(deepcopy=False):
         label = called(trial.number)
-        settings = {key: each.value(trial.params[key]) for key, each in setup.space.items()}
+        settings = {key: span.value(trial.params[key]) for key, span in setup.space.items()}
         histories[label] = runs_of(setup, trial.number)
         if REFUSED in trial.user_attrs:
-            planned[label] = Cell(settings, setup.cell({}).spec)
+            planned[label] = Cell(settings, Experiment.from_table(setup.table))
             notes[label] = trial.user_attrs[REFUSED]
         else:
-            planned[label] = setup.cell(settings)
+            planned[label] = Cell.of(setup.table, settings)
         if histories[label] and is_pruned(histories[label][0]):
             notes[label] = f"pruned after round {len(histories[label][0])}"
     keep_order(setup.out, planned)
@@ -454,17 +446,17 @@ def results(setup: Setup, study: optuna.Study) -> Sweep:
 
 
 class Pruning(Callback):
-    """Ends the run of a trial that does worse than half of those before it did in the same round.
+    """Stops the run of a trial that is worse than the median of the earlier trials in the same round.
 
     Args:
         study: The file of the study.
-        number: The trial.
+        number: The number of the trial.
     """
 
     study: str
     number: int
 
-    def on_start(self, simulation: Watched) -> None:
+    def on_start(self, simulation: Simulation) -> None:
         """Open the study."""
         from optuna.pruners import MedianPruner
 
@@ -474,18 +466,18 @@ class Pruning(Callback):
         study.pruner = MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=rounds // 4)
         self.trial = trial_of(study, self.number)
 
-    def on_round(self, simulation: Watched, record: Mapping[str, Any]) -> None:
-        """Report the round, and stop where it is not good enough."""
+    def on_round(self, simulation: Simulation, record: Mapping[str, Any]) -> None:
+        """Report the round's accuracy to the study, and stop the run if Optuna prunes the trial."""
         value, rounds = numbers(record).get(MEASURE), simulation.spec.training.rounds
         if value is None or record["round"] == rounds:
             return
-        with warnings.catch_warnings():  # of a round that was reported before the run was killed
+        with warnings.catch_warnings():  # Optuna warns if the round was reported before a kill
             warnings.simplefilter("ignore")
             self.trial.report(value, record["round"])
         if self.trial.should_prune():
             simulation.stop(f"{PRUNED}: its validation accuracy is below the median of the trials before it")
 
-    def on_close(self, simulation: Watched, history: History, error: BaseException | None) -> None:
+    def on_close(self, simulation: Simulation, history: History, error: BaseException | None) -> None:
         """Close the study."""
         if hasattr(self, "closing"):
             self.closing.close()
