@@ -14,7 +14,7 @@ import pytest
 from fedstrata.cli import main
 from fedstrata.cli.known import known
 from fedstrata.cli.main import parser
-from fedstrata.cli.teach import KINDS, SHELLS, _words, explanations
+from fedstrata.cli.teach import KINDS, SHELLS, explanations, words
 
 SMALL = ["--set", "training.rounds=2", "--set", "training.local_steps=2", "--set", "partition.clients=10"]
 PARTS = {
@@ -139,7 +139,7 @@ def test_a_key_is_explained_with_all_who_have_it(capsys):
 
 
 def test_everything_in_a_spec_can_be_explained():
-    for word in dict.fromkeys(_words(known())):
+    for word in dict.fromkeys(words(known())):
         assert explanations(word), word
 
 

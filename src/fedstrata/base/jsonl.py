@@ -12,9 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from fedstrata.base.errors import DataError
 
 CHECKSUM = "checksum"
@@ -218,13 +215,16 @@ def jsonable(value: Any) -> Any:
     Raises:
         TypeError: The value has another type.
 
+    >>> import numpy as np
     >>> jsonable({1: np.float32(0.5), "b": (float("nan"), np.arange(2))})
     {'1': 0.5, 'b': [None, [0, 1]]}
     """
-    if isinstance(value, (np.generic, np.ndarray, Tensor)):
+    if hasattr(value, "tolist"):  # this module does not import NumPy and PyTorch, which take seconds
         value = value.tolist()
     if value is None or isinstance(value, (bool, int, str)):
         return value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

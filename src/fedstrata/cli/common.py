@@ -1,12 +1,10 @@
-"""What commands share: a spec with its overrides, errors that name a line, and the folder of a run."""
+"""Shared parts of commands: the spec with its overrides, errors with line numbers, and the folder of a run."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
-import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,34 +12,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedstrata.base.errors import SpecError
+from fedstrata.base.jsonl import jsonable
 
 if TYPE_CHECKING:
     from fedstrata.evaluation.history import History
     from fedstrata.spec.experiment import Experiment
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-    """Where a command adds its parser."""
+    """The object to which a command adds its parser."""
 
 R = TypeVar("R")
 
 
 WITH_OUT = "go on from the last checkpoint with the same command and its --out DIR"
-"""What somebody is told who interrupts a command that has a folder of its own making unless it is given one."""
+"""The advice after an interrupt of a command that creates its own folder by default."""
 
 
 def add_command(
-    commands: Commands, name: str, help: str, examples: str, more: str = "", *, imports: bool = False
+    commands: Commands, name: str, help: str, examples: str, more: str = "", *, imports: bool = False, **defaults: Any
 ) -> argparse.ArgumentParser:
-    """Add a parser whose ``--help`` ends with examples.
+    """Add a command whose ``--help`` ends with examples.
 
     Args:
-        commands: Where it is added.
-        name: What it is called.
-        help: What it does, in one line.
-        examples: A line each, as somebody would type it.
-        more: What else there is to say.
-        imports: Whether the command imports code that a spec names, also from the working directory. A command that
-            only looks at a spec or at a result never does, except with ``--trust`` (``add_trust``).
+        commands: The object to which it is added.
+        name: The name of the command.
+        help: Its purpose, in one line.
+        examples: The examples, one per line.
+        more: Further text of the help.
+        imports: Whether the command imports code that a spec names, also from the working directory. Commands that
+            only inspect a spec or a result do so only with ``--trust`` (``add_trust``).
+        defaults: Further attributes of the parsed options, such as ``work``, the function of the command.
     """
     lines = "".join(f"  {line.strip()}\n" for line in examples.strip().splitlines())
     parser = commands.add_parser(
@@ -51,61 +51,48 @@ def add_command(
         epilog=f"examples:\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.set_defaults(imports=imports)
+    parser.set_defaults(imports=imports, **defaults)
     return parser
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Add the argument ``--trust``."""
-    parser.add_argument(
-        "--trust", action="store_true", dest="imports", help="import the code that the spec names, as 'run' does"
-    )
+    help = "import the code that the spec names, as 'run' does"
+    parser.add_argument("--trust", action="store_true", dest="imports", help=help)
 
 
 def add_output(parser: argparse.ArgumentParser, progress: bool = True) -> None:
-    """The arguments ``--json``, and ``--quiet`` where there is progress to leave out."""
+    """Add the argument ``--json``, and with ``progress`` the argument ``--quiet``."""
     if progress:
         parser.add_argument("--quiet", action="store_true", help="no progress")
     parser.add_argument("--json", action="store_true", help="the result as JSON on standard output, and nothing else")
 
 
-def print_json(found: object) -> None:
-    """Print a result for programs; what is no number becomes null."""
-    json.dump(_finite(found), sys.stdout, indent=1, ensure_ascii=False, default=str, allow_nan=False)
-    print()
+def print_json(result: object) -> None:
+    """Print a result for programs, as JSON; NaN and infinity become null."""
+    print(json.dumps(jsonable(result), indent=1, ensure_ascii=False, allow_nan=False))
 
 
-def _finite(found: object) -> object:
-    # jsonl.jsonable does more, and imports PyTorch for it, which a command that prints words need not wait for.
-    if isinstance(found, float):
-        return found if math.isfinite(found) else None
-    if isinstance(found, Mapping):
-        return {str(key): _finite(value) for key, value in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [_finite(value) for value in found]
-    return found
+SPEC_HELP = "a TOML file; all defaults without one"
 
 
-def add_spec(parser: argparse.ArgumentParser, help: str = "a TOML file; all defaults without one") -> None:
-    """The arguments ``SPEC`` and ``--set``."""
+def add_spec(parser: argparse.ArgumentParser, help: str = SPEC_HELP) -> None:
+    """Add the arguments ``SPEC`` and ``--set``."""
     parser.add_argument("spec", nargs="?", help=help)
     add_overrides(parser)
 
 
-def add_overrides(parser: argparse.ArgumentParser) -> None:
-    """The argument ``--set``."""
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE",
-        help="override a setting, such as training.lr=0.1",
-    )
+def add_overrides(
+    parser: argparse.ArgumentParser,
+    metavar: str = "SECTION.KEY=VALUE",
+    help: str = "override a setting, such as training.lr=0.1",
+) -> None:
+    """Add the argument ``--set``, which may be repeated."""
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar=metavar, help=help)
 
 
 def read_spec(path: str | None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The tables of the spec file, or none without one, with overrides applied."""
+    """Read the tables of a spec file and apply overrides; without a file, only the overrides."""
     from fedstrata.spec.experiment import apply_override, read_table
 
     if path is not None:
@@ -117,7 +104,7 @@ def read_spec(path: str | None, overrides: Sequence[str] = ()) -> dict[str, Any]
 
 
 def experiment(options: argparse.Namespace) -> Experiment:
-    """The experiment of ``SPEC`` and ``--set``."""
+    """Build the experiment of ``SPEC`` and ``--set``."""
     from fedstrata.spec.experiment import Experiment
 
     table = read_spec(options.spec, options.overrides)
@@ -125,61 +112,60 @@ def experiment(options: argparse.Namespace) -> Experiment:
 
 
 def located(options: argparse.Namespace, work: Callable[[], R]) -> R:
-    """``work()``, whose errors name the line of the spec file."""
+    """Return ``work()``; its errors name the line of the spec file."""
     from fedstrata.spec.experiment import with_location
 
     try:
         return work()
     except SpecError as error:
-        # A key that --set gave stands in no file.
-        given = [override.partition("=")[0].strip() for override in options.overrides]
-        by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in given)
+        # The file has no line for a key of --set.
+        overridden = [override.partition("=")[0].strip() for override in options.overrides]
+        by_hand = any(key == error.key or error.key.startswith(f"{key}.") for key in overridden)
         in_file = options.spec and Path(options.spec).is_file() and not by_hand
         error = elsewhere(error)
         raise (with_location(error, options.spec) if in_file else error) from None
 
 
 def elsewhere(error: SpecError) -> SpecError:
-    """An error about an unknown key, with the sections that do have it."""
+    """Add to an error about an unknown key the sections that have this key."""
     from fedstrata.cli.known import owners
 
-    *outer, word = error.key.split(".")
-    if not error.problem.startswith("unknown key") or "belongs to" in error.problem or "did you mean" in error.problem:
+    outer, _, word = error.key.rpartition(".")
+    hinted = "belongs to" in error.problem or "did you mean" in error.problem
+    if hinted or not error.problem.startswith("unknown key") or not (sections := owners(word, besides=outer)):
         return error
-    if not (places := owners(word, besides=".".join(outer))):
-        return error
-    return SpecError(error.key, f"{error.problem}; {word} belongs to {' and '.join(places[:3])}", error.value)
+    return SpecError(error.key, f"{error.problem}; {word} belongs to {' and '.join(sections[:3])}", error.value)
 
 
 def seeds(options: argparse.Namespace) -> list[int] | None:
-    """The seeds of ``--seeds``; None where it was not given.
+    """Parse the seeds of ``--seeds``; None if it was not given.
 
     Raises:
-        SpecError: They are no different whole numbers of at least 0.
+        SpecError: They are not different whole numbers of at least 0.
     """
     if options.seeds is None:
         return None
     try:
-        found = [int(seed) for seed in options.seeds.split(",")]
+        numbers = [int(seed) for seed in options.seeds.split(",")]
     except ValueError:
         problem = "expected comma-separated whole numbers, such as --seeds 0,1,2"
         raise SpecError("--seeds", problem, options.seeds) from None
-    if len(set(found)) < len(found) or min(found) < 0:
+    if len(set(numbers)) < len(numbers) or min(numbers) < 0:
         problem = "expected different whole numbers of at least 0, such as --seeds 0,1,2"
         raise SpecError("--seeds", problem, options.seeds)
-    return found
+    return numbers
 
 
 def jobs(options: argparse.Namespace) -> int | None:
-    """The number of ``--jobs``; None where it was not given.
+    """Return the number of ``--jobs``; None if it was not given.
 
     Raises:
         SpecError: It is below 1.
     """
-    found: int | None = options.jobs
-    if found is not None and found < 1:
-        raise SpecError("--jobs", "expected a whole number of at least 1, such as --jobs 4", found)
-    return found
+    number: int | None = options.jobs
+    if number is not None and number < 1:
+        raise SpecError("--jobs", "expected a whole number of at least 1, such as --jobs 4", number)
+    return number
 
 
 def stamp() -> str:
@@ -189,35 +175,34 @@ def stamp() -> str:
 
 @contextmanager
 def run_folder(given: Path | None, name: str) -> Iterator[Path]:
-    """The folder that was given, else a new one under ``runs``: several processes may start within a second."""
+    """Yield the given folder, else a new one under ``runs``, also if several processes start within a second."""
     if given is not None:
         yield given
         return
     base = Path("runs") / f"{name}-{stamp()}".replace(":", "-")
     for number in itertools.count(1):
         folder = base if number == 1 else base.with_name(f"{base.name}-{number}")
-        try:
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)
             break
-        except FileExistsError:
-            continue
     try:
         yield folder
     finally:
-        with suppress(OSError):  # Nothing was written, as the spec was wrong: nothing is left behind.
+        with suppress(OSError):  # only if nothing was written, for example because the spec is wrong
             folder.rmdir()
             folder.parent.rmdir()
 
 
 NO_STEP = 3
-"""The exit code where a run, or one of several, never took a step for want of replies that could be used."""
+"""The exit code if a run never took a step, because no reply could be used."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:
-    """Print how a run went; the exit code."""
+    """Print the summary of a run; return the exit code."""
+    code = exit_code({"": [history]})
     if as_json:
         print_json({**history.summary, "folder": str(history.path)})
-        return NO_STEP if history.warning else 0
+        return code
     import rich
 
     from fedstrata.reporting.summary import failures, summary_panel
@@ -226,9 +211,9 @@ def show_run(history: History, as_json: bool = False) -> int:
     if (problems := failures(history)) is not None:
         print(problems)
     print(f"written to {history.path}")
-    return NO_STEP if history.warning else 0
+    return code
 
 
 def exit_code(runs: Mapping[str, Sequence[History]]) -> int:
-    """The exit code of several runs."""
+    """Return the exit code of several runs."""
     return NO_STEP if any(history.warning for members in runs.values() for history in members) else 0

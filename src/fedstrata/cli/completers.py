@@ -1,4 +1,4 @@
-"""What a shell may complete where an argument is a name: attached to the parser's arguments only when a shell asks."""
+"""Completions of arguments that are names. They are attached to the parser only when a shell asks for completions."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ Completer = Callable[..., Iterable[str]]
 
 
 def keys(prefix: str = "", **_: Any) -> list[str]:
-    """``section.key=`` of every setting; after the ``=`` the names that the section takes."""
+    """Complete ``section.key=`` of every setting, and after ``=`` the names of the section."""
     key, equals, _rest = prefix.partition("=")
     settings = known()["settings"]
     if equals:
         section = key.removesuffix(".name")
         return [f"{key}={name}" for name in settings.get(section, {"kinds": {}})["kinds"] if name]
-    found = [f"{row[0]}=" for row in known()["experiment"]]
+    completions = [f"{row[0]}=" for row in known()["experiment"]]
     for section, each in settings.items():
-        found += [f"{section}.{row[0]}=" for kind in each["kinds"].values() for row in kind["keys"]]
-    return list(dict.fromkeys(found))
+        completions += [f"{section}.{row[0]}=" for kind in each["kinds"].values() for row in kind["keys"]]
+    return list(dict.fromkeys(completions))
 
 
 def words(**_: Any) -> list[str]:
-    """What ``explain`` knows."""
-    from fedstrata.cli.teach import _words
+    """Complete the argument of ``explain``."""
+    from fedstrata.cli.teach import words
 
-    return list(dict.fromkeys(_words(known())))
+    return words(known())
 
 
 def sections(**_: Any) -> list[str]:
-    """The sections of a spec."""
+    """Complete the sections of a spec."""
     return list(known()["settings"])
 
 
 def names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    """The kinds of the section that was typed."""
+    """Complete the names of the section that was typed."""
     return [name for name in known()["settings"].get(parsed_args.section, {"kinds": {}})["kinds"] if name]
 
 
 def methods(prefix: str = "", **_: Any) -> list[str]:
-    """The next method of a list with commas."""
+    """Complete the last method of a list with commas."""
     before = prefix.rpartition(",")[0]
     return [f"{before},{row[0]}" if before else row[0] for row in known()["methods"]]
 
 
 def engines(**_: Any) -> list[str]:
-    """Where clients may live."""
+    """Complete the names of engines."""
     return ["local", "ray", "nvflare"]
 
 
 def kinds(**_: Any) -> list[str]:
-    """What ``new`` writes."""
+    """Complete the kinds of ``new``."""
     from fedstrata.cli.teach import KINDS
 
     return list(KINDS)
@@ -68,7 +68,7 @@ COMPLETERS: dict[tuple[str, str], Completer] = {
     ("settings", "name"): names,
     ("new", "kind"): kinds,
 }
-"""By command ("" for all) and destination of the argument."""
+"""The completer by command ("" for all commands) and destination of the argument."""
 
 
 def attach(whole: argparse.ArgumentParser) -> None:
@@ -77,6 +77,6 @@ def attach(whole: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for command, parser in action.choices.items():
                 for argument in parser._actions:
-                    found = COMPLETERS.get((command, argument.dest)) or COMPLETERS.get(("", argument.dest))
-                    if found is not None:
-                        argument.completer = found
+                    completer = COMPLETERS.get((command, argument.dest)) or COMPLETERS.get(("", argument.dest))
+                    if completer is not None:
+                        argument.completer = completer

@@ -1,4 +1,4 @@
-"""What there is (``methods datasets settings``), what a spec means (``partition strata``), what a run left behind."""
+"""Commands that inspect: ``methods``, ``datasets``, ``settings``, ``partition``, ``strata`` and ``report``."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 
 def add_methods(commands: Commands) -> None:
-    """``fedstrata methods``."""
+    """Add the command ``fedstrata methods``."""
     examples = """
         fedstrata methods
         fedstrata settings method stratify
     """
-    parser = add_command(commands, "methods", "what methods there are", examples)
+    parser = add_command(commands, "methods", "list the methods", examples, work=_methods)
     add_output(parser, progress=False)
-    parser.set_defaults(work=_methods)
 
 
 def _methods(options: argparse.Namespace) -> int:
@@ -36,14 +35,13 @@ def _methods(options: argparse.Namespace) -> int:
 
 
 def add_datasets(commands: Commands) -> None:
-    """``fedstrata datasets``."""
+    """Add the command ``fedstrata datasets``."""
     examples = """
         fedstrata datasets
         FEDSTRATA_DATA=/data fedstrata datasets
     """
-    parser = add_command(commands, "datasets", "what data sets there are, and which were found", examples)
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_datasets)
+    help = "list the known data sets, and which of them were found"
+    add_output(add_command(commands, "datasets", help, examples, work=_datasets), progress=False)
 
 
 def _datasets(options: argparse.Namespace) -> int:
@@ -52,16 +50,14 @@ def _datasets(options: argparse.Namespace) -> int:
     if options.json:
         print_json([{"data": name, "about": about, "found": found} for name, about, found in available()])
         return 0
-    _columns(
-        ("data set", "what it is", "found"),
-        [(name, description, "yes" if found else "no") for name, description, found in available()],
-    )
+    rows = [(name, about, "yes" if found else "no") for name, about, found in available()]
+    _columns(("data set", "what it is", "found"), rows)
     print(f"NAME.npz is looked for in {', '.join(map(str, folders()))}; a path and hub:owner/name work too")
     return 0
 
 
 def add_settings(commands: Commands) -> None:
-    """``fedstrata settings``."""
+    """Add the command ``fedstrata settings``."""
     examples = """
         fedstrata settings
         fedstrata settings availability
@@ -69,24 +65,20 @@ def add_settings(commands: Commands) -> None:
         fedstrata settings method.client_sampler sampler:Rotating
         fedstrata explain alpha
     """
-    parser = add_command(commands, "settings", "what a spec can say: sections, names and keys", examples, imports=True)
-    parser.add_argument("section", nargs="?", help="such as availability or method.objective; all unless given")
+    help = "list the sections, names and keys of a spec"
+    parser = add_command(commands, "settings", help, examples, imports=True, work=_settings)
+    parser.add_argument("section", nargs="?", help="such as availability or method.objective (default: all)")
     parser.add_argument("name", nargs="?", help="one kind of it, such as bernoulli, or module:Class of your own")
-    parser.add_argument("--markdown", action="store_true", help="everything, as docs/spec.md has it")
+    parser.add_argument("--markdown", action="store_true", help="everything, in the format of docs/spec.md")
     add_output(parser, progress=False)
-    parser.set_defaults(work=_settings)
 
 
 def _settings(options: argparse.Namespace) -> int:
     from fedstrata.cli.known import find_kind, find_section, known
 
     if options.json:
-        found: object = known()["settings"]
-        if options.section is not None:
-            found = find_section(options.section)
-        if options.name is not None:
-            found = find_kind(options.section, options.name)
-        print_json(found)
+        table = known()["settings"] if options.section is None else find_section(options.section)
+        print_json(table if options.name is None else find_kind(options.section, options.name))
     elif options.markdown:
         from fedstrata.spec.reference import markdown
 
@@ -103,9 +95,8 @@ def _settings(options: argparse.Namespace) -> int:
         if common:
             _keys(options.section, "What most of them take.", common)
         for name, kind in section["kinds"].items():
-            _keys(
-                f"{options.section} {name}".strip(), kind["about"], [row for row in kind["keys"] if row not in common]
-            )
+            rows = [row for row in kind["keys"] if row not in common]
+            _keys(f"{options.section} {name}".strip(), kind["about"], rows)
     return 0
 
 
@@ -132,18 +123,18 @@ def _columns(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def add_partition(commands: Commands) -> None:
-    """``fedstrata partition``."""
+    """Add the command ``fedstrata partition``."""
     examples = """
         fedstrata partition spec.toml
         fedstrata partition --set partition.name=dirichlet --set partition.alpha=0.1 --out skew.png
         fedstrata partition spec.toml --json
     """
-    parser = add_command(commands, "partition", "who gets which labels: a table and a picture", examples)
+    help = "show which client gets which labels: a table and a picture"
+    parser = add_command(commands, "partition", help, examples, work=_partition)
     add_spec(parser)
     parser.add_argument("--out", type=Path, default=Path("partition.png"), help="the picture (default: partition.png)")
     add_trust(parser)
     add_output(parser, progress=False)
-    parser.set_defaults(work=_partition)
 
 
 def _partition(options: argparse.Namespace) -> int:
@@ -170,19 +161,19 @@ def _partition(options: argparse.Namespace) -> int:
 
 
 def add_strata(commands: Commands) -> None:
-    """``fedstrata strata``."""
+    """Add the command ``fedstrata strata``."""
     examples = """
         fedstrata strata spec.toml --set method=fedsts
         fedstrata strata spec.toml --set method=fedssar --rounds 5 --out strata.png
         fedstrata strata runs/fedsts
     """
-    parser = add_command(commands, "strata", "which clients a sampler takes for alike: a picture", examples)
+    help = "plot the strata (client groups) that a sampler found"
+    parser = add_command(commands, "strata", help, examples, work=_strata)
     add_spec(parser, "a TOML file, or the folder of a run; all defaults without one")
     parser.add_argument("--rounds", type=int, default=1, help="rounds to run before looking, for a spec (default: 1)")
     parser.add_argument("--out", type=Path, default=Path("strata.png"), help="the picture (default: strata.png)")
     add_trust(parser)
     add_output(parser, progress=False)
-    parser.set_defaults(work=_strata)
 
 
 def _strata(options: argparse.Namespace) -> int:
@@ -210,16 +201,16 @@ def _strata(options: argparse.Namespace) -> int:
 
 
 def add_report(commands: Commands) -> None:
-    """``fedstrata report``."""
+    """Add the command ``fedstrata report``."""
     examples = """
         fedstrata report runs/first
         fedstrata report runs/first runs/second --out both.html
     """
-    parser = add_command(commands, "report", "one self-contained HTML page for runs and comparisons", examples)
+    help = "write one self-contained HTML page about runs and comparisons"
+    parser = add_command(commands, "report", help, examples, work=_report)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in the first folder)")
     add_output(parser, progress=False)
-    parser.set_defaults(work=_report)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""What there is to choose from, without the seconds that importing PyTorch takes: a table made from the code.
+"""A table of all methods and settings, generated from the code, so that commands need not import PyTorch.
 
-It lies beside this file as ``known.json``. ``make reference`` writes it anew, and a test compares it with the code.
+It is ``known.json`` beside this file. ``make reference`` writes it, and a test compares it with the code.
 """
 
 from __future__ import annotations
@@ -19,53 +19,52 @@ if TYPE_CHECKING:
     from fedstrata.spec.reference import Row
 
 FUNCTIONS = {"model": 2, "evaluation.metrics": 2}
-"""Sections that take functions of the user's own, and how many arguments those are called with in any case."""
+"""Sections that accept a user's own functions, and the number of arguments that these always get."""
 
 FILE = Path(__file__).with_name("known.json")
 
 
 def known() -> dict[str, Any]:
-    """The table.
+    """Read the table.
 
     Returns:
-        ``methods``, rows of name, first sentence and paper; ``experiment``, the keys that stand in no section;
-        ``settings``, the kinds of each section.
+        ``methods``, rows of name, first sentence and paper; ``experiment``, the keys without a section; ``settings``,
+        the kinds of each section.
     """
     table: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return table
 
 
 def find_section(name: str) -> dict[str, Any]:
-    """A section: the ``common`` keys of its kinds, and the ``kinds`` by name.
+    """Return a section: the ``common`` keys of its kinds, and the ``kinds`` by name.
 
     Raises:
-        SpecError: There is none of that name.
+        SpecError: There is no such section.
     """
-    sections = known()["settings"]
+    sections: dict[str, dict[str, Any]] = known()["settings"]
     if name not in sections:
         raise SpecError("section", f"there are: {', '.join(sections)}{nearest(name, sections)}", name)
-    found: dict[str, Any] = sections[name]
-    return found
+    return sections[name]
 
 
 def find_kind(section: str, name: str) -> dict[str, Any]:
-    """What a section takes: a sentence ``about`` it and its ``keys``.
+    """Return a kind of a section: a sentence ``about`` it and its ``keys``.
 
     Args:
-        section: Such as ``"method.objective"``.
-        name: The kind; ``"module:Class"`` for one of the user's own, or ``"module:function"`` where the section takes
-            functions (``model`` and ``evaluation.metrics``); it is then imported.
+        section: The section, such as ``"method.objective"``.
+        name: The name of the kind. ``"module:Class"`` imports a user's own class. ``model`` and ``evaluation.metrics``
+            also accept ``"module:function"``.
 
     Raises:
-        SpecError: There is no such section, or nothing of that name in it.
+        SpecError: There is no such section, or no such kind in it.
     """
     if ":" in name and section in FUNCTIONS:
         from fedstrata.base.config import Setting
         from fedstrata.base.loading import load_object
 
-        found = load_object(name, section)
-        if not (inspect.isclass(found) and issubclass(found, Setting)):
-            return _of_function(found, name, FUNCTIONS[section])
+        own = load_object(name, section)
+        if not (inspect.isclass(own) and issubclass(own, Setting)):
+            return _of_function(own, name, FUNCTIONS[section])
     kinds = find_section(section)["kinds"]
     if ":" in name:
         from fedstrata.base.config import Registry
@@ -80,29 +79,28 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
 
 
 def owners(key: str, besides: str = "") -> list[str]:
-    """The sections that have a key, each with the kinds that do: ``["partition (dirichlet)"]``.
+    """List the sections that have a key, each with its kinds that have it: ``["partition (dirichlet)"]``.
 
     Args:
-        key: A key by itself, such as ``"alpha"``.
+        key: A key without its section, such as ``"alpha"``.
         besides: A section to leave out.
     """
-    found = []
+    sections = []
     for section, table in known()["settings"].items():
         kinds = table["kinds"]
         holding = [name for name, kind in kinds.items() if any(row[0] == key for row in kind["keys"])]
         if holding and section != besides:
-            which = ", ".join(holding) if len(holding) < len(kinds) else ""
-            found.append(f"{section} ({which})" if which else section)
-    return found
+            sections.append(f"{section} ({', '.join(holding)})" if len(holding) < len(kinds) else section)
+    return sections
 
 
-def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
-    """What a docstring and a signature say, without the arguments that are not a spec's."""
-    if not callable(found):
-        raise SpecError("name", f"is a {type(found).__name__}; accepted: a class or a function", name)
+def _of_function(function: Any, name: str, given: int) -> dict[str, Any]:
+    """Describe a function by its docstring and signature, without its first ``given`` arguments."""
+    if not callable(function):
+        raise SpecError("name", f"is a {type(function).__name__}; accepted: a class or a function", name)
     try:
-        arguments = list(inspect.signature(found).parameters.values())[given:]
-    except ValueError:  # some that are written in C do not tell
+        arguments = list(inspect.signature(function).parameters.values())[given:]
+    except ValueError:  # some functions in C have no signature
         arguments = []
     rows = [
         [
@@ -113,11 +111,11 @@ def _of_function(found: Any, name: str, given: int) -> dict[str, Any]:
         ]
         for each in arguments
     ]
-    return {"about": (inspect.getdoc(found) or "").split("\n\n")[0].replace("\n", " "), "keys": rows}
+    return {"about": (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " "), "keys": rows}
 
 
 def collect() -> dict[str, Any]:
-    """The table as the code says it now."""
+    """Generate the table from the code."""
     from fedstrata.methods.base import METHODS
     from fedstrata.spec.experiment import Experiment
     from fedstrata.spec.reference import SECTIONS, common, kinds, rows
@@ -125,10 +123,10 @@ def collect() -> dict[str, Any]:
     methods = [(name, METHODS.find(name)) for name in METHODS]
     return {
         "methods": [[name, (method.__doc__ or "").strip().splitlines()[0], method.paper] for name, method in methods],
-        "experiment": _told(rows(Experiment)),
+        "experiment": _plain(rows(Experiment)),
         "settings": {
             section: {
-                "common": _told(common(section)),
+                "common": _plain(common(section)),
                 "kinds": {name: _described(kind) for name, kind in kinds(section)},
             }
             for section in SECTIONS
@@ -139,11 +137,11 @@ def collect() -> dict[str, Any]:
 def _described(kind: type[Setting]) -> dict[str, Any]:
     from fedstrata.spec.reference import rows, summary
 
-    return {"about": summary(kind).replace("``", ""), "keys": _told(rows(kind))}
+    return {"about": summary(kind).replace("``", ""), "keys": _plain(rows(kind))}
 
 
-def _told(rows: Iterable[Row]) -> list[list[str]]:
-    """Rows of settings as a terminal shows them."""
+def _plain(rows: Iterable[Row]) -> list[list[str]]:
+    """Format rows of settings for a terminal, without Markdown."""
     return [
         [key, taken.replace("`", ""), default or "needed", meaning.replace("``", "")]
         for key, taken, default, meaning in rows

@@ -1,6 +1,6 @@
-"""``fedstrata COMMAND``: the commands put together, and what happens when one fails.
+"""The program ``fedstrata COMMAND``: all commands, and the handling of their errors.
 
-PyTorch, scikit-learn and matplotlib take seconds to import: a command imports what it needs when it runs.
+PyTorch, scikit-learn and matplotlib take seconds to import, so each command imports them only when it needs them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ BEGIN = """to begin with:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run a command and return its exit code.
 
-    The exit code is 0, or 2 for bad input, 3 where a run never took a step, and 1 for any other failure we know of.
+    The exit code is 0, or 2 for bad input, 3 if a run never took a step, and 1 for other expected failures.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without "η" shows "?", and the command goes on
+            stream.reconfigure(errors="replace")  # a terminal that has no "η" shows "?"
     whole = parser()
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks what may come next
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         from fedstrata.cli import completers
 
         completers.attach(whole)
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fedstrata: error: {_flat(error)}", file=sys.stderr)
         return BAD_INPUT
     except (FedstrataError, OSError) as error:
-        if isinstance(error, BrokenPipeError) and _reader_left():
+        if isinstance(error, BrokenPipeError) and _is_reader_gone():
             return 0
         print(f"fedstrata: {_flat(error)}", file=sys.stderr)
         return FAILED
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _imports(allowed: bool) -> Iterator[None]:
-    """Let the block import code that a spec names, also from the working directory; or refuse to."""
+    """Allow or refuse imports of code that a spec names, also from the working directory, in the block."""
     if allowed and "" not in sys.path:
         sys.path.insert(0, "")
     with only_from(None if allowed else (), NOT_IMPORTED):
@@ -82,10 +82,9 @@ def _imports(allowed: bool) -> Iterator[None]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands with their arguments.
+    """Return the parser of all commands.
 
-    Of what it parses, ``work`` is the function to call, and ``after_interrupt``, where there is one, what somebody is
-    told who interrupts it.
+    In parsed options, ``work`` is the function of the command, and ``after_interrupt`` the advice after an interrupt.
     """
     whole = argparse.ArgumentParser(
         prog="fedstrata",
@@ -102,18 +101,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _flat(error: Exception) -> str:
-    """In one line, also where it quotes somebody else's error."""
+    """Return the message of an error in one line."""
     return " ".join(str(error).splitlines())
 
 
-def _reader_left() -> bool:
-    """Whether whoever reads what is printed has read enough, such as head."""
-    with suppress(AttributeError, OSError, ValueError):  # no poll, as on Windows; or no file behind what is printed to
-        end = sys.stdout.fileno()
-        looked = select.poll()
-        looked.register(end, 0)
-        if any(event & select.POLLERR for _, event in looked.poll(0)):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), end)
+def _is_reader_gone() -> bool:
+    """Return True if the reader of standard output, such as ``head``, has closed it; output is then discarded."""
+    with suppress(AttributeError, OSError, ValueError):  # Windows has no poll, and standard output may not be a file
+        descriptor = sys.stdout.fileno()
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
             return True
     return False
 

@@ -1,4 +1,4 @@
-"""``fedstrata table``, what runs add up to, and ``fedstrata sweep``, which settings are best."""
+"""The commands ``fedstrata table`` and ``fedstrata sweep``."""
 
 from __future__ import annotations
 
@@ -20,29 +20,24 @@ FORMATS = ("console", "markdown", "latex", "csv", "json")
 
 
 def add_table(commands: Commands) -> None:
-    """``fedstrata table``."""
+    """Add the command ``fedstrata table``."""
     examples = """
         fedstrata table runs/first
         fedstrata table runs/first --baseline fedavg --format latex
         fedstrata table runs/first --metric best_accuracy,rounds_to_0.8 --at bytes=5e7
     """
-    parser = add_command(commands, "table", "methods beside a baseline: intervals, paired differences, tests", examples)
+    help = "compare methods with a baseline: intervals, paired differences, tests"
+    parser = add_command(commands, "table", help, examples, work=_table)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders of comparisons and runs")
-    parser.add_argument("--baseline", metavar="LABEL", help="what the others are compared with (default: the first)")
-    parser.add_argument(
-        "--metric",
-        help="comma-separated: final_accuracy, best_accuracy, rounds_to_0.8, …, or a column of metrics.jsonl",
-    )
-    parser.add_argument(
-        "--at",
-        action="append",
-        metavar="WHAT[=AMOUNT]",
-        help="accuracy at equal bytes, samples, seconds or simulated_seconds; the most that all reached unless given",
-    )
-    parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help="of paired differences (default: t)")
+    parser.add_argument("--baseline", metavar="LABEL", help="the label to compare with (default: the first)")
+    metrics = "comma-separated: final_accuracy, best_accuracy, rounds_to_0.8, …, or a column of metrics.jsonl"
+    parser.add_argument("--metric", help=metrics)
+    budgets = "accuracy at equal bytes, samples, seconds or simulated_seconds (default: the most that all reached)"
+    parser.add_argument("--at", action="append", metavar="WHAT[=AMOUNT]", help=budgets)
+    tests = "the test of paired differences (default: t)"
+    parser.add_argument("--test", choices=("t", "wilcoxon"), default="t", help=tests)
     parser.add_argument("--format", choices=FORMATS, default="console", help="(default: console)")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="short for --format json")
-    parser.set_defaults(work=_table)
 
 
 def _table(options: argparse.Namespace) -> int:
@@ -52,35 +47,33 @@ def _table(options: argparse.Namespace) -> int:
     from fedstrata.reporting.runs import by_data, histories, load_runs
 
     runs = load_runs(options.folders)
-    over = runs.finished()
-    if left_out := sum(map(len, runs.values())) - sum(map(len, over.values())):
+    finished = runs.finished()
+    if left_out := sum(map(len, runs.values())) - sum(map(len, finished.values())):
         which = "1 run that has not ended is" if left_out == 1 else f"{left_out} runs that have not ended are"
         print(f"fedstrata: note: {which} left out", file=sys.stderr)
     metrics = [name.strip() for name in options.metric.split(",")] if options.metric else []
     at = None if options.at is None else dict(map(_budget, options.at))
-    if options.baseline is not None and options.baseline not in over:
-        problem = f"there are: {', '.join(over)}{nearest(options.baseline, over)}"
+    if options.baseline is not None and options.baseline not in finished:
+        problem = f"there are: {', '.join(finished)}{nearest(options.baseline, finished)}"
         raise SpecError("--baseline", problem, options.baseline)
-    found = {}
-    for data, members in by_data(over).items():
-        baseline = options.baseline if options.baseline in members else None
+    members = {data: histories(runs) for data, runs in by_data(finished).items()}
+    tables = {}
+    for data, of_data in members.items():
+        baseline = options.baseline if options.baseline in of_data else None
         try:
-            found[data] = contrasts.contrast(histories(members), metrics, at, baseline=baseline, test=options.test)
+            tables[data] = contrasts.contrast(of_data, metrics, at, baseline=baseline, test=options.test)
         except SpecError as error:
             raise SpecError(f"--{error.key}", error.problem, error.value) from None
     if options.format == "json":
         from fedstrata.reporting.tables import compare_table
 
-        has_update = by_data(over)
-        print_json(
-            {data: contrasts.to_json(compare_table(histories(has_update[data])), each) for data, each in found.items()}
-        )
+        print_json({data: contrasts.to_json(compare_table(members[data]), table) for data, table in tables.items()})
         return 0
     if options.format == "csv":
-        sys.stdout.write(contrasts.to_csv(found))
+        sys.stdout.write(contrasts.to_csv(tables))
         return 0
-    for data, table in found.items():
-        if len(found) > 1:
+    for data, table in tables.items():
+        if len(tables) > 1:
             print({"latex": "% ", "markdown": "\n", "console": ""}[options.format] + f"On {data or 'unnamed data'}:\n")
         if options.format == "console":
             rich.print(contrasts.to_rich(table))
@@ -98,43 +91,27 @@ def _budget(text: str) -> tuple[str, float | None]:
 
 
 def add_sweep(commands: Commands) -> None:
-    """``fedstrata sweep``."""
+    """Add the command ``fedstrata sweep``."""
     examples = """
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --set training.lr=0.01,0.03,0.1 --seeds 0,1
         fedstrata sweep spec.toml --set evaluation.validation=0.1 --search training.lr=log:0.001..0.5 --trials 20
     """
+    help = "try a grid or a search of settings, and find the best on validation samples"
     more = "The best setting is the one with the highest accuracy on samples that evaluation.validation holds out."
-    parser = add_command(
-        commands,
-        "sweep",
-        "a grid or a search of settings; the best on validation samples",
-        examples,
-        more,
-        imports=True,
-    )
-    parser.add_argument("spec", nargs="?", help="a TOML file; all defaults without one")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.KEY=VALUE,VALUE",
-        help="values to try; a single one overrides the setting",
-    )
-    parser.add_argument(
-        "--search",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=RANGE",
-        help="let Optuna search: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32",
-    )
-    parser.add_argument("--trials", type=int, default=20, help="of a search, with those it has had (default: 20)")
+    defaults = {"work": _sweep, "after_interrupt": common.WITH_OUT}
+    parser = add_command(commands, "sweep", help, examples, more, imports=True, **defaults)
+    parser.add_argument("spec", nargs="?", help=common.SPEC_HELP)
+    overrides = "values to try; a single one overrides the setting"
+    common.add_overrides(parser, "SECTION.KEY=VALUE,VALUE", overrides)
+    ranges = "let Optuna search: log:0.001..0.5, uniform:0..1, int:1..8 or choice:16,32"
+    parser.add_argument("--search", action="append", default=[], metavar="SECTION.KEY=RANGE", help=ranges)
+    trials = "the trials of a search, including earlier ones (default: 20)"
+    parser.add_argument("--trials", type=int, default=20, help=trials)
     parser.add_argument("--no-pruning", action="store_true", help="let all trials of a search run to their end")
     parser.add_argument("--seeds", help="comma-separated seeds of every setting (default: the spec's)")
-    parser.add_argument("--out", type=Path, help="the folder; runs/sweep-DATA-TIME unless given")
-    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
+    parser.add_argument("--out", type=Path, help="the folder (default: runs/sweep-DATA-TIME)")
+    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one per processor)")
     add_output(parser)
-    parser.set_defaults(work=_sweep, after_interrupt=common.WITH_OUT)
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -150,37 +127,30 @@ def _sweep(options: argparse.Namespace) -> int:
     spec = located(options, lambda: Experiment.from_table(table))
     seeds = [spec.seed] if seeds is None else seeds
     with run_folder(options.out, f"sweep-{Path(spec.data.name).stem}") as out:
-        if options.search:
-            found = _search(options, table, out, seeds, jobs)
-        else:
-            found = _grid_of(options, table, grid, out, seeds, jobs)
+        settings = {"seeds": seeds, "out": out, "jobs": jobs}
+        result = _search(options, table, settings) if options.search else _grid_search(options, table, grid, settings)
     if options.json:
-        print_json({"folder": str(out), **figures(found)})
-        return common.exit_code(found.histories)
-    print(to_markdown(found))
+        print_json({"folder": str(out), **figures(result)})
+        return common.exit_code(result.histories)
+    print(to_markdown(result))
     print(f"written to {out}: sweep.md, sweep.json, best.toml")
-    return common.exit_code(found.histories)
+    return common.exit_code(result.histories)
 
 
-def _grid_of(
-    options: argparse.Namespace,
-    table: dict[str, Any],
-    grid: dict[str, list[Any]],
-    out: Path,
-    seeds: list[int],
-    jobs: int | None,
+def _grid_search(
+    options: argparse.Namespace, table: dict[str, Any], grid: dict[str, list[Any]], settings: dict[str, Any]
 ) -> Sweep:
     from fedstrata.experiments.sweep import cells, sweep
     from fedstrata.reporting.progress import Progress
 
-    planned = located(options, lambda: cells(table, grid))
-    rounds = {(label, seed): cell.spec.training.rounds for label, cell in planned.items() for seed in seeds}
+    planned = located(options, lambda: cells(table, grid)).items()
+    rounds = {(label, seed): cell.spec.training.rounds for label, cell in planned for seed in settings["seeds"]}
     with Progress(options.quiet) as progress:
         watch = progress.of_runs(rounds)
-        return located(options, lambda: sweep(table, grid, seeds=seeds, out=out, jobs=jobs, watch=watch))
+        return located(options, lambda: sweep(table, grid, watch=watch, **settings))
 
 
-def _search(options: argparse.Namespace, table: dict[str, Any], out: Path, seeds: list[int], jobs: int | None) -> Sweep:
+def _search(options: argparse.Namespace, table: dict[str, Any], settings: dict[str, Any]) -> Sweep:
     from fedstrata.experiments.search import search
 
     space = dict[str, str]()
@@ -190,23 +160,12 @@ def _search(options: argparse.Namespace, table: dict[str, Any], out: Path, seeds
             problem = "is there twice" if equals else "expected SECTION.KEY=RANGE, such as training.lr=log:0.001..0.5"
             raise SpecError("--search", problem, given)
         space[key.strip()] = text
-    return located(
-        options,
-        lambda: search(
-            table,
-            space,
-            out=out,
-            trials=options.trials,
-            seeds=seeds,
-            jobs=jobs,
-            prune=not options.no_pruning,
-            progress=not options.quiet,
-        ),
-    )
+    settings |= {"trials": options.trials, "prune": not options.no_pruning, "progress": not options.quiet}
+    return located(options, lambda: search(table, space, **settings))
 
 
 def _grid(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[Any]]]:
-    """Overrides of one value, and the values of those that have several."""
+    """Split overrides into those of one value, and the values of the others."""
     from fedstrata.spec.experiment import parse_value, split_values
 
     fixed, grid = [], dict[str, list[Any]]()

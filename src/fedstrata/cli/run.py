@@ -1,9 +1,10 @@
-"""``fedstrata run`` and ``fedstrata compare``."""
+"""The commands ``fedstrata run`` and ``fedstrata compare``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,13 +25,10 @@ from fedstrata.cli.common import (
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
-    from fedstrata.evaluation.history import History
-    from fedstrata.runs.simulation import Watcher
-    from fedstrata.spec.experiment import Experiment
 
 
 def add_run(commands: Commands) -> None:
-    """``fedstrata run``."""
+    """Add the command ``fedstrata run``."""
     examples = """
         fedstrata run spec.toml
         fedstrata run spec.toml --set method=scaffold --set training.lr=0.05 --out runs/scaffold
@@ -38,18 +36,16 @@ def add_run(commands: Commands) -> None:
         fedstrata run spec.toml --engine ray
         fedstrata run spec.toml --quiet --json
     """
-    more = "The exit code is 3 where the model never took a step, 2 for bad input, 1 for any other failure."
-    parser = add_command(commands, "run", "run one experiment", examples, more, imports=True)
+    more = "The exit code is 3 if the model never took a step, 2 for bad input, 1 for any other failure."
+    defaults = {"work": _run, "after_interrupt": "go on from the last checkpoint with 'fedstrata run --resume DIR'"}
+    parser = add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
     add_spec(parser)
-    parser.add_argument("--out", type=Path, help="the run folder; runs/METHOD-DATA-TIME unless given")
-    parser.add_argument("--engine", default="local", help="where clients live: local (the default), ray or nvflare")
-    parser.add_argument(
-        "--sites", type=Path, metavar="TOML", help="rehearse a deployment here, over its sites' own files"
-    )
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on with a run from its last checkpoint")
+    parser.add_argument("--out", type=Path, help="the run folder (default: runs/METHOD-DATA-TIME)")
+    parser.add_argument("--engine", default="local", help="where clients run: local (the default), ray or nvflare")
+    sites = "rehearse a deployment here, with the data files of its sites"
+    parser.add_argument("--sites", type=Path, metavar="TOML", help=sites)
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="resume a run from its last checkpoint")
     add_output(parser)
-    after = "go on from the last checkpoint with 'fedstrata run --resume DIR'"
-    parser.set_defaults(work=_run, after_interrupt=after)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -63,9 +59,8 @@ def _run(options: argparse.Namespace) -> int:
     if resume:
         out = options.resume
         if options.spec is not None or options.out is not None:
-            problem = (
-                "goes with the run's own spec: no SPEC or --out; --set for what may change, such as training.rounds"
-            )
+            problem = "goes with the run's own spec: no SPEC or --out; --set for what may change, such as "
+            problem += "training.rounds"
             raise SpecError("--resume", problem, str(out))
         spec = spec_of(out, "--resume", options.overrides)
     else:
@@ -79,47 +74,37 @@ def _run(options: argparse.Namespace) -> int:
         with Progress(options.quiet) as progress:
             watch = progress.of_run(spec.method.name, spec.training.rounds, rounds_done(folder))
             if options.sites is not None:
-                history = located(options, lambda: _rehearse(options, spec, folder, resume, watch))
+                if options.engine != "local":
+                    raise SpecError("--engine", "a rehearsal runs here; accepted with --sites: local", options.engine)
+                work = partial(outer.load("sites.rehearsal:rehearse_file"), spec, options.sites, folder)
             else:
-                history = located(
-                    options, lambda: run(spec, out=folder, engine=options.engine, resume=resume, callbacks=[watch])
-                )
+                work = partial(run, spec, out=folder, engine=options.engine)
+            history = located(options, lambda: work(resume=resume, callbacks=[watch]))
         plot_run(history, folder)
     return show_run(history, options.json)
 
 
-def _rehearse(options: argparse.Namespace, spec: Experiment, folder: Path, resume: bool, watch: Watcher) -> History:
-    if options.engine != "local":
-        raise SpecError("--engine", "a rehearsal runs here; accepted with --sites: local", options.engine)
-    rehearse = outer.load("sites.rehearsal:rehearse_file")
-    history: History = rehearse(spec, options.sites, folder, resume=resume, callbacks=[watch])
-    return history
-
-
 def add_compare(commands: Commands) -> None:
-    """``fedstrata compare``."""
+    """Add the command ``fedstrata compare``."""
     examples = """
         fedstrata new demo && fedstrata compare demo.toml
         fedstrata compare spec.toml --methods fedavg,scaffold,stratify --seeds 0,1,2 --out runs/first
         fedstrata compare spec.toml --references local,centralised
         fedstrata compare spec.toml --methods fedavg,sampler:Rotating --set training.rounds=10
     """
+    help = "run several methods with several seeds, and write a table and a report"
     more = "With --out DIR the same command goes on where it was interrupted."
-    parser = add_command(
-        commands, "compare", "several methods, several seeds, one table and one report", examples, more, imports=True
-    )
+    defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
+    parser = add_command(commands, "compare", help, examples, more, imports=True, **defaults)
     add_spec(parser)
-    parser.add_argument(
-        "--methods", help="comma-separated methods or labels of [compare.LABEL]; all labels unless given"
-    )
+    labels = "comma-separated methods or labels of [compare.LABEL] (default: all labels)"
+    parser.add_argument("--methods", help=labels)
     parser.add_argument("--seeds", help="comma-separated seeds (default: the spec's)")
-    parser.add_argument("--out", type=Path, help="the folder; runs/compare-DATA-TIME unless given")
-    parser.add_argument(
-        "--references", help="what else to compare with: local (each client alone), centralised, or both by comma"
-    )
-    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one a processor)")
+    parser.add_argument("--out", type=Path, help="the folder (default: runs/compare-DATA-TIME)")
+    references = "comma-separated references to compare with: local (each client alone), centralised"
+    parser.add_argument("--references", help=references)
+    parser.add_argument("--jobs", type=int, help="runs at the same time (default: one per processor)")
     add_output(parser)
-    parser.set_defaults(work=_compare, after_interrupt=common.WITH_OUT)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -139,15 +124,11 @@ def _compare(options: argparse.Namespace) -> int:
     references = [name.strip() for name in options.references.split(",")] if options.references else []
     planned = located(options, lambda: plan(experiments, seeds, references))
     rounds = {key: spec.training.rounds for key, spec in planned.items()}
-    with (
-        run_folder(options.out, f"compare-{Path(first.data.name).stem}") as out,
-        Progress(options.quiet) as progress,
-    ):
+    folder = run_folder(options.out, f"compare-{Path(first.data.name).stem}")
+    with folder as out, Progress(options.quiet) as progress:
         watch = progress.of_runs(rounds)
-        runs = located(
-            options,
-            lambda: compare(experiments, seeds=seeds, out=out, references=references, jobs=jobs, watch=watch),
-        )
+        work = partial(compare, experiments, seeds=seeds, out=out, references=references, jobs=jobs, watch=watch)
+        runs = located(options, work)
     if options.json:
         print_json({"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))})
         return exit_code(runs)

@@ -1,9 +1,8 @@
-"""What helps to begin: ``fedstrata new`` (a file that runs), ``explain`` (a key), ``completion`` (of a shell)."""
+"""Commands for beginners: ``fedstrata new``, ``explain`` and ``completion``."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ KINDS = {
     "partition": "who holds which data",
     "metric": "how good the model is",
 }
-"""What ``fedstrata new`` can write; a file each in ``templates``."""
+"""The files that ``fedstrata new`` can write; each is in ``templates``."""
 
 SHELLS = {
     "bash": 'eval "$(fedstrata completion bash)"    # in ~/.bashrc',
@@ -38,25 +37,20 @@ SHELLS = {
 
 
 def add_new(commands: Commands) -> None:
-    """``fedstrata new``."""
+    """Add the command ``fedstrata new``."""
     examples = """
         fedstrata new spec
         fedstrata new demo && fedstrata compare demo.toml --out demo
         fedstrata new sampler && fedstrata run --set method.client_sampler=sampler:LongestAway
         fedstrata new availability nights.py && fedstrata run --set availability=nights:Nights
     """
-    parser = add_command(
-        commands,
-        "new",
-        "a commented file to begin with, which runs as it is",
-        examples,
-        "\n".join(f"  {kind:<14}{what}" for kind, what in KINDS.items()),
-    )
-    parser.add_argument("kind", metavar="KIND", help=f"what: {', '.join(KINDS)}")
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="where to (default: KIND.toml or KIND.py)")
-    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    help = "write a commented file to begin with, which runs as it is"
+    more = "\n".join(f"  {kind:<14}{purpose}" for kind, purpose in KINDS.items())
+    parser = add_command(commands, "new", help, examples, more, work=_new)
+    parser.add_argument("kind", metavar="KIND", help=f"the kind of file: {', '.join(KINDS)}")
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="its path (default: KIND.toml or KIND.py)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
     add_output(parser, progress=False)
-    parser.set_defaults(work=_new)
 
 
 def _new(options: argparse.Namespace) -> int:
@@ -84,27 +78,25 @@ def _new(options: argparse.Namespace) -> int:
 
 
 def add_explain(commands: Commands) -> None:
-    """``fedstrata explain``."""
+    """Add the command ``fedstrata explain``."""
     examples = """
         fedstrata explain alpha
         fedstrata explain training.lr
         fedstrata explain dirichlet
         fedstrata explain availability
     """
-    parser = add_command(
-        commands, "explain", "a key of a spec: what it means, its default, what it takes, who has it", examples
-    )
+    help = "explain a key of a spec: its meaning, default, values and sections"
+    parser = add_command(commands, "explain", help, examples, work=_explain)
     parser.add_argument("key", metavar="KEY", help="a key, a section, a name, or a key with its section")
     add_output(parser, progress=False)
-    parser.set_defaults(work=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
-    found = explanations(options.key)
+    entries = explanations(options.key)
     if options.json:
-        print_json(found)
+        print_json(entries)
         return 0
-    for entry in found:
+    for entry in entries:
         names = ", ".join(entry["kinds"])
         where = f"{entry['section']}.{entry['key']}" if entry["section"] and entry["key"] else entry["section"]
         print((where or entry["key"]) + (f" of {names}" if names else ""))
@@ -120,11 +112,11 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 NOT_BY_HAND = ("communication.codec", "evaluation.metrics", "callbacks", "data.schema.columns.NAME")
-"""Sections that stand for parts of other keys, which ``--set`` has no path to."""
+"""Sections that ``--set`` cannot change, because they are parts of other keys."""
 
 
 def _example(entry: dict[str, Any]) -> str:
-    """How it is set on the command line; nothing where it cannot be."""
+    """Return an example of ``--set``, or an empty text if ``--set`` cannot change the key."""
     if entry["section"] in NOT_BY_HAND or entry["default"] == "{}":
         return ""
     value = "VALUE" if entry["default"] in ("needed", "none", "") else entry["default"]
@@ -135,43 +127,41 @@ def _example(entry: dict[str, Any]) -> str:
 
 
 def explanations(word: str) -> list[dict[str, Any]]:
-    """Everything that a spec calls so.
+    """List the meanings of a word in specs.
 
     Args:
         word: A key (``alpha``), a section (``training``), a name (``dirichlet``), or a path that ends in one of them.
 
     Returns:
-        For each meaning its ``section``, the ``kinds`` that have it (none where all do), its ``key`` ("" where the word
-        is a section or a name), ``about``, ``takes``, ``default`` and the keys that it ``has``.
+        For each meaning its ``section``, the ``kinds`` that have it (none if all do), its ``key`` ("" if the word is a
+        section or a name), ``about``, ``takes``, ``default`` and the keys that it ``has``.
 
     Raises:
-        SpecError: Nothing is called so; the message has the closest spelling.
+        SpecError: The word has no meaning; the message has the closest spelling.
     """
     from fedstrata.cli.known import known
 
     table = known()
     settings = table["settings"]
-    found = [_entry("", [], row) for row in table["experiment"] if row[0] == word and word not in settings]
+    entries = [_entry("", [], row) for row in table["experiment"] if row[0] == word and word not in settings]
     for section, each in settings.items():
         kinds = each["kinds"]
         if section == word:
             plain = kinds.get("", {"about": f"One of: {', '.join(kinds)}.", "keys": each["common"]})
-            found.append(_entry(section, [], ["", "", "", plain["about"]], [row[0] for row in plain["keys"]]))
+            entries.append(_entry(section, [], ["", "", "", plain["about"]], [row[0] for row in plain["keys"]]))
         rows: dict[tuple[str, ...], list[str]] = {}
         for name, kind in kinds.items():
             if name and word in (name, f"{section}.{name}"):
-                found.append(_entry(section, [name], ["", "", "", kind["about"]], [row[0] for row in kind["keys"]]))
+                entries.append(_entry(section, [name], ["", "", "", kind["about"]], [row[0] for row in kind["keys"]]))
             for row in kind["keys"]:
                 if word in (row[0], f"{section}.{row[0]}", f"{section}.{name}.{row[0]}", f"{name}.{row[0]}"):
                     rows.setdefault(tuple(row), []).append(name)
         for meaning, names in rows.items():
-            found.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
-    if not found:
-        words = list(dict.fromkeys(_words(table)))
-        raise SpecError(
-            "KEY", f"nothing in a spec is called so{nearest(word, words)}; 'fedstrata settings' lists all", word
-        )
-    return found
+            entries.append(_entry(section, [] if len(names) == len(kinds) else names, meaning))
+    if not entries:
+        hint = nearest(word, words(table))
+        raise SpecError("KEY", f"nothing in a spec is called so{hint}; 'fedstrata settings' lists all", word)
+    return entries
 
 
 def _entry(section: str, kinds: list[str], row: Iterable[str], has: Iterable[str] = ()) -> dict[str, Any]:
@@ -180,28 +170,23 @@ def _entry(section: str, kinds: list[str], row: Iterable[str], has: Iterable[str
     return {"section": section, "kinds": kinds, "key": key, **values}
 
 
-def _words(table: dict[str, Any]) -> Iterable[str]:
-    """Everything that can be explained."""
-    yield from (row[0] for row in table["experiment"])
+def words(table: dict[str, Any]) -> list[str]:
+    """List the words that have a meaning in specs."""
+    every = [row[0] for row in table["experiment"]]
     for section, each in table["settings"].items():
-        yield section
+        every.append(section)
         for name, kind in each["kinds"].items():
-            yield from filter(None, [name])
-            yield from itertools.chain.from_iterable((row[0], f"{section}.{row[0]}") for row in kind["keys"])
+            every += [name] if name else []
+            every += [word for row in kind["keys"] for word in (row[0], f"{section}.{row[0]}")]
+    return list(dict.fromkeys(every))
 
 
 def add_completion(commands: Commands) -> None:
-    """``fedstrata completion``."""
-    lines = "\n".join(f"  {line}" for line in SHELLS.values())
-    parser = add_command(
-        commands,
-        "completion",
-        "completion of commands, settings and names for a shell",
-        "fedstrata completion bash",
-        f"Put a line into your shell's start-up file:\n\n{lines}",
-    )
-    parser.add_argument("shell", choices=SHELLS, help="which shell")
-    parser.set_defaults(work=_completion)
+    """Add the command ``fedstrata completion``."""
+    help = "print the completion of commands, settings and names for a shell"
+    more = "Put a line into your shell's start-up file:\n\n" + "\n".join(f"  {line}" for line in SHELLS.values())
+    parser = add_command(commands, "completion", help, "fedstrata completion bash", more, work=_completion)
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
 def _completion(options: argparse.Namespace) -> int:
@@ -212,7 +197,7 @@ def _completion(options: argparse.Namespace) -> int:
 
 
 def complete(whole: argparse.ArgumentParser) -> None:
-    """Answer a shell that asks what may come next, and end; does nothing when none asks."""
+    """Answer a shell's request for completions and exit; without such a request, do nothing."""
     import argcomplete
 
     argcomplete.autocomplete(whole)
