@@ -1,4 +1,4 @@
-"""The command line: one small file a family of commands, each with its arguments beside its work."""
+"""The command line, with a file for each family of commands."""
 
 from fedstrata.cli.main import main
 

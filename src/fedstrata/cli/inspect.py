@@ -48,9 +48,9 @@ def _datasets(options: argparse.Namespace) -> int:
     from fedstrata.data.catalog import available, folders
 
     if options.json:
-        print_json([{"data": name, "about": about, "found": found} for name, about, found in available()])
+        print_json([dict(zip(("data", "about", "found"), row, strict=True)) for row in available()])
         return 0
-    rows = [(name, about, "yes" if found else "no") for name, about, found in available()]
+    rows = [(name, about, "yes" if present else "no") for name, about, present in available()]
     _columns(("data set", "what it is", "found"), rows)
     print(f"NAME.npz is looked for in {', '.join(map(str, folders()))}; a path and hub:owner/name work too")
     return 0

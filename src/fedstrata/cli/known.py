@@ -62,9 +62,9 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
         from fedstrata.base.config import Setting
         from fedstrata.base.loading import load_object
 
-        own = load_object(name, section)
-        if not (inspect.isclass(own) and issubclass(own, Setting)):
-            return _of_function(own, name, FUNCTIONS[section])
+        choice = load_object(name, section)
+        if not (inspect.isclass(choice) and issubclass(choice, Setting)):
+            return _of_function(choice, name, FUNCTIONS[section])
     kinds = find_section(section)["kinds"]
     if ":" in name:
         from fedstrata.base.config import Registry

@@ -31,21 +31,21 @@ SHOWN = 12
 
 
 class Column(Setting):
-    """One column of a table that a model sees.
+    """A column of a table that is used as a feature.
 
     Args:
-        type: ``number``; ``category``, of which each becomes a feature that is 0 or 1; ``boolean``, 0 or 1.
-        unit: What a number is measured in.
-        range: The least and the greatest number that can be.
-        categories: What a category may be; those of the table unless given.
-        missing: Cells that stand for a missing value, besides the schema's.
-        impute: What stands in for a missing value: the training rows' ``mean``, ``median`` (the lower one) or
-            ``most-frequent`` value (the first in order where several are), or a ``constant``. Missing values are
-            refused unless it is given.
-        step: What the numbers that ``median`` and ``most-frequent`` count are rounded to multiples of. Sites tell how
-            often they have each, and need it: the larger, the less they tell.
-        value: That constant.
-        indicator: Whether one more feature says where a value was missing.
+        type: ``number``; ``category``, whose values each become a feature that is 0 or 1; or ``boolean``, 0 or 1.
+        unit: The unit of a number, for messages.
+        range: The smallest and the largest number that is accepted.
+        categories: The accepted categories. Default: the categories of the table.
+        missing: Cells that mean a missing value, in addition to the schema's.
+        impute: The replacement of missing values: the training rows' ``mean``, ``median`` (the lower one) or
+            ``most-frequent`` value (the first in order if there are several), or a ``constant``. By default, missing
+            values are refused.
+        step: The unit to which numbers are rounded for ``median`` and ``most-frequent``. Sites need it, because they
+            disclose the number of occurrences of each rounded value: the larger the step, the less they disclose.
+        value: The constant for ``impute = "constant"``.
+        indicator: Whether to add a feature that is 1 for missing values.
     """
 
     type: Literal["number", "category", "boolean"] = "number"
@@ -136,19 +136,19 @@ def _columns(value: object, info: ValidationInfo) -> object:
 
 
 class Schema(Setting):
-    """What the columns of a table mean.
+    """The meaning of the columns of a table.
 
     Args:
         label: The column with the label.
-        client: The column that says whose a row is, for the partition ``natural``.
-        columns: What a model sees, by name; each a table or the word that is its type. All other columns unless given:
-            those whose cells are numbers as numbers, true and false as booleans, others as categories.
-        classes: The labels that there are, in order; those of the table unless given.
-        missing: Cells that stand for a missing value, besides empty ones.
-        ignore: Columns that are left out where ``columns`` is not given.
-        test: The share of rows held out as test samples, by label within each client (one at least of whoever has two
-            rows); or a column that says which rows are, by ``test`` and ``train`` or true and false.
-        delimiter: What stands between the cells of a text file.
+        client: The column with the client of each row, for the partition ``natural``.
+        columns: The columns that are features, by name; each is a table, or a word for its type. Default: all other
+            columns, with types guessed from their cells.
+        classes: The possible labels, in order. Default: the labels of the table.
+        missing: Cells that mean a missing value, in addition to empty cells.
+        ignore: Columns that are left out if ``columns`` is not given.
+        test: The share of rows held out as test samples, by label within each client (at least one row of each client
+            with two rows). Or a column that marks these rows, with ``test`` and ``train`` or true and false.
+        delimiter: The character between the cells of a text file.
     """
 
     label: str

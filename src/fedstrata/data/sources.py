@@ -48,26 +48,27 @@ with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message='Field name "(name|schema)" in "Data" shadows', category=UserWarning)
 
     class Data(Setting):
-        """Which data set, and how it is prepared.
+        """The data set, and its preparation.
 
         Args:
             name: A known name (``fedstrata datasets`` lists them), the NAME of a file NAME.npz in
                 ``$FEDSTRATA_DATA`` or ``~/.cache/fedstrata``, a path that ends in ``.npz``, ``.csv`` or ``.parquet``,
                 or ``"hub:owner/name"`` (``"hub:owner/name:configuration"``).
-            normalize: ``"standard"``: each channel or feature gets mean 0 and deviation 1 on the training set;
-                ``"unit"``: it lies in [0, 1] there; ``"none"``: values stay as they are.
-            limit: Use only so many training samples, chosen at random with the classes in proportion: for
-                quick trials.
-            client: The column of a hub data set that says whose a sample is, for the partition ``natural``.
-            schema: What the columns of a ``.csv`` or ``.parquet`` file mean; the word alone names the label.
-            shape: Of one sample of arrays as a model sees it, (channels, height, width) or (features,). It and
-                ``classes`` must be known where sites keep their arrays. They are checked wherever arrays are read, and
-                arrays of which they are said are normalised by the samples that clients train on alone.
-            classes: How many classes the labels of arrays are of, 0 … C−1.
-            range: The least and the greatest value that can be in arrays.
-            shift: Subtracted from every channel or feature, instead of what ``normalize`` finds.
-            scale: Multiplied after that.
-            custom: What arrays of the user's own were, in the spec that a run leaves behind; not to be given.
+            normalize: ``"standard"``: each channel or feature gets mean 0 and standard deviation 1 on the training set.
+                ``"unit"``: it lies in [0, 1] there. ``"none"``: values do not change.
+            limit: The number of training samples to use, chosen at random with the classes in proportion, for quick
+                trials.
+            client: The column of a hub data set with the client of each sample, for the partition ``natural``.
+            schema: The meaning of the columns of a ``.csv`` or ``.parquet`` file; a word names the column of the label.
+            shape: The shape of one sample of arrays, (channels, height, width) or (features,). ``shape`` and
+                ``classes`` are needed if sites keep their arrays. Arrays are checked against them, and are then
+                normalised by only the samples that clients train on.
+            classes: The number C of classes of arrays, whose labels are 0 … C−1.
+            range: The smallest and the largest value that is accepted in arrays.
+            shift: The number to subtract from each channel or feature, instead of that of ``normalize``.
+            scale: The number by which each channel or feature is multiplied after that.
+            custom: A description of the user's own arrays, which fedstrata writes into the spec of a run. Do not set
+                it.
         """
 
         name: str = "digits"  # type: ignore[misc]  # see above

@@ -17,14 +17,14 @@ Norm = Literal["bn", "gn"]
 
 
 class ResNet9(ModelSpec):
-    """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), as common in FL code.
+    """The nine-layer network of DAWNBench (Page 2018, "How to train your ResNet"), which is common in FL code.
 
-    Convolutions of 64, 128 (pooled), a residual pair of 128, 256 (pooled), 512 (pooled), a residual pair of
-    512, global max-pooling, linear. Nothing is scaled before the softmax. With 3 channels and 10 classes:
+    Its layers are convolutions of 64, 128 (pooled), a residual pair of 128, 256 (pooled), 512 (pooled), a residual pair
+    of 512, global max-pooling, and a linear layer. Logits are not scaled. With 3 channels and 10 classes it has
     6,573,130 parameters.
 
     Args:
-        norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm, which keeps no statistics across samples.
+        norm: ``"bn"`` for BatchNorm, ``"gn"`` for GroupNorm, which has no statistics over samples.
     """
 
     norm: Norm = "bn"

@@ -47,7 +47,7 @@ class MLP(ModelSpec):
     """Fully connected layers with ReLU; any shape is flattened (McMahan et al. 2017; Lu et al. 2023, FedSSAR).
 
     Args:
-        hidden: Width of each hidden layer; none at all gives multinomial logistic regression.
+        hidden: The width of each hidden layer; an empty list gives multinomial logistic regression.
 
     >>> sum(p.numel() for p in MLP().build((1, 28, 28), 10).parameters())
     178110
@@ -65,7 +65,7 @@ class Tabular(ModelSpec):
     """A small MLP for the rows of a table.
 
     Args:
-        hidden: Width of each hidden layer.
+        hidden: The width of each hidden layer.
     """
 
     hidden: tuple[PositiveInt, ...] = (128, 64)
@@ -79,13 +79,13 @@ class Tabular(ModelSpec):
 
 
 class CNN(ModelSpec):
-    """The LeNet-like network of ReBaFL (section 5.1): 5x5 convolutions, each max-pooled, and a hidden layer.
+    """The LeNet-like network of ReBaFL (section 5.1): 5x5 convolutions with max-pooling, and a hidden layer.
 
-    Convolutions are padded by 2, so that the 8x8 digits survive three of them.
+    Convolutions are padded by 2, so that 8x8 images are large enough for three of them.
 
     Args:
-        channels: Channels of each convolution; ReBaFL adds a third of 64 for CIFAR-10.
-        hidden: Width of the hidden layer, which gives the features.
+        channels: The channels of each convolution; ReBaFL adds a third one of 64 for CIFAR-10.
+        hidden: The width of the hidden layer, whose outputs are the features.
     """
 
     channels: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (16, 32)
@@ -105,10 +105,10 @@ class CNN64(ModelSpec):
 
 
 class CustomModel(ModelSpec):
-    """A module of the user's own, in the spec that a run leaves behind; not to be given.
+    """A user's own module, in the spec that fedstrata writes for a run; do not set it.
 
     Args:
-        custom: What it was.
+        custom: A description of the module.
     """
 
     custom: str = ""
@@ -120,13 +120,12 @@ class CustomModel(ModelSpec):
 
 
 class Custom(ModelSpec):
-    """A module of the user's own.
+    """A user's own module.
 
     Args:
-        factory: ``"package.module:factory"``, called as ``factory(shape, classes, **arguments)``: a function
-            that returns a module, or a subclass of ``nn.Module``. ``Model`` says how it exposes features and
-            head.
-        arguments: Its further arguments; in a spec they stand beside the name.
+        factory: ``"package.module:factory"``, a function that returns a module, or a subclass of ``nn.Module``. It is
+            called as ``factory(shape, classes, **arguments)``. See ``Model`` about features and head.
+        arguments: Further arguments; in a spec they are further keys beside the name.
     """
 
     factory: str

@@ -12,16 +12,16 @@ import fedstrata as fs
 
 
 class BySquareRoot(fs.Aggregator):
-    """Clients count by a power of their number of samples.
+    """Clients have weights that are a power of their number of samples.
 
     Args:
-        power: 1 counts every sample alike, 0 every client.
+        power: 1 gives all samples equal weights, 0 all clients.
     """
 
-    needs_counts: ClassVar[bool] = True  # refused where clients keep their sizes private
+    needs_counts: ClassVar[bool] = True  # refused if clients keep their sizes private
     power: float = Field(default=0.5, ge=0, le=1)  # a setting: --set method.aggregator.power=1
 
     def coefficients(self, selection, returned, samples):
-        """The weight of each reply; the new model is w + sum of weight × (client's model − w)."""
-        counted = np.maximum(samples, 0.0) ** self.power * selection.draws[returned]
-        return counted / max(counted.sum(), 1e-12)
+        """Return the weight of each reply; the new model is w + sum of weight × (client's model − w)."""
+        weights = np.maximum(samples, 0.0) ** self.power * selection.draws[returned]
+        return weights / max(weights.sum(), 1e-12)

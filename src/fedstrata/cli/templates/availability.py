@@ -1,4 +1,4 @@
-"""A drop-out model: who is there in which round. Try it:
+"""An availability model: which clients are online in which round. Try it:
 
 fedstrata run --set availability={module}:Nights
 """
@@ -10,12 +10,12 @@ import fedstrata as fs
 
 
 class Nights(fs.Availability):
-    """Clients in different time zones: each is there at night, and by day with a small probability.
+    """Clients in different time zones, which are online at night, and by day with a small probability.
 
     Args:
-        day: Rounds in a day.
+        day: The number of rounds in a day.
         night: The share of a day that is night.
-        by_day: The probability of being there by day.
+        by_day: The probability that a client is online by day.
     """
 
     day: PositiveInt = 12  # a setting: --set availability.day=24
@@ -23,8 +23,8 @@ class Nights(fs.Availability):
     by_day: float = Field(default=0.1, ge=0, le=1)
 
     def online(self, clients, round, seed):
-        """Whether each of ``clients`` is there in a round: an array of booleans of the same length."""
+        """Return an array of booleans: whether each of ``clients`` is online in a round."""
         zone = fs.uniforms(seed, "zone", 0, clients)  # one number in [0, 1) for each client, for the whole run
         hour = (round / self.day + zone) % 1
-        luck = fs.uniforms(seed, "luck", round, clients)  # and one for each round
-        return np.where(hour < self.night, True, luck < self.by_day)
+        draws = fs.uniforms(seed, "luck", round, clients)  # one number for each client and round
+        return np.where(hour < self.night, True, draws < self.by_day)

@@ -1,4 +1,4 @@
-"""A data sampler: which of its samples a client uses. Try it:
+"""A data sampler: the samples that a client uses in a round. Try it:
 
 fedstrata run --set method.data_sampler={module}:Half
 """
@@ -9,14 +9,14 @@ import fedstrata as fs
 
 
 class Half(fs.DataSampler):
-    """Every sample takes part in a round with the same probability.
+    """Every sample is used in a round with the same probability.
 
     Args:
-        share: That probability.
+        share: The probability.
     """
 
     share: float = Field(default=0.5, gt=0, le=1)  # a setting: --set method.data_sampler.share=0.2
 
     def keep(self, federation, state, clients):
-        """The probability, the new state (there is none), and what the round's record gets."""
+        """Return the probability, the new state (there is none), and the values for the round's record."""
         return self.share, state, {"kept": self.share}

@@ -5,11 +5,11 @@ fedstrata run --set 'evaluation.metrics=["accuracy", "{module}:worst_recall"]'
 
 
 def worst_recall(labels, probabilities):
-    """The recall of the class that is recognised worst.
+    """Return the lowest recall of all classes.
 
     Args:
         labels: The true classes, (N,), NumPy whole numbers.
-        probabilities: Of each class, (N, C).
+        probabilities: The probability of each class, (N, C).
     """
-    said = probabilities.argmax(axis=1)
-    return float(min((said[labels == c] == c).mean() for c in set(labels.tolist())))
+    predicted = probabilities.argmax(axis=1)
+    return float(min((predicted[labels == c] == c).mean() for c in set(labels.tolist())))

@@ -13,14 +13,14 @@ class Smoothed(fs.Objective):
     """Cross-entropy with smoothed labels.
 
     Args:
-        smoothing: The share of the probability that all classes get alike.
+        smoothing: The share of the probability that is divided equally among all classes.
     """
 
     smoothing: float = Field(default=0.1, ge=0, lt=1)  # a setting: --set method.objective.smoothing=0.2
 
     def loss(self, model, params, batch, context):
-        """The mean loss over a batch, a pure function of the parameters.
+        """Return the mean loss over a batch, which must be a pure function of the parameters.
 
-        Also at hand: context.start (the global parameters), context.counts (the client's samples of each class).
+        The context also has context.start (the global parameters) and context.counts (the client's samples by class).
         """
         return F.cross_entropy(model(params, batch.x), batch.y, label_smoothing=self.smoothing)

@@ -103,12 +103,12 @@ Clients = Annotated[PositiveInt, Field(le=10_000_000)]
 
 
 class Partition(Setting):
-    """How the training set is divided among the clients.
+    """The division of the training set among the clients.
 
-    A scheme of your own derives from this and writes ``assign``; ``split`` checks what it returns.
+    Your own scheme derives from this class and implements ``assign``; ``split`` checks its result.
 
     Args:
-        clients: Number of clients N.
+        clients: The number N of clients.
         min_size: The fewest samples that a client may hold; 0 allows empty clients.
     """
 

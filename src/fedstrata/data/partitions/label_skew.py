@@ -16,16 +16,15 @@ from fedstrata.data.partitions.schemes import Alpha, Generator
 
 
 class Classes(Partition):
-    """Every client holds k classes; each class is split equally among its holders (#C = k).
+    """Label skew with k classes per client; each class is split equally among its holders (#C = k).
 
-    The label skew of Stratify, section V, and of many others.
-    Which classes is random, but every class has as many holders as any other (±1), and at least one.
+    Stratify (section V) and many others use this division. The classes of a client are random, but all classes have
+    equally many holders (±1), and at least one.
 
     Args:
-        per_client: Number of classes k of each client.
-        size: When given, each client holds exactly this many samples, equally many (±1) of each of its
-            classes, and samples beyond that are not used at all (ReBaFL, section 5.1: k = 2 and 1,000
-            samples).
+        per_client: The number k of classes of each client.
+        size: The number of samples of each client, equally many (±1) of each of its classes; other samples are not
+            used (ReBaFL, section 5.1: k = 2 and 1,000 samples). By default, all samples are used.
     """
 
     per_client: PositiveInt = 2
@@ -43,11 +42,11 @@ class Classes(Partition):
 
 
 class ClassGroup(Setting):
-    """Clients that hold equally many classes each.
+    """A group of clients with the same number of classes.
 
     Args:
-        clients: How many clients.
-        classes: How many classes each of them holds.
+        clients: The number of clients.
+        classes: The number of classes of each client.
     """
 
     clients: PositiveInt
@@ -55,15 +54,15 @@ class ClassGroup(Setting):
 
 
 class Groups(Partition):
-    """Groups of clients with different numbers of classes, each client with classes of its own choice.
+    """Groups of clients with different numbers of classes; the classes of each client are random.
 
-    Clients are numbered group after group. Each class is split equally among its holders, whose numbers
-    differ by at most one between classes. The default is the clustered setting of ReBaFL (section 5.3): 20
-    clients in five groups that hold 2, 2, 3, 3 and 5 classes.
+    Clients are numbered group after group. Each class is split equally among its holders, whose numbers differ by at
+    most one between classes. The default is the clustered setting of ReBaFL (section 5.3): 20 clients in five groups
+    that hold 2, 2, 3, 3 and 5 classes.
 
     Args:
-        groups: The groups, such as ``{clients = 4, classes = 2}``. The partition's own ``clients`` may be left out, and
-            is the sum over them.
+        groups: The groups, such as ``{clients = 4, classes = 2}``. The partition's ``clients`` need not be given; it is
+            the sum over the groups.
         size: As for ``Classes``.
     """
 
@@ -105,13 +104,14 @@ class Groups(Partition):
 
 
 class Domains(Partition):
-    """Every client holds d domains; each domain is split equally among its holders (#D = d).
+    """Feature skew with d domains per client; each domain is split equally among its holders (#D = d).
 
-    The feature skew of Stratify, section V.
+    Stratify (section V) uses this division.
 
     Args:
-        per_client: Number of domains d of each client; 1 when neither this nor ``alpha`` is given.
-        alpha: Instead of that, cut each domain by a draw from Dir_N(α), as ``Dirichlet`` does with classes.
+        per_client: The number d of domains of each client. Default: 1, if ``alpha`` is not given.
+        alpha: The concentration of a draw from Dir_N(α) by which each domain is cut, as classes are by ``Dirichlet``.
+            It replaces ``per_client``.
     """
 
     per_client: PositiveInt | None = None

@@ -16,14 +16,14 @@ from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Cli
 
 
 class Natural(Partition):
-    """One client for each client id of the data: a hospital, a writer, a device.
+    """One client for each client id of the data, such as a hospital, a writer or a device.
 
     The ids are ``client_train`` of arrays and ``.npz`` files, the column ``data.client`` of a hub data set, or
     ``data.schema.client`` of a table. Clients are numbered in the order of their ids.
 
     Args:
-        clients: How many to take, at random; all of them unless given.
-        min_size: Clients with fewer samples are left out, and a warning says how many.
+        clients: The number of clients, chosen at random. Default: all clients.
+        min_size: The fewest samples of a client. Smaller clients are left out, with a warning.
     """
 
     clients: Clients | None = None  # type: ignore[assignment]  # as many as there are
@@ -68,12 +68,12 @@ class Natural(Partition):
 
 
 class SingleClient(Partition):
-    """One client that holds what the clients of another partition hold: centralised training, or one of them alone.
+    """One client with the samples of another partition: of all its clients (centralised training), or of one of them.
 
     Args:
         clients: Always 1.
         of: The other partition.
-        only: The client whose samples alone are held; those of all clients unless given.
+        only: The client whose samples are used. Default: those of all clients.
     """
 
     clients: Literal[1] = 1

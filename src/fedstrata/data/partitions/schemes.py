@@ -30,7 +30,7 @@ Alpha = Annotated[float, Field(ge=1e-9, le=1e9)]
 
 
 class IID(Partition):
-    """Samples shuffled and dealt out: sizes differ by at most one (McMahan et al. 2017, section 3, "IID")."""
+    """Shuffled samples in equal parts, whose sizes differ by at most one (McMahan et al. 2017, section 3, "IID")."""
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> Ints:
         """See ``Partition.assign``."""
@@ -40,21 +40,20 @@ class IID(Partition):
 
 
 class Dirichlet(Partition):
-    """Label skew by Dirichlet draws: the smaller α, the fewer classes a client has much of.
+    """Label skew by Dirichlet draws: the smaller α, the fewer classes dominate a client.
 
     Args:
-        alpha: Concentration α; 1e-3 gives nearly one client a class, 1e6 nearly IID.
-        balance: What a draw is over. ``"class"``: the samples of each class are cut in proportion to a draw
-            from Dir_N(α), so that sizes vary too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). When α
-            is small many clients end up empty; those below ``min_size`` are topped up with random samples of
-            the largest clients, as few as possible. ``"client"``: every client holds the same number of
-            samples (±1), their classes drawn from a mix of its own; see ``prior``. Mixes are renormalised over
-            the classes that have not run out; all clients draw at once, so that running out falls on no client
-            in particular.
-        prior: What the mixes of ``balance = "client"`` are drawn from, and so what α means. ``"shares"``: Dir_C(α·p),
-            p being the class shares of the whole set (Hsu et al. 2019), so that the parameters add up to α.
-            ``"flat"``: α for every class, as in the published code of FedSTaS. With ten classes of equal size an α of
-            0.001 in every class is an α of 0.01 by shares.
+        alpha: The concentration α; 1e-3 gives each class to nearly one client, 1e6 is nearly IID.
+        balance: The kind of draw. ``"class"``: the samples of each class are cut in proportion to a draw from Dir_N(α),
+            so that sizes vary too (Yurochkin et al. 2019; NIID-Bench, Li et al. 2022). If α is small, many clients are
+            empty; clients below ``min_size`` get as few samples as possible from the largest clients. ``"client"``:
+            every client holds the same number of samples (±1), with classes drawn from the client's own mix; see
+            ``prior``. Mixes are renormalised over the classes that remain. All clients draw at once, so that no client
+            is affected more than others when a class runs out.
+        prior: The distribution of the mixes of ``balance = "client"``, which defines the meaning of α. ``"shares"``:
+            Dir_C(α·p) with the class shares p of the whole set (Hsu et al. 2019), so that the parameters sum to α.
+            ``"flat"``: α for every class, as in the published code of FedSTaS. With ten classes of equal size, α =
+            0.001 with ``"flat"`` equals α = 0.01 with ``"shares"``.
     """
 
     alpha: Alpha = 0.5
@@ -82,13 +81,14 @@ class Dirichlet(Partition):
 
 
 class Shards(Partition):
-    """Samples sorted by label and cut into shards of equal size (±1), so many for each client.
+    """Samples sorted by label and cut into shards of equal size (±1), with a fixed number of shards per client.
 
-    The "pathological non-IID" division of McMahan et al. 2017, section 3. A shard spans two classes where
-    they meet, so that a client may hold a few samples of one more. Sizes differ by at most ``per_client``.
+    This is the "pathological non-IID" division of McMahan et al. 2017, section 3. A shard at the border of two classes
+    has samples of both, so that a client may hold a few samples of another class. Sizes differ by at most
+    ``per_client``.
 
     Args:
-        per_client: Shards for each client.
+        per_client: The number of shards of each client.
     """
 
     per_client: PositiveInt = 2
@@ -109,14 +109,13 @@ class Shards(Partition):
 
 
 class PowerLaw(Partition):
-    """Quantity skew alone: client k = 1, 2, … holds samples in proportion to k^(−exponent).
+    """Quantity skew only: client k = 1, 2, … holds samples in proportion to k^(−exponent).
 
-    All classes are mixed alike. Sizes are rounded by largest remainder; clients below ``min_size`` take what
-    they lack from the largest. Power-law sizes as in Li et al. 2020 (FedProx, section 5), with the law made
-    explicit.
+    All clients have the same mix of classes. Sizes are rounded by largest remainder, and clients below ``min_size`` get
+    samples from the largest clients. Li et al. 2020 (FedProx, section 5) use power-law sizes without stating the law.
 
     Args:
-        exponent: 0 gives equal sizes.
+        exponent: The exponent; 0 gives equal sizes.
     """
 
     exponent: Annotated[NonNegativeFloat, Field(le=100)] = 1.0
@@ -132,14 +131,14 @@ class PowerLaw(Partition):
 
 
 class Given(Partition):
-    """An explicit list of sample numbers for each client, for divisions made elsewhere.
+    """Explicit lists of sample numbers for each client, for divisions by other programs.
 
     Samples may be left out.
 
     Args:
-        indices: One sequence of sample numbers a client; ``clients`` may be left out, and is their number.
-        file: A ``.npz`` file with them, beside the spec or by its path, where they are many: ``indices``, client after
-            client, and ``offsets``, where in it each client begins and the last one ends, (N + 1,).
+        indices: A sequence of sample numbers per client. ``clients`` need not be given.
+        file: A ``.npz`` file with many indices, beside the spec or by its path. It holds ``indices``, client after
+            client, and ``offsets``, the start of each client in them and the end of the last, (N + 1,).
     """
 
     indices: Annotated[tuple[tuple[int, ...], ...], Field(min_length=1)] = ()
