@@ -18,6 +18,7 @@ FILES = [
     "tests/engines/test_conformance.py",
     "tests/sites/test_conformance_sites.py",
     "tests/integration/test_strangers.py",
+    "tests/sites/test_strangers_at_sites.py",
 ]
 LETTERS = {
     "test_a_run_repeats_to_the_bit_and_nobody_fails": "L",
@@ -74,7 +75,7 @@ Why some cases cannot happen on some engines:
 ZOO = """
 ## Any model
 
-Ten models that are not the library's (`tests/integration/strangers.py`) go through every method. A row is a method, a
+Ten models that are not the library's (`tests/support/strangers.py`) go through every method. A row is a method, a
 column a model, a letter a test that passed:
 
 | letter | test |

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedstrata
-from fedstrata.base import records
+from fedstrata.base import outer, records
 from fedstrata.base.errors import WireError
 from fedstrata.base.records import add, decode, encode, record, require_types, same, size
 from fedstrata.federation.messages import FitReply, Weights
@@ -370,7 +370,10 @@ def declared() -> dict[str, list[str]]:
 
 def test_wire_names_and_fields_stay():
     """A message of a party with another version, and a checkpoint, are read by these names."""
-    assert declared() == json.loads(WIRE_NAMES.read_text()), "write it again: python tests/test_records.py"
+    found, expected = declared(), json.loads(WIRE_NAMES.read_text())
+    if outer.installed() != list(outer.OUTER):  # their names are absent with them
+        expected = {name: fields for name, fields in expected.items() if name in found}
+    assert found == expected, "write it again: python tests/base/test_records.py"
 
 
 def test_two_classes_cannot_share_a_wire_name():

@@ -7,13 +7,11 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from fedstrata.cli import main
 from fedstrata.cli.common import WITH_OUT
-from fedstrata.sites.cli.deploy import _tell
 
 BASE = """[training]
 rounds = 1
@@ -152,16 +150,6 @@ def test_a_pipe_that_is_not_the_readers_is_an_error(monkeypatch, capsys):
     assert "a worker's pipe" in capsys.readouterr().err
 
 
-def test_a_run_is_waited_for_when_nobody_reads_its_progress_any_more(monkeypatch):
-    class Closed(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError
-
-    tell = _tell(SimpleNamespace(json=False))
-    monkeypatch.setattr("sys.stdout", Closed())
-    tell("round 1 of 9")
-
-
 def test_a_terminal_of_ascii_alone_is_no_error(monkeypatch):
     shown = subprocess.run(
         [sys.executable, "-m", "fedstrata", "settings", "training"],
@@ -211,8 +199,6 @@ def test_usage_errors_have_code_2(capsys):
             ["sweep", "--set", "evaluation.validation=0.1", "--set", "training.lr=0.1,0.2"],
             f"; {WITH_OUT}",
         ),
-        ("fedstrata.papers.running.run", ["reproduce"], "; go on from the last checkpoint with the same command"),
-        ("fedstrata.sites.submit.submit", ["submit", "k", "--out", "o"], "; the job goes on; the same command stays"),
         ("fedstrata.data.partitions.draw_partition", ["partition", "--set", "data=digits"], "\n"),
     ],
 )

@@ -17,7 +17,6 @@ from fedstrata.base.records import record
 from fedstrata.clients.client import Client
 from fedstrata.clients.handling import handles, handles_hop
 from fedstrata.federation.messages import Reply, Request, Weights
-from fedstrata.sites.wire import Answers, Hopped
 
 TAKES = {"slow": 0.1, "hang": 24.0}
 """Seconds that a culprit sleeps before it answers."""
@@ -105,7 +104,7 @@ def garble() -> None:
     encode = records.encode
 
     def garbled(value: object) -> bytes:
-        if isinstance(value, (Answers, Hopped)):
+        if type(value).__name__ in ("Answers", "Hopped"):  # of sites, where alone messages are garbled
             records.encode = encode
         return b"\x80\x04garbage"
 

@@ -12,16 +12,13 @@ import torch
 from workers import two_workers
 
 import fedstrata as fs
-from fedstrata.base import records
+from fedstrata.base import outer, records
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Engine
 from fedstrata.federation.federation import Federation
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.simulation import make_context
-from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.site_server import SERVER, SiteServer
-from fedstrata.sites.sums import Sums
 
 sys.path.insert(0, str(Path(__file__).parent))
 from probes import Meet, Probe, Walk
@@ -48,50 +45,20 @@ def workers(prepared: Prepared, place: Path, request: Any) -> Engine:
     return LocalEngine(make_context(prepared), StateStore(), workers=2)
 
 
-def sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = True, patience: float = 120.0) -> Engine:
-    """Two sites of two clients each, in this process: all that crosses are bytes."""
-    sums, site_servers = Sums(patience), {}
-
-    class Transport:
-        def there(self, site: str) -> bool:
-            return True
-
-        def send(self, site: str, data: bytes, patience: float, number: int) -> object:
-            return site_servers[site].call(SERVER, data)
-
-    for name in "ab":
-
-        def carry(target: str, data: bytes, name: str = name) -> object:
-            return sums.add_up(name, data) if target == SERVER else site_servers[target].call(name, data)
-
-        site_servers[name] = SiteServer(
-            name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True
-        )
-    spec, site_of_client = prepared.spec.to_toml(), list("aabb")
-    engine = NVFlareEngine(
-        prepared.config, Transport(), site_of_client, sums, spec=spec, run="run", patience=patience, direct=direct
-    )
-    engine.restore(0)
-    return engine
-
-
-def through_the_server(prepared: Prepared, place: Path, request: Any) -> Engine:
-    return sites(prepared, place, request, direct=False)
-
-
 def on_ray(prepared: Prepared, place: Path, request: pytest.FixtureRequest) -> Engine:
     from fedstrata.engines.ray import RayEngine
 
     return RayEngine(make_context(prepared), StateStore(), pool=request.getfixturevalue("pool"))
 
 
-ENGINES: dict[str, Make] = {
-    "local": local,
-    "workers": workers,
-    "sites": sites,
-    "sites, through the server": through_the_server,
-    "ray": on_ray,
-}
+ENGINES: dict[str, Make] = {"local": local, "workers": workers, "ray": on_ray}
+LARGEST: list[str] = []
+"""Where engines say how large a message may be."""
+if "sites" in outer.installed():
+    from near_sites import near_sites, through_the_server
+
+    ENGINES |= {"sites": near_sites, "sites, through the server": through_the_server}
+    LARGEST.append("fedstrata.sites.site_server.LARGEST_ANSWER")
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +185,8 @@ def test_answers_of_any_size(federation: Federation, size: int) -> None:
 def test_answers_that_do_not_fit_into_one_message_come_in_several(
     federation: Federation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstrata.sites.site_server.LARGEST_ANSWER", 1000)
+    for limit in LARGEST:
+        monkeypatch.setattr(limit, 1000)
     assert times(federation, Probe(size=200)) == ALL
     assert times(federation, Probe(size=200)) == dict.fromkeys(range(CLIENTS), 2)
 

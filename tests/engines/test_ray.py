@@ -17,11 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import combinations
 import matrix
 import pytest
 import raycases
-import recorder
 import torch
 from lazy import Lazy
 from torch import nn
@@ -38,8 +36,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
 from fedstrata.runs import simulation
 from fedstrata.runs.preparation import prepare
-from fedstrata.runs.simulation import make_context, run_prepared
-from fedstrata.sites.policy import Policy
+from fedstrata.runs.simulation import make_context
 from fedstrata.stratify.masking.key_store import KeyRing
 
 ray = Lazy("ray")
@@ -94,25 +91,6 @@ def test_equal_bytes_and_equal_books(label: str, run: Any, local: Callable[[str]
 @pytest.mark.parametrize("name", matrix.EVERY_METHOD)
 def test_every_method_gives_equal_bytes_and_equal_books(name: str, run: Any) -> None:
     here, there = fs.run(matrix.EVERY_METHOD[name]), run(matrix.EVERY_METHOD[name])
-    assert matrix.final_bytes(here) == matrix.final_bytes(there)
-    assert rows(here) == rows(there)
-
-
-class Watched(recorder.Watching, RayEngine):
-    """With a site's guard in front of every client."""
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", combinations.EVERY_CHOICE)
-def test_every_choice_asks_what_it_declares_and_gives_the_same_bytes(
-    name: str, pool: WorkerPool, tmp_path: Path
-) -> None:
-    prepared = fs.prepare(combinations.spec_of(name))
-    engine = Watched(make_context(prepared), StateStore(), pool=pool)
-    engine.watch(prepared, tmp_path, policy=Policy(jobs="within-policy", min_samples=1))
-    there, here = run_prepared(prepared, None, engine), fs.run(prepared.spec)
-    assert engine.counts
     assert matrix.final_bytes(here) == matrix.final_bytes(there)
     assert rows(here) == rows(there)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests/support", "tests/sites/support")]
 
 RAN, REFUSED = "ran", "refused"
 """How a case may end."""

@@ -14,8 +14,10 @@ import traceback
 from pathlib import Path
 
 import torch
-from tests.fuzz import choices, files, folders, kills, questions, specs, wire
+from tests.fuzz import choices, files, folders, kills, specs, wire
 from tests.fuzz.cases import DIFFERENT, TRACEBACK, Family, SilentDifferenceError, chance_of
+
+from fedstrata.base import outer
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -24,13 +26,17 @@ FAMILIES: dict[str, Family] = {
         files.FAMILY,
         wire.FAMILY,
         choices.FAMILY,
-        questions.FAMILY,
         folders.CHECKPOINTS,
         folders.FOLDERS,
         kills.RUNS,
         kills.COMPARES,
     )
 }
+
+if "sites" in outer.installed():
+    from tests.sites import questions
+
+    FAMILIES[questions.FAMILY.name] = questions.FAMILY
 
 MEMORY = 12 << 30
 """Bytes of addresses: who asks for more gets a ``MemoryError``, and not the machine's end."""

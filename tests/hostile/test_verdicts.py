@@ -1,4 +1,4 @@
-"""A guard refuses whatever it refused when verdicts.json.gz was written: see ``tests/support/verdicts.py``."""
+"""A guard refuses whatever it refused when verdicts.json.gz was written: see ``tests/sites/support/verdicts.py``."""
 
 from __future__ import annotations
 

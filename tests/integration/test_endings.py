@@ -1,4 +1,4 @@
-"""How runs end: by an error, resumed when they are over, audited after states went to disk."""
+"""How runs end: by an error, and resumed when they are over."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 import fedstrata as fs
 from fedstrata.base.errors import QuorumError
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.clients.store import StateStore
 
 
 def spec(**tables):
@@ -65,21 +64,3 @@ def test_a_step_that_failed_can_be_taken_again():
                 simulation.step()
             assert simulation.step()["round"] == 2
         assert calls == [2, 2]
-
-
-def test_an_audit_reads_states_that_went_to_disk(tmp_path, monkeypatch):
-    """Their files were removed before they were read."""
-    from fedstrata.audits.replay import replay
-
-    experiment = spec(
-        method={"name": "rebafl"},
-        model={"name": "mlp", "hidden": [8]},
-        training={"rounds": 2, "local_steps": 1, "batch_norm": "average"},
-        evaluation={"every": 0, "checkpoint_every": 1},
-    )
-    fs.run(experiment, out=tmp_path / "run")
-    init = StateStore.__init__
-    monkeypatch.setattr(StateStore, "__init__", lambda self, memory=1, folder=None: init(self, memory, folder))
-    sent = replay(fs.prepare(experiment), tmp_path / "run", 4, 0, lambda *_: None)
-    assert len(sent) == 4
-    assert all(one.difference == 0 for one in sent)

@@ -3,103 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
+import strangers
 import torch
 import torch.nn.functional as F
+from stranger_specs import ELSEWHERE, FOLDER, KINDS, METHODS, MORE, NAMES, bytes_of, here, refused, spec
+from strangers import DRAWS
 from workers import two_workers
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.clients.store import StateStore
-from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import Weights
-from fedstrata.runs.simulation import Simulation, make_context, run_prepared
-from fedstrata.sites.simulator import simulate
+from fedstrata.runs.simulation import Simulation
 from fedstrata.stratify import client_single
 from fedstrata.stratify.client_single import AutogradStepper, TracedStepper
-
-sys.path.insert(0, str(Path(__file__).parent))
-import strangers
-from strangers import DRAWS, ZOO
-
-METHODS: dict[str, dict[str, Any]] = {
-    "fedavg": {},
-    "scaffold": {},
-    "moon": {},
-    "rebafl": {},
-    "feddyn": {},
-    "fedbabu": {},
-    "fedssar": {},
-    "fedstas": {"strata": 2, "fraction": 0.5},
-    "sfl": {},
-    "stratify": {"cap": 6},
-    "stratify, single": {"name": "stratify", "mode": "single", "cap": 4},
-    "stratify, together": {"name": "stratify", "cap": 6},
-    "fedtan": {},
-}
-TOGETHER = ("stratify, together", "fedtan")
-"""Those that a model with BatchNorm takes through sums over all clients in the middle of a pass."""
-
-MORE: dict[str, dict[str, Any]] = {
-    "fedprox": {},
-    "fedsts": {"strata": 2},
-    "fedsampling": {"samples": 60},
-    "clustered": {},
-    "power-of-choice": {},
-    "fedrs": {},
-    "fedlc": {},
-    "bsm-fedavg": {},
-    "fedavg-ft": {"per_class": 2},
-}
-"""The other methods; their parts are those of the first."""
-
-PARTITION = {"name": "dirichlet", "alpha": 0.5, "clients": 4, "min_size": 4}
-SPARING = {"name": "classes", "per_client": 4, "size": 10, "clients": 4}
-"""It leaves the server samples, as FedAvg-FT needs."""
-
-KINDS = {
-    "scaffold": "ask, state",
-    "stratify": "sum, pools",
-    "stratify, together": "together, pools",
-    "sfl": "relay",
-    "stratify, single": "relay, pools",
-}
-"""One method for each kind of exchange and state, for engines whose processes take long to start."""
-
-NAMES = [model.__name__ for model in ZOO]
-
-
-def spec(model: str, method: str, **training: Any) -> fs.Experiment:
-    settings = {"rounds": 2, "clients_per_round": 3, "batch_size": 16, "lr": 0.02}
-    settings |= {} if "local_steps" in training else {"local_epochs": 1}
-    return fs.Experiment.from_table(
-        {
-            "data": {"name": "digits", "limit": 120, "normalize": "unit"},
-            "partition": SPARING if method == "fedavg-ft" else PARTITION,
-            "model": f"strangers:{model}{'Normed' if method in TOGETHER else ''}",
-            "method": {"name": method, **METHODS.get(method, MORE.get(method, {}))},
-            "training": {**settings, **training},
-            "evaluation": {"every": 0},
-        }
-    )
-
-
-def bytes_of(history: fs.History) -> bytes:
-    assert history.params is not None
-    return safetensors.torch.save(history.params)
-
-
-def refused(model: str, method: str) -> bool:
-    """Where clients share a generator, as threads of one process, a model that draws has no numbers of its own."""
-    return method in TOGETHER and model in {m.__name__ for m in DRAWS}
-
 
 Note = Callable[[str, object], None]
 
@@ -211,7 +131,7 @@ def test_clients_of_a_batch_draw_numbers_of_their_own(model: str, monkeypatch: p
 def reachable() -> Iterator[None]:
     """Processes find the models like a package of their own that they installed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", FOLDER, prepend=os.pathsep)
         yield
 
 
@@ -231,20 +151,6 @@ def on_ray(reachable: None) -> Iterator[Callable[[fs.Experiment], fs.History]]:
         yield run
 
 
-@pytest.fixture(scope="module")
-def here() -> Callable[[str, str], bytes]:
-    """What the local engine leaves."""
-
-    @cache
-    def run(model: str, method: str) -> bytes:
-        prepared = fs.prepare(spec(model, method, execution="per-client"))
-        return bytes_of(run_prepared(prepared, engine=LocalEngine(make_context(prepared), StateStore())))
-
-    return run
-
-
-ELSEWHERE = [(model, method) for model in NAMES for method in KINDS]
-PAIRS = [pair for pair in ELSEWHERE if not refused(*pair)]
 BRIEF = [(model, list(KINDS)[number % len(KINDS)]) for number, model in enumerate(NAMES)]
 """Every model once and every kind twice, for ``make test``."""
 
@@ -256,7 +162,6 @@ BRIEF = [(model, list(KINDS)[number % len(KINDS)]) for number, model in enumerat
 )
 def test_ray_gives_the_bytes_of_the_local_engine(
     on_ray: Callable[[fs.Experiment], fs.History],
-    here: Callable[[str, str], bytes],
     model: str,
     method: str,
     record_property: Note,
@@ -267,30 +172,3 @@ def test_ray_gives_the_bytes_of_the_local_engine(
         record_property("refused", str(error.value))
         return
     assert bytes_of(on_ray(spec(model, method, execution="per-client"))) == here(model, method)
-
-
-@pytest.fixture(scope="module")
-def at_sites(reachable: None, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], bytes]:
-    """What one session of NVFlare's simulator leaves."""
-    place = tmp_path_factory.mktemp("strangers")
-    runs = [(spec(*pair, execution="per-client"), place / str(n)) for n, pair in enumerate(PAIRS)]
-    histories = simulate(runs, sites=2)
-    return {pair: bytes_of(history) for pair, history in zip(PAIRS, histories, strict=True)}
-
-
-@pytest.mark.long
-@pytest.mark.xdist_group("servers")
-@pytest.mark.parametrize(("model", "method"), PAIRS)
-def test_nvflare_gives_the_bytes_of_the_local_engine(
-    at_sites: dict[tuple[str, str], bytes], here: Callable[[str, str], bytes], model: str, method: str
-) -> None:
-    assert at_sites[model, method] == here(model, method)
-
-
-@pytest.mark.long
-@pytest.mark.xdist_group("servers")
-@pytest.mark.parametrize(("model", "method"), [pair for pair in ELSEWHERE if refused(*pair)][:1])
-def test_nvflare_refuses_by_name(reachable: None, model: str, method: str, record_property: Note) -> None:
-    with pytest.raises(SpecError, match="draws random numbers") as error:
-        simulate([(spec(model, method, execution="per-client"), None)], sites=2)
-    record_property("refused", str(error.value))

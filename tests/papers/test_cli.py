@@ -24,6 +24,17 @@ def test_a_table_that_is_not_there(capsys):
     assert "did you mean 'rebafl/lost'" in capsys.readouterr().err
 
 
+def test_an_interrupted_table_says_how_it_goes_on(capsys, monkeypatch):
+    def interrupt(*_args, **_more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedstrata.papers.running.run", interrupt)
+    assert main(["reproduce"]) == 130
+    assert capsys.readouterr().err.endswith(
+        "fedstrata: interrupted; go on from the last checkpoint with the same command\n"
+    )
+
+
 @pytest.mark.slow
 def test_a_table_at_small_scale_and_once_more(capsys):
     cells = [cell.key for cell in tables()["fedssar/emnist"].cells(quick=True)]

@@ -17,8 +17,8 @@ import fedstrata as fs
 from fedstrata.sites.simulator import simulate
 
 nvflare = Lazy("nvflare")
-ENGINES, SUPPORT = (Path(__file__).parents[1] / name for name in ("engines", "support"))
-sys.path.insert(0, str(ENGINES))
+SUITE = [str(Path(__file__).parents[1] / name) for name in ("engines", "support", "sites/support")]
+sys.path.insert(0, SUITE[0])
 import drill  # noqa: E402
 
 CASES = sorted(drill.cases())
@@ -43,7 +43,7 @@ def spec(**method: str) -> fs.Experiment:
 def _reachable() -> pytest.MonkeyPatch:
     """Server and sites find the suite like packages of their own that they installed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ENGINES), str(SUPPORT)]), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", os.pathsep.join(SUITE), prepend=os.pathsep)
         yield patch
 
 

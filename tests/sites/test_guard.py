@@ -490,10 +490,10 @@ def test_a_site_lists_what_a_spec_may_name(site: Make, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_ten_thousand_questions_out_of_order_and_malformed(tmp_path: Path) -> None:
-    """None is answered that the declaration forbids; see ``tests/fuzz/questions.py``."""
+    """None is answered that the declaration forbids; see ``tests/sites/questions.py``."""
     from tests.fuzz.cases import RAN, REFUSED
-    from tests.fuzz.questions import QUESTIONS
     from tests.fuzz.worker import FAMILIES, outcome_of
+    from tests.sites.questions import QUESTIONS
 
     cases = 10_000 // QUESTIONS
     outcomes = [outcome_of(FAMILIES["questions"], 1, number, tmp_path / str(number)) for number in range(cases)]

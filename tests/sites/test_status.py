@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from urllib.request import urlopen
 
@@ -14,6 +16,7 @@ from processes import started
 
 from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import main
+from fedstrata.sites.cli.deploy import _tell
 from fedstrata.sites.configuration import ERROR, described
 from fedstrata.sites.live import serving
 from fedstrata.sites.progress import STATUS
@@ -240,3 +243,24 @@ def test_options_that_make_no_sense_are_refused(
 ) -> None:
     assert _refused(lambda: main(["status", str(kit), *options])) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_a_run_is_waited_for_when_nobody_reads_its_progress_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> NoReturn:
+            raise BrokenPipeError
+
+    tell = _tell(SimpleNamespace(json=False))
+    monkeypatch.setattr("sys.stdout", Closed())
+    tell("round 1 of 9")
+
+
+def test_an_interrupted_submit_says_how_it_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_args: Any, **_more: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedstrata.sites.submit.submit", interrupt)
+    assert main(["submit", "k", "--out", "o"]) == 130
+    assert capsys.readouterr().err == "fedstrata: interrupted; the job goes on; the same command stays with it again\n"

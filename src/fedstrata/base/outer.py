@@ -12,10 +12,14 @@ OUTER = ("papers", "audits", "sites")
 """Packages on top of the library; each has a module ``cli`` with its commands."""
 
 
+def installed() -> list[str]:
+    """Return the names of those outer packages that are installed."""
+    return [name for name in OUTER if find_spec(f"fedstrata.{name}") is not None]
+
+
 def commands() -> list[Any]:
-    """Return the modules with the commands of the outer packages that are installed."""
-    installed = [name for name in OUTER if find_spec(f"fedstrata.{name}") is not None]
-    return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed]
+    """Return the modules with the commands of those outer packages that are installed."""
+    return [importlib.import_module(f"fedstrata.{name}.cli") for name in installed()]
 
 
 def load(path: str) -> Any:
@@ -29,6 +33,6 @@ def load(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     package = module.partition(".")[0]
-    if find_spec(f"fedstrata.{package}") is None:
+    if package not in installed():
         raise FedstrataError(f"the package fedstrata.{package} is not installed here. Install fedstrata as a whole.")
     return getattr(importlib.import_module(f"fedstrata.{module}"), name)

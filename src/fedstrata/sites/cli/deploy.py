@@ -1,4 +1,4 @@
-"""Commands for real sites: ``fedstrata deploy``, ``submit``, ``status``, ``check``, ``asks`` and others."""
+"""``fedstrata deploy``, ``submit``, ``status`` and others: real sites."""
 
 from __future__ import annotations
 
@@ -221,26 +221,6 @@ def _verify(options: argparse.Namespace) -> int:
     return _show(options, table, signed, f"spec {table['spec']}", *sites)
 
 
-def add_keys(commands: Commands) -> None:
-    """Add ``fedstrata keys``."""
-    examples = """
-        fedstrata keys
-        fedstrata keys --out /secure/keys
-    """
-    parser = add_command(commands, "keys", "make the clients' keys for masked labels", examples)
-    parser.add_argument("--out", type=Path, default=Path("keys"), metavar="DIR", help="the folder (default: keys)")
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_keys)
-
-
-def _keys(options: argparse.Namespace) -> int:
-    from fedstrata.stratify.masking.key_store import VARIABLE, Keys
-
-    path = Keys.make().write(options.out)
-    then = f"copy it to every client's site and set {VARIABLE} to its folder there; never give it to the server"
-    return _show(options, {"file": path, "variable": VARIABLE}, f"{path}: {then}")
-
-
 def add_asks(commands: Commands) -> None:
     """Add ``fedstrata asks``."""
     examples = """
@@ -321,7 +301,6 @@ COMMANDS = (
     add_renew,
     add_revoke,
     add_verify,
-    add_keys,
     add_asks,
     add_approve,
 )

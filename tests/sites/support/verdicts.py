@@ -1,6 +1,6 @@
 """What a site's guard says to requests that differ a little from those of a real run.
 
-    python tests/support/verdicts.py     # writes tests/hostile/verdicts.json.gz again
+    python tests/sites/support/verdicts.py     # writes tests/hostile/verdicts.json.gz again
 
 A short run of each job is recorded as it crosses the wire. Its requests are changed there, by names of records and
 fields: the same changes can be made when classes have moved or have lost fields. A change is drawn by a seed and by
@@ -39,7 +39,7 @@ from fedstrata.sites.policy import RuleError
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
-FILE = Path(__file__).parents[1] / "hostile" / "verdicts.json.gz"
+FILE = Path(__file__).parents[2] / "hostile" / "verdicts.json.gz"
 CLIENTS, ROUNDS = 4, 2
 MUTANTS = 1500
 """For each job and phase."""

@@ -18,7 +18,7 @@ class Line:
     """The pipes to the process of a site."""
 
     def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).parents[1] / "hostile" / "site_process.py")]
+        command = [sys.executable, str(Path(__file__).parents[2] / "hostile" / "site_process.py")]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
