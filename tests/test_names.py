@@ -125,7 +125,7 @@ def test_modules_that_the_docs_name_exist() -> None:
         pytest.skip("no docs beside an installed package")
     for page in pages:
         for name in re.findall(r"`([a-z_]+/[a-z_0-9/]+\.py)`", page.read_text(encoding="utf-8")):
-            if Path(name).parts[0] in absent:
+            if absent & set(Path(name).parts):
                 continue
             places = [root / name, SRC / name]
             assert any(place.is_file() for place in places), f"{page.name} names {name}"

@@ -21,6 +21,8 @@ def test_the_line_of_each_mutant_stands_once_and_its_tests_exist():
         text = (ROOT / "src" / "fedstrata" / mutant.file).read_text(encoding="utf-8")
         if text.count(mutant.old) != 1 or mutant.old == mutant.new:
             wrong.append(f"{mutant.file}: {mutant.label}")
-        wrong += [path for path in mutant.tests if not (ROOT / "tests" / path).exists()]
+        wrong += [
+            path for path in mutant.tests if Path(path).parts[0] not in absent and not (ROOT / "tests" / path).exists()
+        ]
     assert wrong == []
     assert len(MUTANTS) >= 60
