@@ -88,9 +88,16 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server)
     for name, site in sites.site.items():
-        paths = {"data": _path(site.data, base_dir), "keys": _path(site.keys, base_dir)}
-        rights = {"allow": site.allow, "catalog": site.catalog, "tells": site.tells}
-        _write_settings(out / name, SiteSettings(patience=sites.patience, secure=True, **paths, **rights))
+        settings = SiteSettings(
+            data=_path(site.data, base_dir),
+            keys=_path(site.keys, base_dir),
+            patience=sites.patience,
+            secure=True,
+            allow=site.allow,
+            catalog=site.catalog,
+            tells=site.tells,
+        )
+        _write_settings(out / name, settings)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
     write_members(out / SERVER, sites.site)
