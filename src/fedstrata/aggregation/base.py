@@ -84,7 +84,8 @@ class Aggregator(Setting):
             return weights, state
         update = weighted_update(weights.params, [reply.weights.params for reply in answers], a)
         params, state = self.server.apply(weights.params, update, state)
-        return Weights(params, mean_buffers(weights.buffers, [reply.weights.buffers for reply in answers], a)), state
+        buffers = weights.buffers and mean_buffers(weights.buffers, [reply.weights.buffers for reply in answers], a)
+        return Weights(params, buffers), state
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.float64]) -> Params:
@@ -99,7 +100,7 @@ def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.floa
 def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float64]) -> Params:
     """Average float buffers with the weights a_k / Σ a, and take the maximum of integer buffers (counters)."""
     total = float(a.sum())
-    if total == 0 or not buffers:
+    if total == 0:
         return buffers
     floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
     # Average the changes, so that a buffer that no client changed keeps every bit.

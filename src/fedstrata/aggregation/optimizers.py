@@ -59,8 +59,8 @@ class ServerOptimizer(Setting):
     def apply(self, params: Params, update: Params, state: Tree) -> tuple[Params, Tree]:
         """Take one step along an update (the negative gradient)."""
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
-            rate = self.rate
-            return {name: w.add(update[name], alpha=rate) for name, w in params.items()}, None
+            lr = self.lr or 1.0
+            return {name: w.add(update[name], alpha=lr) for name, w in params.items()}, None
         stepper = Stepper(self, params, state)
         stepper.step({name: -delta for name, delta in update.items()})
         return stepper.params(), stepper.state()

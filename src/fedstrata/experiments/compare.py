@@ -131,7 +131,11 @@ def plan(
     Raises:
         SpecError: The seeds differ, or a reference is unknown or does not fit the experiments.
     """
-    seeds = checked_seeds([common_seed(experiments)] if seeds is None else seeds)
+    if seeds is None:
+        seeds = sorted({spec.seed for spec in experiments.values()})
+        if len(seeds) != 1:
+            raise SpecError("seed", "the same for all that are compared, or give --seeds", seeds)
+    seeds = checked_seeds(seeds)
     planned = {
         (label, seed): build(Experiment, {**dict(spec), "seed": seed})
         for label, spec in experiments.items()
@@ -168,18 +172,6 @@ def is_done(folder: Path, spec: Experiment) -> bool:
         return bool(summary["rounds"] == spec.training.rounds or summary.get("stopped"))
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def common_seed(experiments: Mapping[str, Experiment]) -> int:
-    """Return the seed of all experiments.
-
-    Raises:
-        SpecError: The seeds differ, so that the results would not be comparable.
-    """
-    seeds = {spec.seed for spec in experiments.values()}
-    if len(seeds) != 1:
-        raise SpecError("seed", "the same for all that are compared, or give --seeds", sorted(seeds))
-    return seeds.pop()
 
 
 def _run_all(

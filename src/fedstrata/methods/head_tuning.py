@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
-from torch import Tensor
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
 from fedstrata.base.config import Setting
@@ -68,18 +67,12 @@ class HeadTuning(Setting):
         with config.model.loaded(weights.params, weights.buffers) as params:
             with torch.no_grad():
                 features, _ = config.model.with_features(params, x)
-            stepper, loss = self._head_trained(config, weights, features, y)
-        return Weights({**weights.params, **stepper.params()}, weights.buffers), loss
-
-    def _head_trained(
-        self, config: FederationConfig, weights: Weights, features: Tensor, y: Tensor
-    ) -> tuple[Stepper, float]:
-        head = {name: weights.params[name] for name in config.model.head_names}
-        settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        stepper, loss = Stepper(settings, head, None), torch.zeros(())
-        for _ in range(self.steps):
-            leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
-            loss = F.cross_entropy(config.model.head(leaves, features), y)
-            gradient = torch.autograd.grad(loss, list(leaves.values()))
-            stepper.step(dict(zip(leaves, gradient, strict=True)))
-        return stepper, float(loss.detach())
+            head = {name: weights.params[name] for name in config.model.head_names}
+            settings = ServerOptimizer(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+            stepper = Stepper(settings, head, None)
+            for _ in range(self.steps):
+                leaves = {name: w.detach().requires_grad_(True) for name, w in stepper.params().items()}
+                loss = F.cross_entropy(config.model.head(leaves, features), y)
+                gradient = torch.autograd.grad(loss, list(leaves.values()))
+                stepper.step(dict(zip(leaves, gradient, strict=True)))
+        return Weights({**weights.params, **stepper.params()}, weights.buffers), float(loss.detach())

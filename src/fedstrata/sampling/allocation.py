@@ -64,7 +64,6 @@ def allocate(
     """
     filled = sizes > 0
     if least and filled.sum() >= budget:
-        _require(budget, sizes)
         first = np.argsort(-np.where(filled, weights, -1.0), kind="stable")[:budget]
         result = np.zeros_like(sizes)
         result[first] = 1
@@ -96,7 +95,8 @@ def quotas(
     >>> quotas(4, np.array([9, 9, 9]), np.array([6.0, 2.0, 0.0]), np.array([0.5, 0.5, 0.5])).round(6).tolist()
     [2.625, 0.875, 0.5]
     """
-    _require(budget, sizes)
+    if budget > sizes.sum():
+        raise ValueError(f"{budget} clients cannot be taken from {sizes.sum()}")
     if budget == 0:
         return np.zeros(len(sizes))
     filled, total = sizes > 0, weights.sum()
@@ -206,8 +206,3 @@ def neyman(
     """
     weights = sizes * deviations
     return allocate(budget, sizes, weights if weights.sum() > 0 else sizes.astype(np.float64), least=least)
-
-
-def _require(budget: int, sizes: NDArray[np.int64]) -> None:
-    if budget > sizes.sum():
-        raise ValueError(f"{budget} clients cannot be taken from {sizes.sum()}")

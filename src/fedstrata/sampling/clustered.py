@@ -49,13 +49,6 @@ class Distributions:
     draws: int
     each: int
 
-    def matrix(self, clients: int) -> NDArray[np.float64]:
-        """Return the probability of each client in each distribution, shape (m, N)."""
-        result = np.zeros((self.draws, clients))
-        distribution = (np.cumsum(self.masses) - 1) // self.each
-        np.add.at(result, (distribution, self.places), self.masses / self.each)
-        return result
-
     def draw(self, generator: np.random.Generator) -> NDArray[np.int64]:
         """Draw the position of one client from every distribution, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
@@ -156,8 +149,9 @@ def by_size(sizes: NDArray[np.int64], m: int) -> Distributions:
         sizes: n_k, shape (N,), positive.
         m: Draws.
 
-    >>> by_size(np.array([1, 3, 2]), 2).matrix(3).round(2).tolist()
-    [[0.0, 1.0, 0.0], [0.33, 0.0, 0.67]]
+    >>> distributions = by_size(np.array([1, 3, 2]), 2)
+    >>> distributions.places.tolist(), distributions.masses.tolist()
+    ([1, 2, 0], [6, 4, 2])
     """
     order, total = np.argsort(-sizes, kind="stable"), int(sizes.sum())
     ends = np.cumsum(sizes[order] * m)
