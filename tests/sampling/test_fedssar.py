@@ -13,7 +13,7 @@ from fedstrata.base import records
 from fedstrata.federation.availability import Bernoulli
 from fedstrata.sampling import fedssar
 from fedstrata.sampling.fedssar import FedSSARSampler, cluster, shares
-from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
+from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sketches
 
 
 def groups(*sizes: int, noise: float = 0.05, d: int = 6) -> np.ndarray:
@@ -196,9 +196,9 @@ def test_a_sketch_keeps_distances_of_long_models():
 
 
 def test_new_sketches_replace_old_ones():
-    state = nobody().with_rows(np.array([2, 5]), np.array([[2.0], [5.0]], dtype=np.float32))
+    state = no_sketches().with_rows(np.array([2, 5]), np.array([[2.0], [5.0]], dtype=np.float32))
     state = state.with_rows(np.array([3, 5]), np.array([[3.0], [50.0]], dtype=np.float32))
     assert state.known.tolist() == [2, 3, 5]
     assert state.points.ravel().tolist() == [2, 3, 50]
-    assert learn(state, {}, 0, 0, False) is state
+    assert update_sketches(state, {}, 0, 0, False) is state
     assert isinstance(state, Sketches)

@@ -1,1 +1,1 @@
-"""What a user calls: run, compare, sweep and search, with references to compare with."""
+"""The functions that users call: run, compare, sweep and search, and the references for comparisons."""

@@ -262,12 +262,12 @@ def opened(path: Path, identity: Mapping[str, Any] | None = None) -> Iterator[op
     import optuna
     from sqlalchemy import URL
 
-    def load(path: Path, **how: Any) -> optuna.Study:
+    def load(path: Path, **options: Any) -> optuna.Study:
         url = URL.create("sqlite", database=str(path)).render_as_string()
         storage = optuna.storages.RDBStorage(url, engine_kwargs={"connect_args": {"timeout": 60}})
         closing.callback(storage.engine.dispose)
         closing.callback(storage.remove_session)
-        return optuna.create_study(storage=storage, study_name=NAME, direction="maximize", **how)
+        return optuna.create_study(storage=storage, study_name=NAME, direction="maximize", **options)
 
     logger = logging.getLogger("optuna")
     before = logger.level

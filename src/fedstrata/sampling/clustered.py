@@ -25,7 +25,7 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.client_sizes import Sizes, allowed_sizes
-from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
+from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sketches
 
 Algorithm = Literal[1, 2]
 
@@ -105,7 +105,7 @@ class Clustered(ClientSampler):
 
     def init(self, federation: Federation) -> Tree:
         """Ask all clients for their sizes."""
-        return ClusteredState(Sizes.ask(federation), nobody(), federation.config.seed)
+        return ClusteredState(Sizes.ask(federation), no_sketches(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Divide the available clients into m distributions, and draw one client from each."""
@@ -131,7 +131,8 @@ class Clustered(ClientSampler):
         """Store the participants' updates, for Algorithm 2."""
         if self.algorithm == 1:
             return state
-        return replace(state, sketches=learn(state.sketches, replies, self.coordinates, state.seed, updates=True))
+        sketches = update_sketches(state.sketches, replies, self.coordinates, state.seed, updates=True)
+        return replace(state, sketches=sketches)
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
         """Return the groups of Algorithm 2."""

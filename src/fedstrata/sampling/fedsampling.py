@@ -75,8 +75,8 @@ class FedSamplingData(DataSampler):
 
     def init(self, federation: Federation) -> Tree:
         """Return a state without answers."""
-        nobody = np.empty(0, dtype=np.int64)
-        return AnswersState(nobody, nobody)
+        no_clients = np.empty(0, dtype=np.int64)
+        return AnswersState(no_clients, no_clients)
 
     def keep(
         self, federation: Federation, state: Tree, clients: Sequence[int]

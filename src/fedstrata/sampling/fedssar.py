@@ -21,7 +21,7 @@ from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.sampling.allocation import allocate, systematic_draws
 from fedstrata.sampling.base import ClientSampler, Selection, Strata
 from fedstrata.sampling.messages import Sketch
-from fedstrata.sampling.sketches import Sketches, learn, nobody, sketch
+from fedstrata.sampling.sketches import Sketches, no_sketches, sketch, update_sketches
 from fedstrata.sampling.stratified import draw
 
 Features = Literal["parameters", "updates"]
@@ -76,7 +76,7 @@ class FedSSARSampler(ClientSampler):
 
     @override
     def init(self, federation: Federation) -> Tree:
-        return FedSSARState(nobody(), federation.config.seed)
+        return FedSSARState(no_sketches(), federation.config.seed)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Ask unknown clients to train, cluster all known clients, and draw from the clusters."""
@@ -108,7 +108,7 @@ class FedSSARSampler(ClientSampler):
     def observe(self, state: Tree, replies: Mapping[int, FitReply]) -> Tree:
         """Store sketches of the participants' models."""
         updates = self.features == "updates"
-        return replace(state, sketches=learn(state.sketches, replies, self.coordinates, state.seed, updates))
+        return replace(state, sketches=update_sketches(state.sketches, replies, self.coordinates, state.seed, updates))
 
     def stratification(self, config: FederationConfig, state: Tree, round: int) -> Strata | None:
         """Cluster the known clients, as ``select`` does."""

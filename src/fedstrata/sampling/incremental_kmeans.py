@@ -126,9 +126,9 @@ class Clusters:
             spread: Floats = scale * np.sqrt(np.maximum(squares - lengths / n, 0.0) / (n * d))
             return spread
 
-        each = deviation(squares, np.square(sums).sum(axis=1), self.sizes)
-        together = deviation(squares.sum(), np.square(sums.sum(axis=0)).sum(), self.sizes.sum(keepdims=True))
-        return each, float(together[0])
+        by_stratum = deviation(squares, np.square(sums).sum(axis=1), self.sizes)
+        overall = deviation(squares.sum(), np.square(sums.sum(axis=0)).sum(), self.sizes.sum(keepdims=True))
+        return by_stratum, float(overall[0])
 
 
 def _scale(norms: Floats) -> float:

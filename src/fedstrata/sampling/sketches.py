@@ -50,7 +50,7 @@ class Sketches:
         return replace(self, known=known, rows=rows)
 
 
-def nobody() -> Sketches:
+def no_sketches() -> Sketches:
     """Return sketches of no clients."""
     return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
 
@@ -71,7 +71,9 @@ def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
     return sketch
 
 
-def learn(state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool) -> Sketches:
+def update_sketches(
+    state: Sketches, replies: Mapping[int, FitReply], coordinates: int, seed: int, updates: bool
+) -> Sketches:
     """Store sketches of the models that the participants of a round returned.
 
     Args:

@@ -169,8 +169,8 @@ class Stratified(ClientSampler):
 
     @override
     def init(self, federation: Federation) -> Tree:
-        nobody = np.empty(0, dtype=np.int64)
-        return StratifiedState(nobody, RowStore.empty(), nobody)
+        no_clients = np.empty(0, dtype=np.int64)
+        return StratifiedState(no_clients, RowStore.empty(), no_clients)
 
     def select(self, federation: Federation, state: Tree, weights: Weights) -> tuple[Selection, Tree]:
         """Renew the compressed gradients, stratify, allocate and draw."""

@@ -1,1 +1,1 @@
-"""What a spec can say: experiments, callbacks, tracking, and the reference generated from them."""
+"""The settings of a spec: experiments, callbacks and tracking, and the reference generated from them."""
