@@ -84,7 +84,7 @@ from .methods.power_of_choice import PowerOfChoice as PowerOfChoice
 from .methods.rebafl import ReBaFL as ReBaFL
 from .methods.scaffold import SCAFFOLD as SCAFFOLD
 from .methods.sfl import SFL as SFL
-from .models import Model as Model
+from .models.model import Model as Model
 from .objectives.base import Batch as Batch
 from .objectives.base import Context as Context
 from .objectives.base import Objective as Objective

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedstrata.base.errors import SpecError
-from fedstrata.models import (
+from fedstrata.models.batchnorm import (
     FederatedBatchNorm2d,
     GroupBrokenError,
     LocalGroup,

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fedstrata.base.errors import SpecError
-from fedstrata.models import CNN, MLP, Model, make_model
+from fedstrata.models.model import Model
+from fedstrata.models.zoo import CNN, MLP, make_model
 
 
 class OwnModule(nn.Module):

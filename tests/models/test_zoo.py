@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import torch_seeded
-from fedstrata.models import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, has_batchnorm, make_model
+from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.resnet import ResNet9, ResNet18, ResNet20
+from fedstrata.models.zoo import CNN, CNN64, MLP, MODELS, Custom, ModelSpec, Tabular, make_model
 
 
 def two_layers(shape: tuple[int, ...], classes: int, width: int = 4) -> nn.Module:

@@ -11,17 +11,6 @@ from typing import TYPE_CHECKING
 from fedstrata.base import outer
 from fedstrata.base.errors import SpecError
 from fedstrata.cli import common
-from fedstrata.cli.common import (
-    add_command,
-    add_output,
-    add_spec,
-    exit_code,
-    located,
-    print_json,
-    read_spec,
-    run_folder,
-    show_run,
-)
 
 if TYPE_CHECKING:
     from fedstrata.cli.common import Commands
@@ -38,14 +27,14 @@ def add_run(commands: Commands) -> None:
     """
     more = "The exit code is 3 if the model never took a step, 2 for bad input, 1 for any other failure."
     defaults = {"work": _run, "after_interrupt": "go on from the last checkpoint with 'fedstrata run --resume DIR'"}
-    parser = add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
-    add_spec(parser)
+    parser = common.add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
+    common.add_spec(parser)
     parser.add_argument("--out", type=Path, help="the run folder (default: runs/METHOD-DATA-TIME)")
     parser.add_argument("--engine", default="local", help="where clients run: local (the default), ray or nvflare")
     sites = "rehearse a deployment here, with the data files of its sites"
     parser.add_argument("--sites", type=Path, metavar="TOML", help=sites)
     parser.add_argument("--resume", type=Path, metavar="DIR", help="resume a run from its last checkpoint")
-    add_output(parser)
+    common.add_output(parser)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -64,13 +53,13 @@ def _run(options: argparse.Namespace) -> int:
             raise SpecError("--resume", problem, str(out))
         spec = spec_of(out, "--resume", options.overrides)
     else:
-        table = read_spec(options.spec, options.overrides)
-        spec = located(options, lambda: Experiment.from_table(table))
+        table = common.read_spec(options.spec, options.overrides)
+        spec = common.located(options, lambda: Experiment.from_table(table))
         if COMPARE in table:
             note = f"[{COMPARE}] is for 'fedstrata compare'; this runs {spec.method.name} alone"
             print(f"fedstrata: note: {note}", file=sys.stderr)
     name = f"{spec.method.name}-{Path(spec.data.name).stem}"
-    with run_folder(out, name) as folder:
+    with common.run_folder(out, name) as folder:
         with Progress(options.quiet) as progress:
             watch = progress.of_run(spec.method.name, spec.training.rounds, rounds_done(folder))
             if options.sites is not None:
@@ -79,9 +68,9 @@ def _run(options: argparse.Namespace) -> int:
                 work = partial(outer.load("sites.rehearsal:rehearse_file"), spec, options.sites, folder)
             else:
                 work = partial(run, spec, out=folder, engine=options.engine)
-            history = located(options, lambda: work(resume=resume, callbacks=[watch]))
+            history = common.located(options, lambda: work(resume=resume, callbacks=[watch]))
         plot_run(history, folder)
-    return show_run(history, options.json)
+    return common.show_run(history, options.json)
 
 
 def add_compare(commands: Commands) -> None:
@@ -95,8 +84,8 @@ def add_compare(commands: Commands) -> None:
     help = "run several methods with several seeds, and write a table and a report"
     more = "With --out DIR the same command goes on where it was interrupted."
     defaults = {"work": _compare, "after_interrupt": common.WITH_OUT}
-    parser = add_command(commands, "compare", help, examples, more, imports=True, **defaults)
-    add_spec(parser)
+    parser = common.add_command(commands, "compare", help, examples, more, imports=True, **defaults)
+    common.add_spec(parser)
     labels = "comma-separated methods or labels of [compare.LABEL] (default: all labels)"
     parser.add_argument("--methods", help=labels)
     parser.add_argument("--seeds", help="comma-separated seeds (default: the spec's)")
@@ -104,7 +93,7 @@ def add_compare(commands: Commands) -> None:
     references = "comma-separated references to compare with: local (each client alone), centralised"
     parser.add_argument("--references", help=references)
     parser.add_argument("--jobs", type=int, help="runs at the same time (default: one per processor)")
-    add_output(parser)
+    common.add_output(parser)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -118,25 +107,27 @@ def _compare(options: argparse.Namespace) -> int:
 
     jobs, seeds = common.jobs(options), common.seeds(options)
     labels = [label.strip() for label in options.methods.split(",")] if options.methods else None
-    table = read_spec(options.spec)
-    experiments = located(options, lambda: variants(table, labels, options.overrides))
+    table = common.read_spec(options.spec)
+    experiments = common.located(options, lambda: variants(table, labels, options.overrides))
     first = next(iter(experiments.values()))
     references = [name.strip() for name in options.references.split(",")] if options.references else []
-    planned = located(options, lambda: plan(experiments, seeds, references))
+    planned = common.located(options, lambda: plan(experiments, seeds, references))
     rounds = {key: spec.training.rounds for key, spec in planned.items()}
-    folder = run_folder(options.out, f"compare-{Path(first.data.name).stem}")
+    folder = common.run_folder(options.out, f"compare-{Path(first.data.name).stem}")
     with folder as out, Progress(options.quiet) as progress:
         watch = progress.of_runs(rounds)
         work = partial(compare, experiments, seeds=seeds, out=out, references=references, jobs=jobs, watch=watch)
-        runs = located(options, work)
+        runs = common.located(options, work)
     if options.json:
-        print_json({"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))})
-        return exit_code(runs)
+        common.print_json(
+            {"folder": str(out), "report": str(out / "report.html"), "rows": to_json(compare_table(runs))}
+        )
+        return common.exit_code(runs)
     rich.print(to_rich(compare_table(runs)))
     if all(spec.data == first.data for spec in experiments.values()):  # accuracies on different data do not compare
         rich.print(contrasts.to_rich(contrasts.contrast(runs)))
     print(f"written to {out}: table.md, accuracy.png, report.html")
-    return exit_code(runs)
+    return common.exit_code(runs)
 
 
 COMMANDS = (add_run, add_compare)

@@ -14,16 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.base.errors import DataError
-from fedstrata.data.arrays import (
-    Array,
-    Normalize,
-    check_seen,
-    checked_inputs,
-    checked_labels,
-    encode,
-    encode_clients,
-    normalisation,
-)
+from fedstrata.data import arrays
+from fedstrata.data.arrays import Array, Normalize
 
 if TYPE_CHECKING:
     from fedstrata.data.fitting import Unfitted
@@ -181,20 +173,20 @@ def from_arrays(
     >>> data.class_names, data.y_train.tolist(), data.inputs(slice(None)).tolist()
     (('ant', 'cat'), [1, 0], [[-1.0], [1.0]])
     """
-    train = checked_inputs(x_train, "x_train")
-    test = checked_inputs(x_test, "x_test", exact=train.dtype == torch.float64)
+    train = arrays.checked_inputs(x_train, "x_train")
+    test = arrays.checked_inputs(x_test, "x_test", exact=train.dtype == torch.float64)
     if train.shape[1:] != test.shape[1:]:
         raise DataError(f"one sample of x_train is {_size(train)}, one of x_test {_size(test)}; they must be the same")
-    y, names = encode(checked_labels(y_train, y_test, train, test, "y"), class_names, "y")
-    check_seen(*y, names)
+    y, names = arrays.encode(arrays.checked_labels(y_train, y_test, train, test, "y"), class_names, "y")
+    arrays.check_seen(*y, names)
     domains: tuple[tuple[Tensor | None, Tensor | None], tuple[str, ...]] = ((None, None), ())
     if (domain_train is None) != (domain_test is None):
         raise DataError("give domain_train and domain_test both, or neither")
     if domain_train is not None and domain_test is not None:
-        pair = checked_labels(domain_train, domain_test, train, test, "domain")
-        domains = encode(pair, domain_names, "domain")
-    owners, client_names = encode_clients(clients, clients_test, train, test)
-    shift, scale = normalisation(train, normalize)
+        pair = arrays.checked_labels(domain_train, domain_test, train, test, "domain")
+        domains = arrays.encode(pair, domain_names, "domain")
+    owners, client_names = arrays.encode_clients(clients, clients_test, train, test)
+    shift, scale = arrays.normalisation(train, normalize)
     return Dataset(name, train, y[0], test, y[1], names, *domains[0], domains[1], shift, scale, *owners, client_names)
 
 

@@ -12,24 +12,9 @@ import numpy as np
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.evaluation.history import History
+from fedstrata.reporting import tables
 from fedstrata.reporting.draw import TRAFFIC, Floats, quantity, spent
 from fedstrata.reporting.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
-from fedstrata.reporting.tables import (
-    MEASURES,
-    MISSING,
-    STUCK,
-    Measure,
-    Row,
-    is_target,
-    markdown_table,
-    measure,
-    number,
-    of_stuck,
-    reached,
-    rich_table,
-    shown,
-)
-from fedstrata.reporting.tables import to_json as plain_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +64,7 @@ class Contrast:
     @property
     def marked(self) -> str:
         """The label, with a mark if a run never took a step."""
-        return f"{self.label} {STUCK}" if self.stuck else self.label
+        return f"{self.label} {tables.STUCK}" if self.stuck else self.label
 
 
 @dataclass(frozen=True)
@@ -95,7 +80,7 @@ class Contrasts:
     """
 
     rows: tuple[Contrast, ...]
-    measures: dict[str, Measure]
+    measures: dict[str, tables.Measure]
     baseline: str | None
     test: Test
     budgets: dict[str, float]
@@ -134,7 +119,7 @@ def contrast(
     if baseline is None and len(runs) > 1:
         baseline = next(iter(runs))
     budgets = _budgets(runs, dict.fromkeys(("bytes", "samples")) if not asked else at or {}, asked)
-    measures, values = dict[str, Measure](), dict[str, dict[str, list[float | None]]]()
+    measures, values = dict[str, tables.Measure](), dict[str, dict[str, list[float | None]]]()
     for key in [*(metrics if asked else [FINAL]), *budgets]:
         by_label = {label: [_value(history, key, budgets) for history in members] for label, members in runs.items()}
         if not asked and by_label in values.values():
@@ -205,11 +190,11 @@ def _spent(history: History, kind: str) -> Floats:
 def _value(history: History, key: str, budgets: Mapping[str, float]) -> float | None:
     if key in budgets:
         return accuracy_at(history, key.removeprefix(_AT), budgets[key])
-    if key in MEASURES:
+    if key in tables.MEASURES:
         value: float | None = history.summary[key]
         return value
-    if is_target(key):
-        return reached(history, key)
+    if tables.is_target(key):
+        return tables.reached(history, key)
     return float(history.column(key)[1][-1]) if key in history.columns else None
 
 
@@ -229,7 +214,7 @@ def accuracy_at(history: History, kind: str, budget: float) -> float | None:
     return float(values[within[-1]]) if len(within) and budget <= end else None
 
 
-def _measure(key: str, budgets: Mapping[str, float], runs: Mapping[str, Sequence[History]]) -> Measure:
+def _measure(key: str, budgets: Mapping[str, float], runs: Mapping[str, Sequence[History]]) -> tables.Measure:
     """Return the display of a measure.
 
     Raises:
@@ -238,15 +223,17 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Mapping[str, Sequence
     if key in budgets:
         kind = key.removeprefix(_AT)
         budget = BUDGETS[kind]
-        return Measure(f"accuracy at equal {kind.replace('_', ' ')} ({_amount(budgets[key], budget)}), %", 100, 2)
-    if key in MEASURES or is_target(key):
-        return measure(key)
+        return tables.Measure(
+            f"accuracy at equal {kind.replace('_', ' ')} ({_amount(budgets[key], budget)}), %", 100, 2
+        )
+    if key in tables.MEASURES or tables.is_target(key):
+        return tables.measure(key)
     columns = dict.fromkeys(name for members in runs.values() for history in members for name in history.columns)
     if key not in columns:
-        accepted = list(dict.fromkeys([*MEASURES, "rounds_to_T", *columns]))
+        accepted = list(dict.fromkeys([*tables.MEASURES, "rounds_to_T", *columns]))
         raise SpecError("metric", f"there are: {', '.join(accepted)}{nearest(key, accepted)}", key)
     shown_as = quantity(key)
-    return Measure(f"final {shown_as.name}", shown_as.factor, 2 if shown_as.factor == 100 else 4)
+    return tables.Measure(f"final {shown_as.name}", shown_as.factor, 2 if shown_as.factor == 100 else 4)
 
 
 def _amount(amount: float, budget: Budget) -> str:
@@ -254,14 +241,18 @@ def _amount(amount: float, budget: Budget) -> str:
     return f"{value:,.0f} {budget.unit}" if value >= 100 else f"{value:.3g} {budget.unit}"
 
 
-def range_text(ends: Range | None, how: Measure, sign: str = "") -> str:
+def range_text(ends: Range | None, how: tables.Measure, sign: str = "") -> str:
     """Format an interval in the unit of its heading."""
-    return MISSING if ends is None else f"[{number(ends[0], how, sign)}, {number(ends[1], how, sign)}]"
+    return (
+        tables.MISSING
+        if ends is None
+        else f"[{tables.number(ends[0], how, sign)}, {tables.number(ends[1], how, sign)}]"
+    )
 
 
 def p_text(p: float | None) -> str:
     """Format a p-value with three digits."""
-    return MISSING if p is None else "<0.001" if p < 0.0005 else f"{p:.3f}"
+    return tables.MISSING if p is None else "<0.001" if p < 0.0005 else f"{p:.3f}"
 
 
 def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
@@ -273,16 +264,16 @@ def _lines(table: Contrasts) -> tuple[list[str], dict[str, list[list[str]]]]:
         groups[how.heading] = [
             [
                 row.marked,
-                shown(row.value, how, row.seeds),
+                tables.shown(row.value, how, row.seeds),
                 range_text(row.value.interval, how),
-                MISSING if (d := row.difference) is None or d.mean is None else number(d.mean, how, "+"),
-                MISSING if d is None else range_text(d.interval, how, "+"),
-                MISSING if d is None else p_text(d.corrected),
+                tables.MISSING if (d := row.difference) is None or d.mean is None else tables.number(d.mean, how, "+"),
+                tables.MISSING if d is None else range_text(d.interval, how, "+"),
+                tables.MISSING if d is None else p_text(d.corrected),
             ]
             for row in rows
         ]
     every = [cells for lines in groups.values() for cells in lines]
-    kept = [0, 1, *(i for i in range(2, 6) if any(cells[i] != MISSING for cells in every))]
+    kept = [0, 1, *(i for i in range(2, 6) if any(cells[i] != tables.MISSING for cells in every))]
     selected = {title: [[cells[i] for i in kept] for cells in lines] for title, lines in groups.items()}
     return [headings[i] for i in kept[1:]], selected
 
@@ -323,7 +314,7 @@ def _sentences(table: Contrasts) -> Iterator[str]:
         yield "Wilcoxon's test needs six pairs that differ: below them its p cannot reach 0.05, and none is given."
     if any(each.p is None and each.n >= FEWEST[table.test] for each in differences):
         yield "No p where (nearly) all pairs differ alike or not at all."
-    yield from of_stuck({row.label: row.stuck for row in table.rows})
+    yield from tables.of_stuck({row.label: row.stuck for row in table.rows})
 
 
 def to_rich(table: Contrasts) -> RenderableType:
@@ -332,7 +323,7 @@ def to_rich(table: Contrasts) -> RenderableType:
     from rich.text import Text
 
     headings, groups = _lines(table)
-    parts = [part for title, rows in groups.items() for part in (Text(title), rich_table(headings, rows))]
+    parts = [part for title, rows in groups.items() for part in (Text(title), tables.rich_table(headings, rows))]
     return Group(*parts, Text(caption(table)))
 
 
@@ -340,7 +331,7 @@ def to_markdown(table: Contrasts) -> str:
     """Return one table in Markdown, with its caption below."""
     headings, groups = _lines(table)
     rows = [[title, *cells] for title, lines in groups.items() for cells in lines]
-    return f"{markdown_table(['', '', *headings], rows, left=2)}\n{caption(table)}\n"
+    return f"{tables.markdown_table(['', '', *headings], rows, left=2)}\n{caption(table)}\n"
 
 
 def to_latex(table: Contrasts) -> str:
@@ -363,8 +354,8 @@ def to_latex(table: Contrasts) -> str:
 _LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "%": r"\%", "&": r"\&", "#": r"\#", "_": r"\_", "$": r"\$",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": "$<$", ">": "$>$",
-    "|": "$|$", "±": r"$\pm$", MISSING: "--",
-    STUCK: r"$\dagger$",
+    "|": "$|$", "±": r"$\pm$", tables.MISSING: "--",
+    tables.STUCK: r"$\dagger$",
     "[": "{[}", "]": "{]}", "*": "{*}",  # at the start of a row, LaTeX reads them as an argument of the previous \\
 }  # fmt: skip
 
@@ -380,7 +371,7 @@ def escape(text: str) -> str:
 
 def _mathematics(cell: str) -> str:
     """Format a cell of numbers, with its signs in mathematics mode."""
-    if cell == MISSING:
+    if cell == tables.MISSING:
         return "--"
     value, bracket, note = cell.partition(" (")
     value = value.replace(",", "{,}").replace("{,} ", ", ")  # no space after the comma between thousands
@@ -388,17 +379,17 @@ def _mathematics(cell: str) -> str:
     return f"${value}${escape(bracket + note)}"
 
 
-def to_csv(tables: Mapping[str, Contrasts]) -> str:
+def to_csv(comparisons: Mapping[str, Contrasts]) -> str:
     """Return CSV with a row per measure and label, with all digits; missing numbers are empty.
 
     Args:
-        tables: The comparisons of each data set.
+        comparisons: The comparisons of each data set.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     names = "data measure label seeds n mean sd low high baseline pairs difference difference_low difference_high"
     writer.writerow([*names.split(), "test", "p", "p_holm"])
-    for data, table in tables.items():
+    for data, table in comparisons.items():
         for row in table.rows:
             value, d = row.value, row.difference or Difference(None, 0)
             writer.writerow(
@@ -409,9 +400,9 @@ def to_csv(tables: Mapping[str, Contrasts]) -> str:
     return text.getvalue()
 
 
-def to_json(rows: Sequence[Row], table: Contrasts) -> list[dict[str, Any]]:
+def to_json(rows: Sequence[tables.Row], table: Contrasts) -> list[dict[str, Any]]:
     """Return ``tables.to_json(rows)`` with ``interval``, ``budget`` and ``difference`` of each compared measure."""
-    plain = plain_rows(rows)
+    plain = tables.to_json(rows)
     for row in table.rows:
         cell = next(each for each in plain if each["label"] == row.label).setdefault(row.key, {})
         cell |= {"mean": row.value.mean, "sd": row.value.sd, "n": row.value.n, "interval": row.value.interval}

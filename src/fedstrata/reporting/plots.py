@@ -7,16 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError
-from fedstrata.reporting.draw import (
-    INK,
-    Curves,
-    draw_communication,
-    draw_curves,
-    draw_losses,
-    draw_participation,
-    literal,
-    look,
-)
+from fedstrata.reporting import draw
+from fedstrata.reporting.draw import Curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +39,7 @@ def plot(
         raise SpecError("against", "expected 'round' or 'bytes'", against)
     curves = history if isinstance(history, Mapping) else {history.method or "run": [history]}
     figure = _figure()
-    draw_curves(figure.subplots(), curves, column, against=against)
+    draw.draw_curves(figure.subplots(), curves, column, against=against)
     _legend(figure, curves)
     return _saved(figure, path)
 
@@ -74,15 +66,15 @@ def plot_run(history: History, folder: Path | str) -> list[Path]:
         The files.
     """
     pictures: dict[str, Callable[[Axes], None]] = {
-        "accuracy": lambda axes: draw_curves(axes, {"": [history]}, "accuracy"),
-        "loss": lambda axes: draw_losses(axes, [history]),
-        "participation": lambda axes: draw_participation(axes, [history]),
-        "communication": lambda axes: draw_communication(axes, [history]),
+        "accuracy": lambda axes: draw.draw_curves(axes, {"": [history]}, "accuracy"),
+        "loss": lambda axes: draw.draw_losses(axes, [history]),
+        "participation": lambda axes: draw.draw_participation(axes, [history]),
+        "communication": lambda axes: draw.draw_communication(axes, [history]),
     }
     files = []
-    for name, draw in pictures.items():
+    for name, draw_into in pictures.items():
         figure = _figure()
-        draw(figure.subplots())
+        draw_into(figure.subplots())
         files.append(Path(folder) / f"{name}.png")
         _saved(figure, files[-1])
     return files
@@ -113,8 +105,12 @@ def _legend(figure: Figure, curves: Curves) -> None:
         return
     handles = []
     for number, (label, histories) in enumerate(curves.items()):
-        colour, dash = look(number)
+        colour, dash = draw.look(number)
         seeds = f" ({len(histories)} seeds)" if len(histories) > 1 else ""
-        handles.append(Line2D([], [], color=colour, linestyle=dash, linewidth=1.6, label=" " + literal(label + seeds)))
+        handles.append(
+            Line2D([], [], color=colour, linestyle=dash, linewidth=1.6, label=" " + draw.literal(label + seeds))
+        )
     columns = min(len(handles), 4)
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=INK)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, labelcolor=draw.INK
+    )
