@@ -37,6 +37,10 @@ HOOKS = {"survey", "begin", "finish", "absorb"}
 NAMES = {"cargo", "worn", "strangers", "told", "luggage", "crew", "errand", "homes", "standing", "journey"}
 """Neither a parameter nor a variable nor a field."""
 
+SAY_WHAT_THEY_HOLD = ("base", "models", "data", "cli", "reporting")
+VAGUE = {"found", "own", "placed", "made", "mine", "news", "here"}
+"""In these packages a variable or parameter is named after what it holds."""
+
 OF_OPTIMISERS = "memory"
 """An optimiser has a state; a store and a process have memory."""
 
@@ -47,6 +51,7 @@ PARAMETERS = {"near"}
 def leftovers(where: str, tree: ast.Module) -> Iterator[str]:
     """What a module still calls as it was called before."""
     module = Path(where)
+    names = NAMES | VAGUE if module.parts[0] in SAY_WHAT_THEY_HOLD else NAMES
     if where in PLACES or {part.removeprefix("_") for part in [*module.parts[:-1], module.stem]} & MODULES:
         yield f"{where}: the module"
     for node in ast.walk(tree):
@@ -60,13 +65,13 @@ def leftovers(where: str, tree: ast.Module) -> Iterator[str]:
             if node.name.lstrip("_") in FUNCTIONS:
                 yield f"{where}:{node.lineno}: function {node.name}"
         elif isinstance(node, ast.arg):
-            if node.arg in NAMES | PARAMETERS:
+            if node.arg in names | PARAMETERS:
                 yield f"{where}:{node.lineno}: parameter {node.arg}"
             if node.arg == "draw" and node.annotation is not None and "Generator" in ast.unparse(node.annotation):
                 yield f"{where}:{node.lineno}: generator {node.arg}"
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             name = node.id if isinstance(node, ast.Name) else node.attr
-            given_up = NAMES | {OF_OPTIMISERS} if module.parts[0] in ("aggregation", "stratify", "methods") else NAMES
+            given_up = names | {OF_OPTIMISERS} if module.parts[0] in ("aggregation", "stratify", "methods") else names
             if name.lstrip("_") in given_up:
                 yield f"{where}:{node.lineno}: variable {name}"
         elif isinstance(node, ast.Assign) and is_generator(node.value):
@@ -108,6 +113,8 @@ def test_no_name_that_was_given_up_is_left() -> None:
         ("methods/fedtan.py", "after, memory = combine()", "variable memory"),
         ("clients/store.py", "self.memory = 1", None),
         ("sampling/stratified.py", "for worn in range(3): ...", "variable worn"),
+        ("data/hub.py", "found = load()", "variable found"),
+        ("sites/check.py", "found = load()", None),
         ("stratify/selection.py", "def assign(draw: np.random.Generator): ...", "generator draw"),
         ("stratify/selection.py", "draw = np.random.default_rng(0)", "generator draw"),
         ("sampling/variance.py", "def moments(draw: Callable[..., Any]): ...", None),

@@ -93,7 +93,7 @@ def _settings(options: argparse.Namespace) -> int:
         section = find_section(options.section)
         common = section["common"]
         if common:
-            _keys(options.section, "What most of them take.", common)
+            _keys(options.section, "The common keys.", common)
         for name, kind in section["kinds"].items():
             rows = [row for row in kind["keys"] if row not in common]
             _keys(f"{options.section} {name}".strip(), kind["about"], rows)

@@ -41,8 +41,8 @@ class Dataset:
         domain_train: The domain of each training sample, (N,) int64; None without domains.
         domain_test: The domain of each test sample.
         domain_names: The name of each domain.
-        shift: What is subtracted from every channel (C,) or feature (F,); float32 or float64.
-        scale: What every channel or feature is multiplied by after that.
+        shift: The number to subtract from each channel (C,) or feature (F,); float32 or float64.
+        scale: The number by which each channel or feature is multiplied after that.
         client_train: The client that each training sample comes from, (N,) int64; None without natural clients.
         client_test: The client that each test sample comes from, if known.
         client_names: The name of each client, also of clients that only have test samples.

@@ -265,7 +265,7 @@ class Table:
         Args:
             row: Its row.
             column: Its column.
-            problem: What is wrong with it.
+            problem: The problem, in words that may quote the cell.
             public: The problem in words that disclose nothing about the cell.
         """
         where = f"line {self.lines[row]}" if self.lines is not None else f"row {row}"

@@ -38,15 +38,10 @@ DASHES: dict[Dash, list[int]] = {"-": [], "--": [8, 4], ":": [2, 3], "-.": [8, 3
 FATE_NAMES = (*(name for name, _ in FATES.values()), "refused")
 """The outcomes of invited clients, in stacking order."""
 
-_WHO = {
-    "test": "test",
-    "validation": "validation",
-    "clients": "clients",
-    "test_clients": "test clients",
-    "personal": "personal models",
-}
-_WHICH = {"mean": "mean", "worst_10": "worst tenth"}
-_PLACES = ("client", "in_partition", "train_samples", "samples")
+_SOURCES = {name: name.replace("_", " ") for name in ("test", "validation", "clients", "test_clients")}
+_SOURCES["personal"] = "personal models"
+_STATISTICS = {"mean": "mean", "worst_10": "worst tenth"}
+_NOT_METRICS = ("client", "in_partition", "train_samples", "samples")
 """Columns of the clients' table that are not metrics."""
 
 
@@ -103,12 +98,12 @@ def _is_measured(name: str) -> bool:
     table, _, rest = name.partition(".")
     if table in ("test", "validation"):
         return name != "test.accuracy" and bool(rest)
-    return table in _WHO and rest.rpartition(".")[2] in _WHICH
+    return table in _SOURCES and rest.rpartition(".")[2] in _STATISTICS
 
 
 def is_own(name: str) -> bool:
     """Return True for a column that only some methods record."""
-    return name not in STANDARD and name.partition(".")[0] not in (*_WHO, "bytes_evaluation")
+    return name not in STANDARD and name.partition(".")[0] not in (*_SOURCES, "bytes_evaluation")
 
 
 def named(key: str) -> Quantity:
@@ -118,15 +113,14 @@ def named(key: str) -> Quantity:
     ('clients: accuracy, worst tenth, %', 'validation loss', 1.0)
     """
     table, *rest = key.split(".")
-    if table not in _WHO or not rest:
+    if table not in _SOURCES or not rest:
         return quantity(key)
-    who, name = _WHO[table], rest[0]
+    source, name = _SOURCES[table], rest[0]
+    words = f"{source} {name}"
     if table not in ("test", "validation"):
-        who += ", unheard" if rest[0] == "unheard" else ""
+        source += ", unheard" if name == "unheard" else ""
         name = rest[-2]
-        words = f"{who}: {name}, {_WHICH[rest[-1]]}"
-    else:
-        words = f"{who} {name}"
+        words = f"{source}: {name}, {_STATISTICS[rest[-1]]}"
     return Quantity(f"{words}, %", 100) if name.endswith("accuracy") else Quantity(words)
 
 
@@ -274,7 +268,7 @@ def _clients(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 def _numbers(rows: Iterator[dict[str, Any]]) -> list[str]:
     """List the metrics of clients, ``heard`` last."""
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, (int, float)))
-    return sorted((name for name in names if name not in _PLACES), key=lambda name: name == "heard")
+    return sorted((name for name in names if name not in _NOT_METRICS), key=lambda name: name == "heard")
 
 
 def _number(value: Any) -> float:

@@ -117,12 +117,12 @@ def hold_classes(each: Ints, classes: int, rng: np.random.Generator) -> tuple[In
     for _ in range(10 + 5 * int(each.max())):
         pairs = rng.permutation(len(each))[: 2 * half].reshape(2, half)
         slots = first[pairs] + (rng.random(pairs.shape) * each[pairs]).astype(np.int64)
-        mine, theirs = held[slots]
-        allowed = ~holds[pairs[0], theirs] & ~holds[pairs[1], mine]
-        (a, b), mine, theirs = pairs[:, allowed], mine[allowed], theirs[allowed]
-        holds[a, mine] = holds[b, theirs] = False
-        holds[a, theirs] = holds[b, mine] = True
-        held[slots[0, allowed]], held[slots[1, allowed]] = theirs, mine
+        class_a, class_b = held[slots]
+        allowed = ~holds[pairs[0], class_b] & ~holds[pairs[1], class_a]
+        (a, b), class_a, class_b = pairs[:, allowed], class_a[allowed], class_b[allowed]
+        holds[a, class_a] = holds[b, class_b] = False
+        holds[a, class_b] = holds[b, class_a] = True
+        held[slots[0, allowed]], held[slots[1, allowed]] = class_b, class_a
     return owner, held
 
 

@@ -137,7 +137,7 @@ class Partition(Setting):
         """The clients' samples; nothing is lost, nothing is held twice.
 
         Args:
-            dataset: What to divide; only its training samples are.
+            dataset: The data set whose training samples are divided.
             seed: The experiment's seed.
 
         Raises:
