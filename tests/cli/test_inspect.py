@@ -63,7 +63,7 @@ def test_settings_of_a_class_of_ones_own(capsys, monkeypatch):
             "name = 'persistant': there are: always, bernoulli, persistent",
         ),
         (["training", "os:path"], "name = 'os:path': there are: "),
-        (["method", "os:path"], "name = 'os:path': os:path is no method"),
+        (["method", "os:path"], "name = 'os:path': os:path is not a class derived from Method"),
         (["method", "nowhere_at_all:Thing"], "name = 'nowhere_at_all:Thing': no module 'nowhere_at_all'"),
     ],
 )

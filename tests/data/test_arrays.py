@@ -55,7 +55,7 @@ def test_whole_numbers_of_two_types_are_places_in_the_names_too():
         ([1e300, 2e300, 0, 1], r"y_train: holds 2e\+300; floats tell whole numbers apart up to 2\*\*53 only; give int"),
         ([-(2.0**60), 0, 0, 1], r"y_train: holds 1.15292e\+18"),
         (np.array([2.0**15, 0, 0, np.inf], np.float16), "holds fractions, NaN or infinity"),
-        (np.array([b"\xff", b"a", b"a", b"a"]), r"y_train: holds the bytes b'\\xff', which are no UTF-8"),
+        (np.array([b"\xff", b"a", b"a", b"a"]), r"y_train: holds the bytes b'\\xff', which are not UTF-8"),
         ([None, 1, 1, 1], "y_train: rows of different lengths or types"),
         (torch.tensor(Y).to_sparse(), "y_train: not an array: .*[Ss]parse"),
     ],

@@ -178,7 +178,7 @@ def claims(shape, descr="<f8"):
         ("y_train", npy(np.arange(20) % 4)[:-1], "is damaged: EOF: reading array data, expected 160 bytes"),
         ("classes", npy(np.array("abcd")), r"classes: of type <U4 and shape \(\); expected a list of names"),
         ("classes", npy(np.array([["a"], ["b"]])), r"classes: of type <U1 and shape \(2, 1\); expected a list"),
-        ("classes", npy(np.array([b"\xff"])), r"classes: holds the bytes b'\\xff', which are no UTF-8"),
+        ("classes", npy(np.array([b"\xff"])), r"classes: holds the bytes b'\\xff', which are not UTF-8"),
         ("domains", npy(np.array(0)), "domains: of type int64"),
     ],
     ids=lambda value: repr(value)[:40],
@@ -221,7 +221,7 @@ def test_an_encrypted_archive_a_pipe_and_a_home_of_nobody(folder):
     os.mkfifo(folder / "pipe.npz")
     for name, message in {
         str(folder / "locked.npz"): "encrypted",
-        str(folder / "pipe.npz"): "is no file",
+        str(folder / "pipe.npz"): "is not a file",
         "~nobody_of_that_name/mine.npz": "home directory",
         "a\0b.npz": "null byte",
     }.items():

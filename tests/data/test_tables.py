@@ -109,13 +109,13 @@ def test_what_is_no_data_frame(frame):
     [
         ("", "has no rows below its first line"),
         ("a,y\n", "has no rows below its first line, which names the columns"),
-        ("a,a,y\n1,2,0\n", "line 1: the column 'a' stands there twice"),
+        ("a,a,y\n1,2,0\n", "line 1: the column 'a' occurs twice"),
         ("a,y\n1,0\n2\n", "line 3: 1 cells; accepted: 2, as in line 1"),
         ("a,y\n1,0\n2,1,5\n", "line 3: 3 cells; accepted: 2, as in line 1"),
         ('a,y\n1,0\n"2,1\n', "cannot be read: unexpected end of data"),
         (
             "a,y\n1,0\nNaN,1\n",
-            "line 3, column 'a' = 'NaN': no finite number; accepted: numbers; or name it in 'missing'",
+            "line 3, column 'a' = 'NaN': not a finite number; accepted: numbers; or name it in 'missing'",
         ),
         ("a,y\n1,0\n,1\n", "line 3, column 'a' = '': is missing; accepted: a value, or a rule"),
         ("a,y\n1,0\n2,\n", "line 3, column 'y' = '': the label is missing"),
@@ -135,8 +135,8 @@ def test_files_that_are_none(tmp_path):
     for name, message in {
         "gone.csv": "there is no file",
         "latin.csv": "cannot be read: 'utf-8' codec",
-        "folder.csv": "is no file",
-        "no.parquet": "is no Parquet file or is damaged",
+        "folder.csv": "is not a file",
+        "no.parquet": "is not a Parquet file, or is damaged",
     }.items():
         with pytest.raises(DataError, match=message):
             Data(str(tmp_path / name), schema="y").load()

@@ -850,7 +850,7 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
         ({"sick": "maybe"}, "column 'sick' = 'maybe': no such class; accepted: no, yes"),
         ({"age": "130"}, "column 'age' = '130': out of range; accepted: numbers from 18 to 110 years"),
         ({"dose": "500"}, "column 'dose' = '500': out of range; accepted: numbers from 0 to 2 g; a thousandth of it"),
-        ({"dose": "0.5 g"}, "column 'dose' = '0.5 g': no finite number; accepted: numbers from 0 to 2 g"),
+        ({"dose": "0.5 g"}, "column 'dose' = '0.5 g': not a finite number; accepted: numbers from 0 to 2 g"),
         ({"sick": "?"}, r"column 'sick' = '\?': the label is missing"),
     ],
 )  # fmt: skip

@@ -230,7 +230,11 @@ def test_a_function_that_raises_is_named_too():
             {"validation": None},
             "callbacks: early-stopping looks at validation samples and never at",
         ),
-        (["fedstrata.evaluation.history:History"], {}, "fedstrata.evaluation.history:History is no callback"),
+        (
+            ["fedstrata.evaluation.history:History"],
+            {},
+            "fedstrata.evaluation.history:History is not a class derived from Callback",
+        ),
     ],
 )
 def test_what_does_not_fit(callbacks, evaluation, problem):

@@ -154,7 +154,7 @@ class Registry(Generic[T]):
             raise SpecError("name", problem + nearest(name, self._paths), name)
         cls = import_object(self._paths[name], self.kind) if name in self._paths else load_object(name, self.kind)
         if not (inspect.isclass(cls) and issubclass(cls, self.base)):
-            raise SpecError("name", f"{name} is no {self.kind} (a class derived from {self.base.__name__})", name)
+            raise SpecError("name", f"{name} is not a class derived from {self.base.__name__}", name)
         return cls
 
     def parse(self, value: object) -> T:

@@ -114,7 +114,7 @@ class Column(Setting):
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise ValueError(f"no finite number; {self.accepted}; or name it in 'missing' if it stands for no value")
+            raise ValueError(f"not a finite number; {self.accepted}; or name it in 'missing' if it stands for no value")
         if self.range is not None and not self.range[0] <= number <= self.range[1]:
             raise ValueError(f"out of range; {self.accepted}{another_unit(number, self.range)}")
         return number
@@ -406,7 +406,7 @@ def _guess(name: str, cells: Sequence[Any]) -> Column:
     values = {text_of(cell) for cell in known}
     if 2 * len(texts) < len(known):
         odd = sorted(set(texts))
-        message = f"some cells are no numbers: {_listed(map(repr, odd))}. If they stand for no value: missing = "
+        message = f"some cells are not numbers: {_listed(map(repr, odd))}. If they stand for no value: missing = "
         message += str(odd[:SHOWN])
     elif len(known) > MANY and 2 * len(values) > len(known):
         message = f"it has {len(values)} values in {len(known)} rows. To leave it out: ignore = {[name]}"

@@ -241,7 +241,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     try:
         path = path.expanduser()
         if path.exists() and not path.is_file():
-            raise DataError(f"{path} is no file")  # reading from a pipe could block for ever
+            raise DataError(f"{path} is not a file")  # reading from a pipe could block for ever
         with _reading, path.open("rb") as file:  # NumPy would not close a damaged file
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, NpzFile) or archive.zip is None:
@@ -262,7 +262,7 @@ def read_arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ())
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}") from None
     except Exception as error:  # zipfile, zlib and NumPy raise many kinds of errors for damaged files
-        raise DataError(f"{path} is no .npz file or is damaged: {str(error) or type(error).__name__}") from None
+        raise DataError(f"{path} is not a .npz file, or is damaged: {str(error) or type(error).__name__}") from None
 
 
 def _read(name: str) -> Arrays:

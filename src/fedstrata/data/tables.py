@@ -41,7 +41,7 @@ def read_table(path: Path, schema: Schema) -> Table:
     try:
         path = path.expanduser()
         if path.exists() and not path.is_file():
-            raise DataError(f"{path} is no file")
+            raise DataError(f"{path} is not a file")
         return read_parquet(path) if path.suffix == ".parquet" else read_csv(path, schema.delimiter)
     except FileNotFoundError:
         raise DataError(f"there is no file {path.absolute()}") from None
@@ -143,7 +143,7 @@ def read_csv(path: Path, delimiter: str = ",") -> Table:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         names = [name.strip() for name in next(reader, [])]
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            problem = f"the column {twice[0]!r} stands there twice; give each a name of its own"
+            problem = f"the column {twice[0]!r} occurs twice; give each a name of its own"
             raise DataError(f"{path}, line 1: {problem}").publicly(
                 "two columns have the same name; accepted: each once"
             )
@@ -176,7 +176,7 @@ def read_parquet(path: Path) -> Table:
     try:
         columns = pyarrow.parquet.read_table(path).to_pydict()
     except (pyarrow.ArrowException, ValueError) as error:
-        raise DataError(f"{path} is no Parquet file or is damaged: {error}") from None
+        raise DataError(f"{path} is not a Parquet file, or is damaged: {error}") from None
     if not any(columns.values()):
         raise DataError(f"{path} has no rows")
     return Table(str(path), columns)

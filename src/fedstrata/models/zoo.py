@@ -58,7 +58,7 @@ class MLP(ModelSpec):
     def build(self, shape: tuple[int, ...], classes: int) -> nn.Module:
         """See ``ModelSpec.build``."""
         features = int(torch.Size(shape).numel())
-        return Classifier(nn.Flatten(), *_dense(features, self.hidden), head=_last(features, self.hidden, classes))
+        return _with_dense([nn.Flatten()], features, self.hidden, classes)
 
 
 class Tabular(ModelSpec):
@@ -75,7 +75,7 @@ class Tabular(ModelSpec):
         if len(shape) != 1:
             problem = f"takes vectors (features,), and the samples have shape {shape}; 'mlp' flattens any shape"
             raise SpecError("model.name", problem, self.name)
-        return Classifier(*_dense(shape[0], self.hidden), head=_last(shape[0], self.hidden, classes))
+        return _with_dense([], shape[0], self.hidden, classes)
 
 
 class CNN(ModelSpec):
@@ -264,15 +264,13 @@ def _convolutional(
     for out in channels:
         layers += [nn.Conv2d(width, out, kernel_size=5, padding=2), nn.MaxPool2d(2), nn.ReLU(inplace=True)]
         width, rows, columns = out, rows // 2, columns // 2
-    features = width * rows * columns
-    model = Classifier(*layers, nn.Flatten(), *_dense(features, hidden), head=_last(features, hidden, classes))
+    model = _with_dense([*layers, nn.Flatten()], width * rows * columns, hidden, classes)
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
-def _dense(features: int, hidden: tuple[int, ...]) -> list[nn.Module]:
-    widths = itertools.pairwise((features, *hidden))
-    return [layer for width, out in widths for layer in (nn.Linear(width, out), nn.ReLU(inplace=True))]
-
-
-def _last(features: int, hidden: tuple[int, ...], classes: int) -> nn.Linear:
-    return nn.Linear(hidden[-1] if hidden else features, classes)
+def _with_dense(layers: list[nn.Module], features: int, hidden: tuple[int, ...], classes: int) -> Classifier:
+    """Add hidden layers and a head to layers with so many outputs."""
+    widths = (features, *hidden)
+    for width, out in itertools.pairwise(widths):
+        layers += [nn.Linear(width, out), nn.ReLU(inplace=True)]
+    return Classifier(*layers, head=nn.Linear(widths[-1], classes))

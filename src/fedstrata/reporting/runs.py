@@ -152,7 +152,7 @@ def histories(runs: Mapping[str, Sequence[Run]]) -> dict[str, list[History]]:
 
 def _find(folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder")
+        raise DataError(f"{folder} is not a folder")
     root = folder.resolve()
     for pattern in ("metrics.jsonl", "seed-*/metrics.jsonl", "*/seed-*/metrics.jsonl"):
         if paths := sorted(path.parent for path in root.glob(pattern)):
