@@ -62,9 +62,8 @@ class Column(Setting):
     def _agree(self) -> Column:
         if self.range is not None and (self.type != "number" or self.range[0] > self.range[1]):
             raise SpecError("range", "belongs to a number, the least first", list(self.range))
-        if self.categories is not None and (
-            self.type != "category" or len(set(self.categories)) < len(self.categories)
-        ):
+        names = self.categories
+        if names is not None and (self.type != "category" or len(set(names)) < len(names)):
             raise SpecError("categories", "belong to type = 'category', each once", list(self.categories))
         if self.type == "category" and self.impute in ("mean", "median"):
             raise SpecError("impute", "of a category: 'most-frequent' or 'constant'", self.impute)

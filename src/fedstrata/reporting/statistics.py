@@ -136,12 +136,7 @@ class Difference:
 
 
 def paired_difference(
-    values: Values[K],
-    baseline: Values[K],
-    test: Test = "t",
-    *,
-    resolution: float | None = None,
-    together: int = 1,
+    values: Values[K], baseline: Values[K], test: Test = "t", *, resolution: float | None = None, together: int = 1
 ) -> Difference:
     """Compute the difference to a baseline, paired by key.
 

@@ -137,13 +137,7 @@ class Domains(Partition):
 
 
 def _held(
-    partition: Partition,
-    key: str,
-    labels: Ints,
-    each: Ints,
-    size: int | None,
-    rng: Generator,
-    kind: str = "class",
+    partition: Partition, key: str, labels: Ints, each: Ints, size: int | None, rng: Generator, kind: str = "class"
 ) -> Ints:
     """Assign the samples so that each client holds ``each`` classes (or domains); refuse what the data do not allow."""
     values, codes, amounts = np.unique(labels, return_inverse=True, return_counts=True)

@@ -30,7 +30,7 @@ class Natural(Partition):
 
     @property
     def covers(self) -> bool:
-        """False: the samples of small clients are left out."""
+        """False, because the samples of small clients are left out."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:
@@ -82,7 +82,7 @@ class SingleClient(Partition):
 
     @property
     def covers(self) -> bool:
-        """False: the other partition may leave samples out."""
+        """False, because the other partition may leave samples out."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: np.random.Generator) -> Ints:

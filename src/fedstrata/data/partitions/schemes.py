@@ -11,13 +11,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from fedstrata.base.errors import DataError, SpecError
-from fedstrata.data.partitions.assign import (
-    cut_by_dirichlet,
-    deal_by_mix,
-    log_dirichlet,
-    taken_from_largest,
-    top_up,
-)
+from fedstrata.data.partitions.assign import cut_by_dirichlet, deal_by_mix, log_dirichlet, taken_from_largest, top_up
 from fedstrata.data.partitions.base import Assignment, Ints, Partition
 from fedstrata.data.sources import read_arrays
 from fedstrata.data.subsets import largest_remainder
@@ -178,7 +172,7 @@ class Given(Partition):
 
     @property
     def covers(self) -> bool:
-        """False: samples may be left out."""
+        """False, because samples may be left out."""
         return False
 
     def assign(self, labels: Ints, domains: Ints | None, rng: Generator) -> list[Ints]:
