@@ -398,7 +398,7 @@ def test_a_file_of_something_else_is_refused(tmp_path, indices, offsets):
 def test_no_file_of_indices(tmp_path):
     for content in (b"", b"PK damaged"):
         (tmp_path / "p.npz").write_bytes(content)
-        with pytest.raises(SpecError, match=r"file = .*: .*is no \.npz file or is damaged"):
+        with pytest.raises(SpecError, match=r"file = .*: .*is not a \.npz file, or is damaged"):
             Given(file=tmp_path / "p.npz")
     with pytest.raises(SpecError, match=r"file = .*: there is no file"):
         Given(file=tmp_path / "none.npz")
