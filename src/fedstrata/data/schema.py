@@ -64,7 +64,7 @@ class Column(Setting):
             raise SpecError("range", "belongs to a number, the least first", list(self.range))
         names = self.categories
         if names is not None and (self.type != "category" or len(set(names)) < len(names)):
-            raise SpecError("categories", "belong to type = 'category', each once", list(self.categories))
+            raise SpecError("categories", "belong to type = 'category', each once", list(names))
         if self.type == "category" and self.impute in ("mean", "median"):
             raise SpecError("impute", "of a category: 'most-frequent' or 'constant'", self.impute)
         if self.step is not None and not (self.type == "number" and self.counted):
