@@ -30,7 +30,7 @@ from fedstrata.runs.simulation import Simulation
 PARTS = {
     "local training": ("local.py", "train"),
     "· forward, backward, update": (("local.py", "by_autograd"), ("sgd.py", "step")),
-    "· samples in a new order": ("local.py", "_in_new_order"),
+    "· samples in a new order": ("local.py", "_permuted"),
     "· model in and out": (("model.py", "loaded"), ("model.py", "_copy_into"), ("model.py", "_copies")),
     "samples made floats": ("client.py", "samples"),
     "checks of replies": ("reply_checks.py", "defect_of"),

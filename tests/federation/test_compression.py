@@ -241,7 +241,7 @@ def test_a_client_that_has_another_model_than_was_thought_is_sent_the_whole_one(
     world.store.put(1, forgotten)  # as after a site's disk was lost
     world.params = {name: tensor + 0.1 for name, tensor in world.params.items()}
     assert set(world.ask()) == {0, 2, 3}
-    assert "build on version 0 of the model; here is no model" in world.federation.events[0]["reason"]
+    assert "apply to version 0 of the model; this client has no model" in world.federation.events[0]["reason"]
     assert set(world.ask()) == {0, 1, 2, 3}
 
 

@@ -289,7 +289,7 @@ MUTANTS = [
     fedtan("statistics go on moving", "            _freeze(model.module)\n", ""),
     fit(
         "the statistics are told",
-        "result = Weights(result.params, {**result.buffers, **came})",
+        "result = Weights(result.params, {**result.buffers, **sent})",
         "pass",
         "clients/test_local.py",
         "models/test_batchnorm.py",

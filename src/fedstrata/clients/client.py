@@ -1,10 +1,9 @@
-"""A client: its data, its state, and the answers it gives."""
+"""A client: its data, its state, and what its handlers need."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import is_not
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,19 +18,17 @@ from fedstrata.federation.messages import ClientId
 from fedstrata.models.batchnorm import ReduceGroup
 from fedstrata.models.model import Model
 
-T = TypeVar("T")
-
 
 class Client:
-    """One client while it answers one request; made when asked, gone afterwards.
+    """One client; it exists only while it answers one request.
 
     Args:
-        number: Its number.
-        context: What it shares with the others of this process.
-        state: What it kept from earlier requests. Handlers replace entries and never change a value in place, so that
-            an answer that does not count leaves no trace.
-        group: Those that answer the same request at the same time, for ``all_reduce_sum``; None for none.
-        model: A model of its own when it runs beside others.
+        number: The client's number.
+        context: What all clients of this process share.
+        state: What the client kept from earlier requests. Handlers replace entries and never change a value in place,
+            so that a refused answer changes nothing.
+        group: The clients that answer at the same time, for ``all_reduce_sum``; None if the client runs alone.
+        model: The client's own copy of the model, if it runs in a group. Default: the model of the context.
     """
 
     def __init__(
@@ -49,14 +46,15 @@ class Client:
         begin, end = context.assignment.offsets[number : number + 2]
         self.indices: NDArray[np.int64] = context.assignment.indices[begin:end]
         self.behind = 0
-        """Samples behind the answer, as its handler said; for the ledgers of the client's site."""
+        """Number of samples that contribute to the answer, as the handler said; for the audit log of the site."""
 
     def release(self, samples: int) -> None:
-        """Let an answer go out that so many samples are behind; every handler calls it before it looks at them.
+        """Check that enough samples contribute to an answer; every handler calls this before it reads the samples.
+
+        With ``privacy.min_samples`` = 1, an answer without samples is allowed too.
 
         Raises:
-            WithheldError: There are fewer than ``privacy.min_samples``. The message does not say how many. With a
-                minimum of 1, an answer without samples may go out too.
+            WithheldError: There are fewer samples than ``privacy.min_samples``. The message does not say how many.
         """
         if samples < (least := self.context.privacy.min_samples) and least > 1:
             problem = f"fewer than privacy.min_samples = {least} samples are behind it"
@@ -64,10 +62,10 @@ class Client:
         self.behind = samples
 
     def release_trained(self, samples: int) -> None:
-        """Let an update go out: behind it are those samples alone that its steps see.
+        """Check that enough samples contribute to an update: only those that the training steps see count.
 
         Args:
-            samples: Those that there are to train on.
+            samples: Number of samples to train on.
         """
         training = self.context.config.training
         seen = samples if training.local_steps is None else training.local_steps * training.batch_size
@@ -77,21 +75,25 @@ class Client:
         return len(self.indices)
 
     def changed(self) -> bool:
-        """Whether an entry of the state was replaced, added or removed."""
+        """Return True if an entry of the state was replaced, added or removed."""
         state, before = self.state, self._before
         return state.keys() != before.keys() or any(map(is_not, state.values(), map(before.get, state)))
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """Its labels, shape (n_k,)."""
-        found: NDArray[np.int64] = self.context.data.y_train.numpy()[self.indices]
-        return found
+        """The client's labels, shape (n_k,)."""
+        labels: NDArray[np.int64] = self.context.data.y_train.numpy()[self.indices]
+        return labels
 
     def samples(self, chosen: NDArray[np.int64] | slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of some of its samples, by their place among its own."""
-        where = torch.from_numpy(self.indices[chosen])
-        return self.context.data.inputs(where), self.context.data.y_train[where]
+        """Return inputs and labels of some of the client's samples.
+
+        Args:
+            chosen: Positions among the client's own samples. Default: all.
+        """
+        indices = torch.from_numpy(self.indices[chosen])
+        return self.context.data.inputs(indices), self.context.data.y_train[indices]
 
     def rng(self, purpose: str, round: int) -> np.random.Generator:
-        """A fresh generator of its own."""
+        """Return a fresh generator, which depends on the seed, the purpose, the round and the client."""
         return rng(self.context.config.seed, purpose, round, self.number)

@@ -1,4 +1,4 @@
-"""What all clients of one process share."""
+"""The context that all clients of one process share."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ClientContext:
-    """What all clients of one process share: data in memory once, the model, the settings.
+    """The data set, the model and the settings, once for all clients of a process.
 
     Args:
-        config: What server and clients agreed on.
-        data: The data set; a client sees only its own indices of it.
-        assignment: Which samples belong to whom.
-        objective: What clients minimise.
-        handlers: What clients know to answer.
-        privacy: The fewest samples behind what these clients send: the spec's, or a larger minimum of their site's.
-        prepared: What was made ready once for all clients of the process, by what made it; see ``once``.
-        held: What nobody trains on, each client's own test part among it.
-        evaluation: By what models are measured.
-        communication: How models and updates travel.
-        personal: What a client minimises when it tunes the global model for itself.
-        tells_values: Whether clients tell how good a model is on their own samples, beside the sums that add up.
-        keys: A slot for keys that all clients share and the server does not have, for handlers that need some.
+        config: The settings that server and clients share.
+        data: The data set; a client reads only its own samples.
+        assignment: The samples of each client.
+        objective: The objective that clients minimise.
+        handlers: The functions that answer requests.
+        privacy: The smallest number of samples that may contribute to an answer: that of the spec, or a larger one of
+            the clients' site.
+        prepared: The results of ``once``, by the function that made them.
+        held: The samples that nobody trains on, such as each client's own test part.
+        evaluation: The settings of evaluation, such as the metrics.
+        communication: The codecs of models and updates.
+        personal: The objective with which a client tunes the global model for itself.
+        tells_values: Whether clients send the values of metrics on their own samples, besides the sums.
+        keys: Keys that all clients share and the server does not have, for handlers that need them.
     """
 
     config: FederationConfig
@@ -56,8 +57,8 @@ class ClientContext:
     keys: Any = field(default=None, compare=False, repr=False)
 
     def once(self, make: Callable[[ClientContext], T]) -> T:
-        """What ``make`` makes of this context, made when first asked for; nothing of a client's own."""
+        """Return ``make(self)``, computed at the first call; it must not depend on a client."""
         if make not in self.prepared:
             self.prepared[make] = make(self)
-        made: T = self.prepared[make]
-        return made
+        prepared: T = self.prepared[make]
+        return prepared

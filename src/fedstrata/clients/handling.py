@@ -1,7 +1,7 @@
-"""Which function answers which kind of request.
+"""Handlers: the functions with which clients answer requests.
 
-A function is marked with the kind of request that it answers, and ``Handlers`` is a visible list of such functions:
-``runs.simulation.HANDLERS`` for what comes with fedstrata, ``Method.handlers`` for a method of the user's own.
+A decorator marks a function with the kind of request that it answers, and ``Handlers`` is a table of such functions.
+Those of fedstrata are listed in ``runs.simulation.HANDLERS``, those of a user's method in ``Method.handlers``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ HopHandler = Callable[[Client, Any, Weights], tuple[Weights, Reply]]
 
 
 class RelayHandler(Protocol):
-    """What computes a relay of one kind of task in a process in which all its clients live.
+    """A relay of one kind of task, computed in a process that runs all its clients.
 
-    See ``fedstrata.federation.engine.RelaySession``; an exception in ``hop`` is that client's failure.
+    See ``fedstrata.federation.engine.RelaySession``. An exception in ``hop`` is a failure of that client.
     """
 
     def hop(self, client: Client, task: Any) -> Reply:
-        """Take up one client's part."""
+        """Let one client do its part."""
 
     def keep(self, accepted: bool) -> None:
-        """Whether the last part counts."""
+        """Accept or reject the last part."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """The model after all parts that count, and their replies."""
+        """Return the model after all accepted parts, and the reply or failure of each."""
 
 
 RelayHandlerFactory = Callable[[ClientContext, Weights], RelayHandler]
@@ -44,22 +44,22 @@ _MARK = "_answers"
 
 
 def handles(kind: type[R]) -> Callable[[Callable[[Client, R], Reply]], Callable[[Client, R], Reply]]:
-    """Mark how a client answers a kind of request."""
+    """Mark a function with which a client answers a kind of request."""
     return _marking(kind, "alone")
 
 
 def handles_sum(kind: type[Request]) -> Callable[[SumHandler], SumHandler]:
-    """Mark how the sum of many clients' answers is computed in one pass."""
+    """Mark a function that computes the sum of several clients' answers in one pass."""
     return _marking(kind, "sum")
 
 
 def handles_hop(kind: type[Request]) -> Callable[[HopHandler], HopHandler]:
-    """Mark what a client does with the travelling model of a relay."""
+    """Mark a function with which a client works on the travelling model of a relay."""
     return _marking(kind, "hop")
 
 
 def handles_relay(kind: type[Request]) -> Callable[[F], F]:
-    """Mark what computes a whole relay in one pass: a ``RelayHandlerFactory``."""
+    """Mark a ``RelayHandlerFactory``, which computes a whole relay in one pass."""
     return _marking(kind, "relay")
 
 
@@ -72,10 +72,11 @@ def _marking(kind: type[Request], way: str) -> Callable[[F], F]:
 
 
 class Handlers:
-    """What clients know to answer.
+    """A table of the functions with which clients answer requests.
 
     Args:
-        functions: Each marked with one of the decorators above; a later one takes the place of an earlier one.
+        functions: Functions with one of the decorators above. A later function replaces an earlier one for the same
+            kind of request.
 
     >>> Handlers([]).alone(Request)
     Traceback (most recent call last):
@@ -97,35 +98,33 @@ class Handlers:
         return Handlers, (self._functions,)
 
     def alone(self, kind: type[Request]) -> Handler:
-        """How a client answers for itself.
+        """Return the function with which a client answers.
 
         Raises:
-            FedstrataError: Nobody said how.
+            FedstrataError: There is no such handler.
         """
-        handler: Handler | None = self._table.get((kind, "alone"))
-        if handler is None:
-            raise _unknown(kind, "answer")
+        handler: Handler = self._required(kind, "alone", "answer")
         return handler
 
     def hop(self, kind: type[Request]) -> HopHandler:
-        """What a client does in a relay.
+        """Return the function with which a client works on a travelling model.
 
         Raises:
-            FedstrataError: Nobody said what.
+            FedstrataError: There is no such handler.
         """
-        handler: HopHandler | None = self._table.get((kind, "hop"))
-        if handler is None:
-            raise _unknown(kind, "pass on")
+        handler: HopHandler = self._required(kind, "hop", "pass on")
         return handler
 
     def sum(self, kind: type[Request]) -> SumHandler | None:
-        """The sum of all answers in one pass, if there is such a handler."""
+        """Return the function that sums all answers in one pass, or None."""
         return self._table.get((kind, "sum"))
 
     def relay(self, kind: type[Request]) -> RelayHandlerFactory | None:
-        """A whole relay in one pass, if there is such a handler."""
+        """Return the factory of relays in one pass, or None."""
         return self._table.get((kind, "relay"))
 
-
-def _unknown(kind: type[Request], verb: str) -> FedstrataError:
-    return FedstrataError(f"clients do not know how to {verb} {kind.__name__}: name its handler in Method.handlers")
+    def _required(self, kind: type[Request], way: str, verb: str) -> Any:
+        if (kind, way) not in self._table:
+            problem = f"clients do not know how to {verb} {kind.__name__}: name its handler in Method.handlers"
+            raise FedstrataError(problem)
+        return self._table[kind, way]

@@ -1,4 +1,4 @@
-"""Where the clients' states are kept between the rounds in which they take part."""
+"""The store of the clients' states between requests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ DEFAULT_MEMORY = 1 << 30
 
 
 class StateStore:
-    """The states of those clients that have one; what was not used for longest goes to disk when memory is full.
+    """The states of all clients that have one; if memory is full, the least recently used states go to disk.
 
     Args:
-        memory: Bytes of states held in memory.
-        folder: Where the rest goes; a temporary folder, made when first needed, unless given.
+        memory: Largest size of the states in memory, in bytes.
+        folder: Folder for the other states. Default: a temporary folder, made when it is first needed.
     """
 
     def __init__(self, memory: int = DEFAULT_MEMORY, folder: Path | None = None) -> None:
@@ -30,7 +30,7 @@ class StateStore:
         self._spilled: set[ClientId] = set()
         self._used = 0
         self.changed: set[ClientId] = set()
-        """Clients whose state changed since somebody last emptied this set."""
+        """Clients whose state changed since this set was last cleared."""
 
     def __iter__(self) -> Iterator[ClientId]:
         return iter(sorted(self._held.keys() | self._spilled))
@@ -39,7 +39,7 @@ class StateStore:
         return len(self._held) + len(self._spilled)
 
     def get(self, client: ClientId) -> Mapping[str, Tree]:
-        """A client's state; empty where it has none."""
+        """Return a client's state; it is empty if the client has none."""
         if client in self._spilled:
             state: Mapping[str, Tree] = records.decode(self._path(client).read_bytes(), limit=None)
             self._hold(client, state)
@@ -50,7 +50,7 @@ class StateStore:
         return self._held.get(client, {})
 
     def put(self, client: ClientId, state: Mapping[str, Tree]) -> None:
-        """Keep a client's new state."""
+        """Store a client's new state."""
         if not state and client not in self._held and client not in self._spilled:
             return
         self._spilled.discard(client)
@@ -58,8 +58,7 @@ class StateStore:
         self._hold(client, state)
 
     def _hold(self, client: ClientId, state: Mapping[str, Tree]) -> None:
-        # The size of tensors and arrays is what fills memory; measuring the rest would cost more than it holds.
-        size = _weight(state)
+        size = _size(state)
         self._used += size - self._sizes.pop(client, 0)
         self._sizes[client] = size
         self._held[client] = state
@@ -78,10 +77,11 @@ class StateStore:
         return self._folder / f"{client}.state"
 
     def close(self) -> None:
-        """Remove what was spilled."""
+        """Remove the states from disk, if they are in a temporary folder."""
         if self._temporary is not None:
             self._temporary.cleanup()
 
 
-def _weight(tree: Tree) -> int:
+def _size(tree: Tree) -> int:
+    """Return the approximate size in bytes: exact for tensors and arrays, a constant for every other value."""
     return 256 + sum(getattr(leaf, "nbytes", 16) for leaf in records.leaves_of(tree))

@@ -1,1 +1,1 @@
-"""How a client answers what it is asked."""
+"""The handlers: how clients answer each kind of request."""

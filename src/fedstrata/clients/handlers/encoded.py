@@ -1,6 +1,7 @@
-"""How a client answers where models and updates are encoded.
+"""Handlers of encoded requests.
 
-It makes the model of what it missed, encodes the change, and remembers what that lost.
+The client computes the model from the changes that it missed, answers the request, encodes the change of its answer,
+and remembers the error of the encoding.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from fedstrata.federation.messages import Params, Reply, Weights
 from fedstrata.federation.reply_checks import finite
 
 MODEL, MEMORY, PENDING = "model", "codec", "pending"
-"""Names under which a client keeps the model that it has, what its changes lost, and an exchange that is not over."""
+"""State entries: the model that the client has, the error of its encoded changes, and an unfinished exchange."""
 
 _MODELS = 8
-"""Versions of the model that the clients of a process share."""
+"""Number of model versions that the clients of a process share."""
 
 
 @record("HeldModel")
 class HeldModel:
-    """The last model that came.
+    """The last model that a client received.
 
     Args:
-        version: Its number.
-        digest: Its name.
-        params: Its parameters.
+        version: The model's number.
+        digest: The model's digest.
+        params: The model's parameters.
     """
 
     version: int
@@ -45,11 +46,11 @@ class HeldModel:
 
 @record("Residual")
 class Residual:
-    """What a client's changes lost so far.
+    """The error of a client's encoded changes so far.
 
     Args:
-        round: Of the last change.
-        lost: By name.
+        round: Round of the last change.
+        lost: The sum of the changes minus the sum of what they decode to, by name.
     """
 
     round: int
@@ -58,15 +59,15 @@ class Residual:
 
 @record("Pending")
 class Pending:
-    """What a client did for the first sum of an exchange; it counts with the second.
+    """An answer after the first sum of an exchange; it becomes valid with the second sum.
 
     Args:
-        exchange: Which.
-        round: Its round.
-        state: The client's state after it.
+        exchange: Number of the exchange.
+        round: Round of the exchange.
+        state: The client's state after the answer.
         reply: The answer without its change.
-        change: What is encoded of the change, and of what earlier ones lost.
-        behind: Samples behind the answer.
+        change: The change to encode, with the error of earlier changes.
+        behind: Number of samples that contribute to the answer.
     """
 
     exchange: int
@@ -79,20 +80,20 @@ class Pending:
 
 @handles(Encoded)
 def answer(client: Client, request: Encoded) -> EncodedReply:
-    """Answer the question inside; its change goes back encoded."""
-    client.state.pop(PENDING, None)  # of an exchange that was never finished
-    question, before = request.request, dict(client.state)
+    """Answer the inner request, and encode the change of the answer."""
+    client.state.pop(PENDING, None)  # from an exchange that was never finished
+    inner, before = request.request, dict(client.state)
     if request.delivery is not None:
-        question = replace(question, weights=Weights(_received(client, request.delivery), question.weights.buffers))
+        inner = replace(inner, weights=Weights(_received(client, request.delivery), inner.weights.buffers))
         before[MODEL] = client.state[MODEL]
     codec = Uncompressed() if request.plain else client.context.communication.up
-    whole: Reply = client.context.handlers.alone(type(question))(client, question)
-    change, reply = whole.split_update(question.weights)
-    change, as_it_is = parted(change, codec, client.context.objective.additive)
+    whole: Reply = client.context.handlers.alone(type(inner))(client, inner)
+    change, reply = whole.split_update(inner.weights)
+    change, unencoded = parted(change, codec, client.context.objective.additive)
     if not all(map(finite, change.values())):
         raise FedstrataError("its change holds NaN or infinity, which a codec would hide")
-    reply = reply.merge_update(question.weights, as_it_is)
-    # Who changes nothing, having nothing to train on or being asked something else, keeps what earlier changes lost.
+    reply = reply.merge_update(inner.weights, unencoded)
+    # Without a change (no samples, or another kind of request) the client keeps the error of earlier changes.
     remembers = isinstance(codec, WithMemory) and bool(change) and whole.has_update()
     if isinstance(codec, WithMemory) and remembers:
         change = _with_residual(client, codec, request.round, change)
@@ -109,10 +110,10 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
 
 @handles(Coefficients)
 def answer_second(client: Client, request: Coefficients) -> EncodedReply:
-    """Finish what the first sum of the exchange began."""
+    """Answer the second sum of an exchange, and finish the answer of the first."""
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
-        raise FedstrataError(f"no first sum of exchange {request.exchange} was answered here")
+        raise FedstrataError(f"this client did not answer the first sum of exchange {request.exchange}")
     client.release(pending.behind)
     change = pending.change
     frame = unpack(request.frame, codec.forms_of_frame(change))
@@ -124,7 +125,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
 
 
 def _with_residual(client: Client, codec: WithMemory, round: int, change: Params) -> Params:
-    """A change, and what earlier ones lost."""
+    """Return a change plus the error of earlier changes."""
     before = client.state.get(MEMORY)
     if not isinstance(before, Residual):
         return change
@@ -137,22 +138,23 @@ def _remember(client: Client, round: int, change: Params, decoded: Params) -> No
 
 
 def _received(client: Client, delivery: ModelDelivery) -> Params:
-    """The model that was delivered.
+    """Return the model of a delivery, and keep it.
 
     Raises:
-        FedstrataError: The changes build on another model than the one that is here, or another one has its name.
+        FedstrataError: The changes apply to another model than the client has, or another model has the same digest.
     """
-    held, shared = client.state.get(MODEL), client.context.once(_models)
+    state, shared = client.state.get(MODEL), client.context.once(_models)
+    held = state if isinstance(state, HeldModel) else None
     if delivery.base < 0:
-        found = delivery.params
-        named = isinstance(held, HeldModel) and (held.version, held.digest) == (delivery.version, delivery.digest)
-        known = held.params if isinstance(held, HeldModel) and named else shared.get(delivery.digest)
-        if known is not None and not _alike(found, known):
-            raise FedstrataError(f"version {delivery.version} is another model than the one of that name before")
+        params = delivery.params
+        same = held is not None and (held.version, held.digest) == (delivery.version, delivery.digest)
+        known = held.params if held is not None and same else shared.get(delivery.digest)
+        if known is not None and not _close(params, known):
+            raise FedstrataError(f"version {delivery.version} differs from the earlier model with the same digest")
     else:
-        if not isinstance(held, HeldModel) or held.version != delivery.base:
-            there = f"version {held.version}" if isinstance(held, HeldModel) else "no model"
-            raise FedstrataError(f"the changes build on version {delivery.base} of the model; here is {there}")
+        if held is None or held.version != delivery.base:
+            has = "no model" if held is None else f"version {held.version}"
+            raise FedstrataError(f"the changes apply to version {delivery.base} of the model; this client has {has}")
         digest = held.digest
         for change in delivery.changes:
             digest = digest_of(digest, change)
@@ -162,13 +164,13 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
             shared[digest] = renewed(held.params, delivery.changes, client.context.communication.down)
             while len(shared) > _MODELS:
                 shared.popitem(last=False)
-        found = shared[digest]
-    client.state[MODEL] = HeldModel(delivery.version, delivery.digest, found)
-    return found
+        params = shared[digest]
+    client.state[MODEL] = HeldModel(delivery.version, delivery.digest, params)
+    return params
 
 
-def _alike(one: Params, other: Params) -> bool:
-    """Whether it is one model, for all that processors differ in the last bits when they compute it."""
+def _close(one: Params, other: Params) -> bool:
+    """Return True if two models are equal up to rounding, which may differ between processors."""
     return one is other or (
         one.keys() == other.keys()
         and all(one[name].shape == other[name].shape for name in one)
@@ -177,5 +179,5 @@ def _alike(one: Params, other: Params) -> bool:
 
 
 def _models(context: ClientContext) -> OrderedDict[bytes, Params]:
-    """The last versions of the model by their digests: many clients of a process have the same."""
+    """Return the table of the last model versions by digest, which the clients of a process share."""
     return OrderedDict()

@@ -1,4 +1,4 @@
-"""How a client measures a model on samples of its own."""
+"""The handler of evaluation: a client measures a model on its own samples."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from fedstrata.federation.messages import Weights
 
 @handles(Evaluate)
 def evaluate(client: Client, request: Evaluate) -> Evaluated:
-    """Its own part's sums and metrics; nothing of the client's changes.
+    """Return the sums and metrics of the client's own test or validation part; its state does not change.
 
     Raises:
-        FedstrataError: No such part was held out.
+        FedstrataError: No samples were held out for this part.
     """
     context = client.context
-    held, settings, place = context.held, context.evaluation, context.once(placed)
+    held, settings, device = context.held, context.evaluation, context.once(placed)
     parts, split = (
         (held.own_validation, "train") if request.part == "validation" else (held.own_test, held.own_test_split)
     )
@@ -40,26 +40,26 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
     client.release(len(parts[client.number]))
     local = context.config.training.batch_norm == "local" and bool(context.once(statistics))
     weights = personal(client, request) if request.personal else request.weights
-    # Without statistics of its own, those of the samples at hand are the only ones.
-    lacks = local and not (request.personal and BUFFERS in client.state)
-    found = predict(
-        place.model,
+    # If clients keep BatchNorm's statistics, a model without them is measured with those of each batch.
+    batch_statistics = local and not (request.personal and BUFFERS in client.state)
+    predictions = predict(
+        device.model,
         weights,
-        place.data,
+        device.data,
         "test" if split == "test" else "train",
         parts[client.number],
         batch_size=settings.batch_size,
-        batch_statistics=lacks,
+        batch_statistics=batch_statistics,
     )
     values = None
     if context.tells_values:
-        measured = {metric.label: metric.of(found) if len(found) else None for metric in settings.metrics}
+        measured = {metric.label: metric.of(predictions) if len(predictions) else None for metric in settings.metrics}
         values = {label: value for label, value in measured.items() if value is not None}
-    return Evaluated(sums_of(found, request.score_bins, request.confidence_bins), values)
+    return Evaluated(sums_of(predictions, request.score_bins, request.confidence_bins), values)
 
 
 def personal(client: Client, request: Evaluate) -> Weights:
-    """The global model with what the client keeps of its own, tuned on the samples that it trains on."""
+    """Return the global model with the client's own statistics, tuned on its training samples."""
     weights = starting_point(client, request)
     if not request.epochs or not len(client):
         return weights
@@ -71,17 +71,19 @@ def personal(client: Client, request: Evaluate) -> Weights:
 
 @cache
 def tuning(epochs: int) -> Callable[[ClientContext], ClientContext]:
-    """What makes the world in which clients tune a model: other epochs, and random numbers of its own.
+    """Return a function that makes the context in which clients tune a model.
+
+    The context has its own number of epochs and its own random numbers.
 
     Args:
-        epochs: Of a client's tuning.
+        epochs: Epochs of the tuning.
     """
 
     def make(context: ClientContext) -> ClientContext:
         config = context.config
         training = config.training.model_copy(update={"local_epochs": epochs, "local_steps": None})
         seed = int(rng(config.seed, "fine-tune").integers(2**63))
-        # Model and data stay where they are: a GPU would hold them twice.
+        # Model and data are shared, so that a GPU does not hold them twice.
         prepared: dict[Callable[[ClientContext], Any], Any] = {placed: context.once(placed)}
         return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
 

@@ -1,4 +1,4 @@
-"""The client's part of FedTAN: a first step together with the others, then steps with the statistics it gave."""
+"""The handler of FedTAN: BatchNorm normalises the first step over all clients, and keeps these statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fedstrata.objectives.base import Context
 
 @record("FitTogether")
 class FitTogether(ModelRequest):
-    """Train locally as in ``Fit``, the first step together with the round's other clients (FedTAN); ``FitReply``.
+    """A request to train as in ``Fit``, with the first step together with the round's other clients; ``FitReply``.
 
     Args:
         round: The round, counted from 1.
@@ -53,19 +53,19 @@ class FitTogether(ModelRequest):
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Of the parameters."""
+        """Return tensors like the parameters: clients answer with changes of them."""
         return fit_changes(self.weights, {})
 
     def check(self, reply: FitReply) -> None:
-        """A model like the one that was sent, without a message."""
+        """Refuse a model unlike the one that was sent, and any message."""
         check_fit(reply, self.weights)
         check_message(reply, {})
 
 
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
-    """Local training whose first step normalises over the group and whose later steps keep those statistics."""
-    client.release(min(len(client), client.context.config.training.batch_size))  # the sums are over the first batch
+    """Train for a round: the first step normalises over the group, and later steps keep its statistics."""
+    client.release(min(len(client), client.context.config.training.batch_size))  # only the first batch enters the sums
     shared, model, group = client.context, client.model, client.group
     training = shared.config.training
     data = LocalData(client, np.arange(len(client)))
@@ -90,7 +90,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
             seen += len(batch.y)
             _freeze(model.module)
         if not losses and group is not None:
-            # Who takes no step, having no sample or just one, adds nothing; but the others wait for what it adds.
+            # A client with fewer than two samples takes no step and adds zero to the sums that the others wait for.
             with averaged(model.module, group, 0.0):
                 torch.autograd.grad(model(params, data.batch(slice(0, 0)).x).sum(), leaves, allow_unused=True)
         after = Weights({name: p.detach().clone() for name, p in params.items()}, model.current_buffers())
@@ -99,7 +99,7 @@ def fit_together(client: Client, request: FitTogether) -> FitReply:
 
 
 def _freeze(module: nn.Module) -> None:
-    """From here on BatchNorm normalises with its running statistics."""
+    """Let BatchNorm normalise with its running statistics from now on."""
     for layer in module.modules():
         if isinstance(layer, _BatchNorm):
             layer.train(False)

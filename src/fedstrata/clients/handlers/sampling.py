@@ -1,4 +1,4 @@
-"""How a client answers what samplers ask."""
+"""The handlers of samplers' requests."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from fedstrata.sampling.sketches import sketch
 
 @handles(SizeReport)
 def report_size(client: Client, request: SizeReport) -> SizeReply:
-    """The number of samples, under local differential privacy where a bound is given."""
+    """Return the number of samples, with local differential privacy if the request has a bound."""
     if request.bound == 0:
         client.release(len(client))
         return SizeReply(len(client))
-    client.behind = len(client)  # whoever kept silent here would tell that it has few
-    # In a simulation a spec has one result. At a real site the server, who knows the seed, could take the noise off.
+    client.behind = len(client)  # not release(): a missing answer would reveal that the client has few samples
+    # A simulation must be repeatable. At a real site the noise must not depend on the seed, which the server knows.
     simulated = client.context.config.sizes is not None
     generator = client.rng("size-privacy", request.round) if simulated else np.random.default_rng()
     return SizeReply(randomised_size(len(client), request.bound, request.alpha, generator))
@@ -43,12 +43,12 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
-    """The gradient of the mean cross-entropy over all samples at the global model, projected and quantized."""
+    """Return the gradient of the mean cross-entropy over all samples at the global model, projected and quantized."""
     client.release(len(client))
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
     data = LocalData(client, np.arange(len(client)))
-    # Evaluation mode: one batch's BatchNorm statistics would otherwise leak into the comparison of gradients.
+    # In evaluation mode, so that gradients do not depend on the BatchNorm statistics of single batches.
     with client.model.loaded(weights.params, weights.buffers, train=False) as params:
         leaves = list(params.values())
         for batch in data.in_order():
@@ -62,27 +62,27 @@ def compress(client: Client, request: Compress) -> CompressReply:
 
 
 class _TrainsLike(CrossEntropy):
-    """Cross-entropy on the parameters that another objective trains: who is met first must look like the others."""
+    """Cross-entropy on the parameters that another objective trains, so that sketches of both can be compared."""
 
     _other: Objective = PrivateAttr(default_factory=CrossEntropy)
 
     @classmethod
     def of(cls, objective: Objective) -> Objective:
-        """Plain cross-entropy where the other trains everything."""
+        """Return cross-entropy on the parameters that ``objective`` trains."""
         if is_plain(objective, "trains"):
             return CrossEntropy()
-        made = cls()
-        made._other = objective
-        return made
+        cross_entropy = cls()
+        cross_entropy._other = objective
+        return cross_entropy
 
     def trains(self, name: str, model: Model) -> bool:
-        """As the other does."""
+        """Return True if the other objective trains the parameter."""
         return self._other.trains(name, model)
 
 
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
-    """Train as in any round what the objective trains, and keep nothing of it but the sketch."""
+    """Train for a round with cross-entropy, and return a sketch of the result; nothing else is kept."""
     client.release_trained(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)
@@ -94,7 +94,7 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @handles(LossReport)
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
-    """Mean cross-entropy over all samples at the global model; 0 without samples."""
+    """Return the mean cross-entropy over all samples at the global model; 0 without samples."""
     client.release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     total = 0.0

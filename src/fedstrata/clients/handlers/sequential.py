@@ -1,4 +1,4 @@
-"""The client's part of sequential federated learning: the model comes by, trains on all the data and goes on."""
+"""The handler of sequential federated learning: each client trains the model that it gets from the client before."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedstrata.federation.messages import Reply, Request, RequestRule, Weights
 
 @record("VisitReply")
 class VisitReply(Reply):
-    """What local training saw.
+    """The counts and the loss of local training.
 
     Args:
-        samples: n_k.
-        seen: Sample-gradients computed.
+        samples: Number of the client's samples, n_k.
+        seen: Number of sample-gradients computed.
         loss: Mean training loss over the steps.
     """
 
@@ -31,7 +31,7 @@ class VisitReply(Reply):
 
 @record("Visit")
 class Visit(Request):
-    """Train the travelling model on all your data, as in ``Fit`` (sequential federated learning).
+    """A request to train the travelling model on all samples, as in ``Fit``.
 
     Args:
         round: The round, counted from 1.
@@ -47,14 +47,14 @@ class Visit(Request):
     round: int
 
     def check(self, reply: VisitReply) -> None:
-        """Counts that can be."""
+        """Refuse counts below zero."""
         if reply.samples < 0 or reply.seen < 0:
             raise ReplyRefusedError("a negative count")
 
 
 @handles_hop(Visit)
 def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
-    """Local training that starts at the travelling model."""
+    """Train the travelling model on the client's samples."""
     client.release_trained(len(client))
     data = LocalData(client, np.arange(len(client)))
     outcome = train(client, weights, data, round=request.round, message={})

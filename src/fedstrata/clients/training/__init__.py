@@ -1,1 +1,1 @@
-"""Local training: one loop, and the faster ways through it."""
+"""Local training: one loop, and faster steps for some models."""

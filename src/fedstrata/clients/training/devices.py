@@ -1,4 +1,4 @@
-"""Where clients compute: the processor, or a GPU that holds the data and a model of its own."""
+"""The device that clients compute on: the CPU, or a GPU with its own copy of the model and the data."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedstrata.models.model import Model
 CPU = torch.device("cpu")
 
 RESIDENT = 0.25
-"""Share of a GPU's memory that the data set may take; a larger one is copied there piece by piece."""
+"""Share of a GPU's memory that the data set may use; a larger data set is copied batch by batch."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """What a device computes with.
+    """The model and the data of a device.
 
     Args:
         device: The device.
-        model: The architecture, there.
-        data: The data set, there unless it is too large.
+        model: The model on the device.
+        data: The data set, on the device if it is small enough.
     """
 
     device: torch.device
@@ -36,33 +36,31 @@ class Placed:
 
 
 def device_of(setting: str) -> torch.device:
-    """The device that ``training.device`` names.
+    """Return the device that ``training.device`` names.
 
     Raises:
-        SpecError: There is none.
+        SpecError: This machine does not have the device.
 
     >>> device_of("cpu")
     device(type='cpu')
     """
     if setting == "cpu":
         return torch.device("cpu")
-    there = torch.cuda.is_available()
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if setting == "auto":
-        return torch.device("cuda" if there else "cpu")
+        return torch.device("cuda" if count else "cpu")
     device = torch.device(setting)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if there else 0
-        if (device.index or 0) >= count:
-            problem = f"PyTorch sees {count} CUDA devices here; accepted: 'cpu', 'auto'" + ", 'cuda:N'" * (count > 0)
-            raise SpecError("training.device", problem, setting)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        problem = f"PyTorch sees {count} CUDA devices here; accepted: 'cpu', 'auto'" + ", 'cuda:N'" * (count > 0)
+        raise SpecError("training.device", problem, setting)
     return device
 
 
 def placed(context: ClientContext) -> Placed:
-    """Model and data on the device of the settings.
+    """Return the model and the data on the device of the settings.
 
     Raises:
-        SpecError: There is no such device.
+        SpecError: This machine does not have the device.
     """
     device = device_of(context.config.training.device)
     model, data = context.config.model, context.data
@@ -76,7 +74,7 @@ def placed(context: ClientContext) -> Placed:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """Return a tree of tables, tuples and tensors on a device."""
+    """Return a tree of mappings, tuples and tensors on a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
     if isinstance(tree, tuple):

@@ -1,4 +1,4 @@
-"""Local training: the plain fast loop."""
+"""Local training: the loop over mini-batches, for every objective and device."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.training.devices import CPU, moved, placed
 from fedstrata.clients.training.sgd import SGD, ManualSGD, Tensors
 from fedstrata.federation.messages import Extra, Params, Weights
-from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
+from fedstrata.federation.settings import Training
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
 
 GATHER_LIMIT = 128 << 20
-"""Bytes of inputs up to which a client's samples are made floats once a round, and not once a batch."""
+"""Bytes of inputs up to which a client's samples are converted to floats once per round, not once per batch."""
 
 
 class LocalData:
     """The samples that a client uses this round, as batches of tensors.
 
     Args:
-        client: Whose.
-        chosen: Which of its samples, by their place among its own.
-        device: Where the batches are wanted.
+        client: The client.
+        chosen: Positions of the samples among the client's own.
+        device: Device of the batches.
     """
 
     def __init__(self, client: Client, chosen: NDArray[np.int64], device: torch.device = CPU) -> None:
         self.client, self.chosen, self.device = client, chosen, device
         features = client.context.data.x_train.shape[1:].numel()
-        self._all = self._gathered(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
+        self._samples = self._gathered(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def batch(self, places: NDArray[np.int64] | slice) -> Batch:
-        """Samples by their place among the chosen."""
-        if self._all is None:
-            return Batch(*self._gathered(self.chosen[places]))
-        x, y = self._all
-        where = places if isinstance(places, slice) else torch.from_numpy(places)
+    def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
+        """Return samples by their positions among the chosen samples."""
+        if self._samples is None:
+            return Batch(*self._gathered(self.chosen[positions]))
+        x, y = self._samples
+        where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
         return Batch(x[where], y[where])
 
     def _gathered(self, chosen: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
@@ -58,36 +58,36 @@ class LocalData:
         return x.to(self.device), y.to(self.device)
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
-        """All samples once, in their own order."""
+        """Yield all samples once, in their own order."""
         for begin in range(0, len(self), size):
             yield self.batch(slice(begin, begin + size))
 
     def shuffled(self, training: Training, generator: np.random.Generator, pairs: bool) -> Iterator[Batch]:
-        """Yield the mini-batches of a round: epochs of a fresh permutation each, or as many steps as asked.
+        """Yield the mini-batches of a round: local epochs in a new random order each, or ``local_steps`` batches.
 
-        If a step needs ``pairs``, as BatchNorm does, a last sample alone joins the batch before it, and a client with
-        a single sample takes no step.
+        Args:
+            training: The settings.
+            generator: Draws the orders.
+            pairs: Whether a step needs two samples, as BatchNorm does. A single sample at the end of an epoch then
+                joins the batch before it, and a client with a single sample takes no step.
         """
         n = len(self.chosen)
         size = min(training.batch_size, n)
         if n < (2 if pairs else 1):
             return
-        whole = training.local_steps is not None
-        batches = -(-n // size) - (1 if pairs and n > 1 and size > 1 and n % size == 1 else 0)
-        steps = (
-            (training.local_epochs or DEFAULT_EPOCHS) * batches
-            if training.local_steps is None
-            else training.local_steps
-        )
+        full_batches = training.local_steps is not None
+        batches = -(-n // size) - (pairs and size > 1 and n % size == 1)
+        steps = training.epochs * batches if training.local_steps is None else training.local_steps
         done = 0
         while done < steps:
             order = generator.permutation(n)
-            shuffled = self._in_new_order(order) if steps - done > n // size // 2 else None
-            for begin in range(0, n - size + 1 if whole else n, size):
+            # If less than half of the samples are used, they are read batch by batch.
+            shuffled = self._permuted(order) if steps - done > n // size // 2 else None
+            for begin in range(0, n - size + 1 if full_batches else n, size):
                 if done == steps:
                     return
                 end = begin + size
-                if pairs and size > 1 and n - end == 1 and not whole:
+                if pairs and size > 1 and n - end == 1 and not full_batches:
                     end = n
                 if shuffled is None:
                     yield self.batch(order[begin:end])
@@ -97,15 +97,15 @@ class LocalData:
                 if end == n:
                     break
 
-    def _in_new_order(self, order: NDArray[np.int64]) -> Batch | None:
-        """All samples in another order, so that a batch is a mere view; None where they are read batch by batch."""
-        if self._all is None:
+    def _permuted(self, order: NDArray[np.int64]) -> Batch | None:
+        """Return all samples in a new order, so that batches are views; None if they are too many for one copy."""
+        if self._samples is None:
             return None
-        x, y = self._all
+        x, y = self._samples
         where = torch.from_numpy(order).to(self.device)
         if x.dim() != 4:
             return Batch(x.index_select(0, where), y.index_select(0, where))
-        # Pixel by pixel, as the data set gives them.
+        # Images keep the memory format of the data set, in which the channels of a pixel lie together.
         pixels = x.permute(0, 2, 3, 1).index_select(0, where)
         return Batch(pixels.permute(0, 3, 1, 2), y.index_select(0, where))
 
@@ -115,12 +115,12 @@ class Outcome:
     """The result of local training.
 
     Args:
-        weights: After the last step.
-        steps: K.
-        seen: Sample-gradients computed.
+        weights: The model after the last step.
+        steps: Number of steps, K.
+        seen: Number of sample-gradients computed.
         loss: Mean loss over the steps.
-        message: For the objective's server side.
-        kept: The client's new state of the objective.
+        message: The objective's message to the server.
+        kept: The objective's new state at the client.
     """
 
     weights: Weights
@@ -133,10 +133,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """How the clients of a process train on one objective; found once for all of them.
+    """How the clients of a process train on one objective; computed once for all clients.
 
     Args:
-        chain: The model as a chain of layers that is trained by hand; None if it is trained with autograd.
+        chain: The model as a chain of layers with handwritten gradients; None if autograd trains it.
         trained: Names of the parameters that the objective trains.
         pairs: Whether a step needs two samples, as BatchNorm does.
         corrects: Whether the objective corrects the gradient.
@@ -182,8 +182,17 @@ def train(
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
-    SGD with momentum μ and weight decay λ on the objective's gradient g plus its correction r (each step):
+    Each step is SGD with momentum μ and weight decay λ, on the objective's gradient g plus its correction r:
     d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+
+    Args:
+        client: The client.
+        weights: The model to start with.
+        data: The samples to train on.
+        round: The round, counted from 1.
+        message: The message of the objective's server side.
+        kept: The objective's state at the client.
+        objective: The objective to minimise. Default: that of the context.
     """
     shared, device = client.context, data.device
     training, precision = shared.config.training, computing(shared.config.training, device.type)
@@ -199,7 +208,7 @@ def train(
     with precision:
         context = objective.client_init(model, context)
     seeded: AbstractContextManager[None] = nullcontext()
-    # A chain of layers draws no random numbers, and needs no module while it is trained.
+    # A chain of layers uses neither random numbers nor the module itself.
     if setup.chain is None or setup.corrects or setup.finishes:
         seeded = torch_seeded(shared.config.seed, "layers", round, client.number, device)
     loaded = model.loaded(weights.params, weights.buffers, train=True) if setup.chain is None else None
@@ -226,26 +235,26 @@ def train(
 
 
 def computing(training: Training, device: str = "cpu") -> AbstractContextManager[None]:
-    """Return a context for passes in the precision of the settings.
+    """Return a context manager for passes in the precision of the settings.
 
-    Parameters may not change inside: autocast keeps them converted.
+    Parameters must not change inside it, because autocast caches converted copies of them.
 
     Args:
         training: The settings.
-        device: The type of device that computes.
+        device: Type of the device that computes.
     """
     return torch.autocast(device, torch.bfloat16) if training.precision == "bf16" else nullcontext()
 
 
 def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
-    """Return the model as a chain of layers that is trained by hand; None if it is not such a chain."""
+    """Return the model as a chain of layers with handwritten gradients, or None if it is not such a chain."""
     return ManualSGD.of(context.config.model.module)
 
 
 def _step_of(
     setup: TrainingSetup, model: Model, params: Params, objective: Objective, context: Context, training: Training
 ) -> Callable[[Batch], Tensor]:
-    """Return a function that trains ``params`` on a batch and returns the loss before that."""
+    """Return a function that takes one step on a batch, in place, and returns the loss before the step."""
     chain = setup.chain
     if chain is not None and not (training.momentum or training.clip or setup.corrects):
         return partial(chain.step, params, lr=context.lr, weight_decay=training.weight_decay)
@@ -260,7 +269,7 @@ def _step_of(
         else:
             with computing(training, batch.x.device.type):
                 loss = objective.loss(model, params, batch, context)
-            # A parameter that the loss does not reach has no gradient; correction and decay still move it.
+            # A parameter that the loss does not use has gradient zero: correction and weight decay still apply.
             gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
         correction = objective.correction(params, context) if setup.corrects else None
         sgd.step(trained, gradient, None if correction is None else [correction[name] for name in names])
@@ -270,5 +279,5 @@ def _step_of(
 
 
 def is_plain(objective: Objective, *hooks: str) -> bool:
-    """Return True if an objective leaves these hooks as they are."""
+    """Return True if an objective does not override any of these hooks."""
     return all(getattr(type(objective), hook) is getattr(Objective, hook) for hook in hooks)

@@ -1,9 +1,9 @@
-"""Steps of SGD: on autograd's gradients, and on simple networks by hand.
+"""Steps of SGD: with gradients of autograd, or with handwritten gradients for simple networks.
 
-A mini-batch of an MLP is so little work that autograd's bookkeeping takes as long as the arithmetic. For a chain of
-``nn.Linear`` with ``nn.ReLU`` between them and cross-entropy at its end, the backward pass is a few lines, and a
-weight's gradient ``δᵀ a`` can be added to the weight (``addmm_``) without being stored. The sums are those of autograd,
-at most in another order. FedAvg on an MLP is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
+For a mini-batch of an MLP, autograd's bookkeeping takes as long as the arithmetic. ``ManualSGD`` computes the gradients
+of ``nn.Linear`` layers with ``nn.ReLU`` between them and cross-entropy at the end. It adds a weight's gradient ``δᵀ a``
+to the weight (``addmm_``) without storing it. The sums are the same as in autograd, except for their order. FedAvg on
+an MLP is 1.6 times as fast as with autograd (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THRESHOLD = torch.ops.aten.threshold_backward.default
 
 
 class SGD:
-    """One step after another on the same parameters: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
+    """SGD on the same parameters, step by step: d = clip(g + r) + λ w; v ← μ v + d; w ← w − η v.
 
     Args:
         training: Momentum μ, weight decay λ and the clip.
@@ -41,11 +41,11 @@ class SGD:
         """Change the parameters in place.
 
         Args:
-            params: w.
-            gradient: g, alike in shape.
-            correction: r, alike in shape; None for none.
+            params: The parameters w.
+            gradient: The gradient g, in the shapes of ``params``.
+            correction: The objective's correction r, in the shapes of ``params``, or None.
         """
-        # Never in place on what autograd returned: two parameters' gradients may be the same tensor.
+        # Never in place on autograd's tensors: two parameters may share one gradient tensor.
         if correction is not None:
             gradient = torch._foreach_add(gradient, correction)
         if self.training.clip is not None:
@@ -63,10 +63,7 @@ class SGD:
 
 
 def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
-    """A gradient scaled down so that its norm over all tensors is at most ``limit``.
-
-    Never in place: two parameters' gradients may be the same tensor.
-    """
+    """Return a gradient, scaled down so that its norm over all tensors is at most ``limit``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradient)))
     shrinkage = float(torch.clamp(limit / (norm + 1e-12), max=1.0))
     return list(torch._foreach_mul(gradient, shrinkage))
@@ -74,10 +71,10 @@ def clipped(gradient: Tensors, limit: float) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class ManualSGD:
-    """A chain of layers with ReLU between them, as a function of its parameters.
+    """A chain of linear layers with ReLU between them, as a function of its parameters.
 
     Args:
-        names: The names of each linear layer's weight (out, in) and bias (out,), "" for no bias.
+        names: The names of each layer's weight (out, in) and bias (out,); "" for a layer without bias.
 
     >>> chain = ManualSGD.of(nn.Sequential(nn.Flatten(), nn.Linear(1, 2, bias=False)))
     >>> params = {"1.weight": torch.zeros(2, 1)}
@@ -90,8 +87,8 @@ class ManualSGD:
 
     @classmethod
     def of(cls, module: nn.Module) -> ManualSGD | None:
-        """The chain that ``module`` is, or None where it is anything else or somebody listens to its layers."""
-        if any(_is_watched(part) for part in module.modules()) or any(True for _ in module.buffers()):
+        """Return the chain that a module is; None if it is anything else, or if a hook watches one of its layers."""
+        if any(_has_hooks(part) for part in module.modules()) or any(True for _ in module.buffers()):
             return None
         parts = list(_parts(module, ""))
         layers = [part for _, part in parts]
@@ -130,20 +127,20 @@ class ManualSGD:
 
     @torch.no_grad()
     def gradient(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The mean loss, and its gradient by parameter in the order of ``params``."""
+        """Return the mean loss and its gradients, in the order of ``params``."""
         loss, parts = self._backward(params, x, y)
-        found: Params = {}
+        gradients: Params = {}
         for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
-            found[weight] = delta.t().mm(inputs)
+            gradients[weight] = delta.t().mm(inputs)
             if bias:
-                found[bias] = delta.sum(0)
-        return loss, [found[name] for name in params]
+                gradients[bias] = delta.sum(0)
+        return loss, [gradients[name] for name in params]
 
     def _backward(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The loss, and what the gradients are made of.
+        """Return the mean loss, and for each layer the factors of its gradient.
 
         Returns:
-            The loss; for each layer, the gradient δ of the loss by its output, (B, out), and its input.
+            The loss. For each layer, the gradient δ of the loss with respect to its output, (B, out), and its input.
         """
         inputs, output = [x.flatten(1)], x
         for weight, bias in self.names:
@@ -152,7 +149,7 @@ class ManualSGD:
                 inputs.append(output.relu_())
         log_p = torch.log_softmax(output, 1)
         loss = F.nll_loss(log_p, y)
-        # The gradient of the mean: (softmax − one-hot) / B.
+        # The gradient of the mean loss with respect to the logits: (softmax − one-hot) / B.
         delta = log_p.exp_()
         delta.scatter_add_(1, y[:, None], delta.new_full((len(y), 1), -1.0)).div_(len(y))
         deltas = [delta]
@@ -162,9 +159,9 @@ class ManualSGD:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The layers that a module calls one after another; itself where it is no plain sequence."""
-    if type(module) in (nn.Sequential, Classifier):  # a Classifier's body and head stand in the order of their calls
-        # Not named_children(), which leaves out a layer that comes again.
+    """Yield the layers that a module calls one after another; the module itself if it is not a sequence."""
+    if type(module) in (nn.Sequential, Classifier):  # a Classifier lists body and head in the order of their calls
+        # named_children() would omit a layer that occurs twice.
         for child, part in module._modules.items():
             if part is not None:
                 yield from _parts(part, f"{name}{child}.")
@@ -172,7 +169,7 @@ def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield name, module
 
 
-def _is_watched(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

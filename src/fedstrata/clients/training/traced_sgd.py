@@ -1,13 +1,13 @@
-"""Many SGD steps on one sample each, as a straight line of tensor operations.
+"""SGD steps on single samples, replayed from a trace of tensor operations.
 
-With a batch of one most of the time goes into bookkeeping: autograd records a graph, allocates gradients as large as
-the parameters, and an optimiser adds them. Here one step (forward, backward, update) is traced once into the list of
-operations that it consists of, which is then simplified and replayed: views of parameters are made once, and a weight's
-gradient ``aᵀ b`` goes straight into the weight (``addmm_``) and is never stored. No compiler is needed, and a trace
-takes a tenth of a second.
+With one sample per step, most of the time goes into bookkeeping: autograd records a graph and allocates gradients as
+large as the parameters, and an optimiser adds them. This module traces one step (forward, backward, update) into a list
+of operations, simplifies the list, and replays it for each sample. Views of parameters are made once, and a weight's
+gradient ``aᵀ b`` is added to the weight (``addmm_``) without storing it. A trace takes a tenth of a second and needs no
+compiler.
 
-A model that cannot be traced (its forward pass looks at values, or at tensors that are not its parameters) runs through
-autograd instead. Either way the arithmetic is that of SGD: the same sums, added up in another order at most.
+A model cannot be traced if its forward pass depends on values, or on tensors other than its parameters. Autograd trains
+such a model instead. Both ways compute the sums of SGD, possibly in another order.
 
 Stratify single is 2.4 times as fast as with autograd on an MLP, and 1.9 times with convolutions
 (``benchmarks/fast_paths.py``).
@@ -39,43 +39,44 @@ class TracedSGD:
     """SGD on one sample at a time: w ← w − η (∇ loss + λ w).
 
     Args:
-        loss: What is minimised.
-        params: Where it starts; copied, and the order of names is kept.
-        x: A sample as a batch of one, for its shape, (1, …).
-        y: Its label, (1,).
+        loss: The function to minimise.
+        params: The initial parameters; they are copied.
+        x: A batch of one sample, for its shape, (1, …).
+        y: The sample's label, (1,).
         weight_decay: λ.
 
     Raises:
-        Exception: The loss cannot be traced: whatever the tracer raised.
+        Exception: The loss cannot be traced.
 
-    >>> line = TracedSGD(lambda p, x, y: (p["w"] @ x[0] - y[0]).square(), {"w": torch.zeros(2)},
-    ...                  torch.ones(1, 2), torch.ones(1))
-    >>> line.run(torch.ones(1, 2), torch.ones(1), lr=0.25), line.params()
+    >>> sgd = TracedSGD(lambda p, x, y: (p["w"] @ x[0] - y[0]).square(), {"w": torch.zeros(2)},
+    ...                 torch.ones(1, 2), torch.ones(1))
+    >>> sgd.run(torch.ones(1, 2), torch.ones(1), lr=0.25), sgd.params()
     (tensor([1.]), {'w': tensor([0.5000, 0.5000])})
     """
 
     def __init__(self, loss: Loss, params: Params, x: Tensor, y: Tensor, weight_decay: float = 0.0) -> None:
-        self._own = {name: _plain_strides(tensor.detach().clone()) for name, tensor in params.items()}
-        graph = _traced(loss, self._own, _plain_strides(x), y)
-        _simplify(graph, len(self._own))
+        self._params = {name: _plain_strides(tensor.detach().clone()) for name, tensor in params.items()}
+        graph = _traced(loss, self._params, _plain_strides(x), y)
+        _simplify(graph)
         self.random = any(_is_random(node) for node in graph.nodes)
-        """Whether a step draws random numbers (dropout)."""
-        bound = _bind_views(graph, list(self._own.values()))
+        """Whether a step draws random numbers, as a dropout layer does."""
+        bound = _bind_views(graph, list(self._params.values()))
         _append_updates(graph, weight_decay)
         _pool_by_pixels(graph, [*bound, _plain_strides(x), y, -1.0])
         self._step: Callable[..., Tensor] = fx.GraphModule(nn.Module(), graph).forward
         self._bound = bound
 
     def load(self, params: Params) -> None:
-        """Go on from these parameters."""
-        _copy_into(self._own, params)
+        """Set the parameters to these values."""
+        with torch.no_grad():
+            torch._foreach_copy_(list(self._params.values()), [params[name] for name in self._params])
 
     def params(self) -> Params:
-        """Clones of the parameters as they are now."""
-        return {name: tensor.clone() for name, tensor in self._own.items()}
+        """Return clones of the present parameters."""
+        return {name: tensor.clone() for name, tensor in self._params.items()}
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """One step a sample, in order.
+        """Take one step per sample, in order.
 
         Args:
             x: Inputs, (n, …), n ≥ 1.
@@ -86,28 +87,23 @@ class TracedSGD:
             The loss of each sample before its step, (n,).
         """
         step, bound = self._step, self._bound
-        # Batches of one are too small for oneDNN to repay its preparations.
+        # For a batch of one, the setup of a oneDNN operation takes longer than it saves.
         with torch.inference_mode(), _without_onednn():
             samples = zip(torch.split(_plain_strides(x), 1), torch.split(y, 1), strict=True)
             losses = [step(*bound, sample, label, -lr) for sample, label in samples]
-            total = torch.stack(losses)
-        return total.clone()
+            stacked = torch.stack(losses)
+        return stacked.clone()  # a tensor made in inference mode cannot be used with autograd
 
 
 def _plain_strides(tensor: Tensor) -> Tensor:
-    """The same memory with the usual strides where it is contiguous.
+    """Return a view of a contiguous tensor with the strides of a new tensor; any other tensor as it is.
 
-    Images of one channel are contiguous in two memory formats at once; convolutions choose by the strides, and the one
-    for many channels takes five times as long.
+    Images of one channel are contiguous in two memory formats at the same time. Convolutions choose the format by the
+    strides, and the channels-last format takes five times as long.
     """
-    return tensor.as_strided(tensor.shape, _strides(tensor.shape)) if tensor.is_contiguous() else tensor
-
-
-def _strides(shape: torch.Size) -> list[int]:
-    strides = [1]
-    for side in reversed(shape[1:]):
-        strides.append(strides[-1] * side)
-    return strides[::-1] if len(shape) else []
+    if not tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
 @contextmanager
@@ -118,13 +114,8 @@ def _without_onednn() -> Iterator[None]:
             yield
 
 
-def _copy_into(own: Params, given: Params) -> None:
-    with torch.no_grad():
-        torch._foreach_copy_(list(own.values()), [given[name] for name in own])
-
-
 def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
-    """The operations of loss and gradients: inputs are the parameters, x and y; outputs the gradients and the loss."""
+    """Return the graph of a step: its inputs are the parameters, x and y, its outputs are gradients and loss."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     names = list(params)
@@ -133,16 +124,16 @@ def _traced(loss: Loss, params: Params, x: Tensor, y: Tensor) -> fx.Graph:
         leaves = [tensor.detach().requires_grad_(True) for tensor in inputs[:-2]]
         with torch.enable_grad():
             value = loss(dict(zip(names, leaves, strict=True)), inputs[-2], inputs[-1])
-            found = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
-        return [*found, value.detach()]
+            by_leaf = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+        return [*by_leaf, value.detach()]
 
-    # Fake tensors have no values: a forward pass that looks at one fails here instead of being frozen in the trace.
+    # Fake tensors have no values: a forward pass that depends on one fails here, instead of being traced wrongly.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = make_fx(gradients, tracing_mode="fake")(*params.values(), x, y)
     graph: fx.Graph = traced.graph
     if any(node.op == "get_attr" for node in graph.nodes):
-        raise ValueError("the loss uses tensors that are no arguments of it")
+        raise ValueError("the loss uses tensors that are not its arguments")
     return graph
 
 
@@ -155,7 +146,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _mutated(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that an operation changes in place."""
+    """Return the nodes that an operation changes in place."""
     changed = set()
     for node in graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -165,8 +156,8 @@ def _mutated(graph: fx.Graph) -> set[fx.Node]:
     return changed
 
 
-def _simplify(graph: fx.Graph, params: int) -> None:
-    """Drop what changes nothing: detaching, transposing twice, adding up a single row."""
+def _simplify(graph: fx.Graph) -> None:
+    """Remove operations without effect: detaching, transposing twice, and sums over a single row."""
     changed = _mutated(graph)
     for node in list(graph.nodes):
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
@@ -192,29 +183,29 @@ def _simplify(graph: fx.Graph, params: int) -> None:
 
 
 def _bind_views(graph: fx.Graph, params: list[Tensor]) -> list[Tensor]:
-    """Turn views of parameters into inputs, made once: updates in place show through them."""
+    """Make views of parameters inputs of the graph; they follow updates of the parameters in place."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     bound = dict(zip(inputs, params, strict=False))
     for node in list(graph.nodes):
         if node.target in _VIEWS and node.args[0] in bound:
-            made = node.target(bound[node.args[0]], *node.args[1:], **node.kwargs)
+            tensor = node.target(bound[node.args[0]], *node.args[1:], **node.kwargs)
             with graph.inserting_before(inputs[len(params)]):
                 view = graph.placeholder(f"view_{len(bound)}")
             view.meta = node.meta
             node.replace_all_uses_with(view)
             graph.erase_node(node)
-            bound[view] = made
+            bound[view] = tensor
     return list(bound.values())
 
 
 def _append_updates(graph: fx.Graph, weight_decay: float) -> None:
-    """Let the graph update the parameters at its end and return the loss alone."""
+    """Let the graph update the parameters at its end, and return only the loss."""
     output = next(node for node in graph.nodes if node.op == "output")
     (results,) = output.args
     *gradients, loss = results
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     params = placeholders[: len(gradients)]
-    # Parameters, and views of them: a product with one of these must be taken before any of them moves.
+    # Parameters and views of them: a product with one of these must be computed before any parameter is updated.
     changed = _mutated(graph) | set(placeholders[:-2])
     with graph.inserting_after(placeholders[-1]):
         rate = graph.placeholder("rate")  # −η
@@ -246,7 +237,7 @@ def _append_update(
 
 
 def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
-    """Let max-pooling read its input pixel by pixel, all channels of one together, which is vectorised."""
+    """Let max-pooling read its input in the channels-last format, for which it is vectorised."""
     pools = [node for node in graph.nodes if node.target is _ATEN.max_pool2d_with_indices.default]
     copies = []
     for pool in pools:
@@ -261,18 +252,18 @@ def _pool_by_pixels(graph: fx.Graph, inputs: list[Any]) -> None:
     try:
         FakeTensorProp(fx.GraphModule(nn.Module(), graph)).propagate(*inputs)
     except RuntimeError:
-        # Something further on was traced for the other order and takes a view that this one does not have.
+        # A later operation takes a view that exists only in the original format.
         for copy, source in copies:
             copy.replace_all_uses_with(source)
             graph.erase_node(copy)
 
 
 def _roots(product: fx.Node) -> set[fx.Node]:
-    """The factors of a product and what they are views of."""
-    found: set[fx.Node] = set()
+    """Return the factors of a product and the nodes that they are views of."""
+    roots: set[fx.Node] = set()
     for factor in product.args:
         node = factor
         while isinstance(node, fx.Node):
-            found.add(node)
+            roots.add(node)
             node = node.args[0] if node.target in _VIEWS else None
-    return found
+    return roots
