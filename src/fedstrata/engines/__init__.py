@@ -1,4 +1,4 @@
-"""Where clients live. Nothing but the experiment imports an engine."""
+"""The engines: each decides in which processes the clients run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ENGINES = {
     "ray": "processes on all cores of this machine or of a Ray cluster",
     "nvflare": "sites of NVIDIA FLARE's simulator",
 }
-"""What there is, and where clients live there."""
+"""The name of each engine, and where its clients run."""
 
 
 def make_engine(name: str, context: ClientContext, store: StateStore) -> Engine:
-    """The engine called ``name``.
+    """Return the engine that a name stands for.
 
     Raises:
-        SpecError: There is none of that name.
+        SpecError: No engine has this name.
     """
     if name == "local":
         from fedstrata.engines.local import LocalEngine

@@ -1,4 +1,4 @@
-"""The local engine: all clients on this machine, one after another or beside each other in a few processes."""
+"""The local engine: all clients on this machine, in this process and in worker processes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from fedstrata.models.batchnorm import GroupBrokenError, LocalGroup
 from fedstrata.models.model import Model
 
 STARTING_PAYS, ASKING_PAYS = 0.2, 0.01
-"""Seconds of work beyond which worker processes are started, and beyond which those that there are get some of it.
+"""Seconds of work above which worker processes are started, and above which running workers get a share.
 
-Two processes do 0.05 seconds of work 1.1 times as fast as one, and more work up to twice as fast.
+Two processes do 0.05 seconds of work 1.1 times as fast as one process, and more work up to twice as fast.
 """
 
 PATIENCE, SLOWEST = 600.0, 10.0
-"""Seconds in which a group has to get on by a step whatever it does, and besides for each sample-gradient of all."""
+"""Longest time between two steps of a group, in seconds: a constant part, and a part per sample-gradient."""
 
 GRACE = 5.0
-"""Seconds for the members of a group that is interrupted to end."""
+"""Seconds that the members of a group have to end after an interruption."""
 
 
 class LocalEngine(Engine):
-    """Clients are made when asked and gone afterwards; only their states stay.
+    """An engine that makes a client for each request and keeps only its state.
 
-    Where the work of a question is worth it, worker processes share in it. Clients are independent of each other and
-    replies are sorted, so that the result is the same bits whoever computed them.
+    Worker processes take a share of a request with enough work. Clients are independent of each other and replies are
+    sorted, so that the result does not depend on which process computes a reply.
 
     Args:
-        context: Data, assignment, model and settings that they share.
-        store: Their states.
-        workers: Processes that may work at once, this one among them.
+        context: Data, assignment, model and settings that all clients share.
+        store: The clients' states.
+        workers: Largest number of processes that compute at the same time, this one included.
 
     Raises:
-        SpecError: There is no such device as the settings name.
+        SpecError: This machine does not have the device that the settings name.
     """
 
     def __init__(self, context: ClientContext, store: StateStore, workers: int = 1) -> None:
@@ -54,35 +54,36 @@ class LocalEngine(Engine):
         device = context.once(placed).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
-        # A fork of a process whose operations use several threads, or a GPU, could hang.
-        alone = context.config.training.threads != 1 or device != CPU or not can_fork()
-        self._helpers = 0 if alone else workers - 1
+        # A fork of a process that uses a GPU, or several threads for one operation, can hang.
+        forks = context.config.training.threads == 1 and device == CPU and can_fork()
+        self._helpers = workers - 1 if forks else 0
         self._pool: LocalWorkerPool | None = None
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """By kind of request, as measured here."""
+        """Measured time per unit of work, for each kind of request."""
 
     def ask(
         self, requests: Mapping[ClientId, Request], *, together: bool, group: LocalGroup | None = None
     ) -> Mapping[ClientId, Reply | Failure]:
-        """The clients' answers, computed in client order; ``together``, in one thread each.
+        """Return the clients' replies; with ``together``, each client runs in a thread of its own.
 
         Args:
             requests: See ``Engine.ask``.
             together: See ``Engine.ask``.
-            group: The group in which they answer, member after member; one of their own unless given.
+            group: The group for ``all_reduce_sum``, whose members are the clients in ascending order. Default: a new
+                group.
         """
         if together:
             return self._ask_group(requests, group)
         self._pending = {}
         outcomes: dict[ClientId, Reply | Failure] = {}
-        taken = requests.work if isinstance(requests, Requests) else {}
-        work = {number: 1.0 + taken.get(number, 0.0) for number in requests}
-        # The longest first, so that nobody is left with a long one at the end.
+        gradients = requests.work if isinstance(requests, Requests) else {}
+        work = {number: 1.0 + gradients.get(number, 0.0) for number in requests}
+        # The most work first, so that no process begins a long task when the others are done.
         order = sorted(requests, key=lambda number: (-work[number], number)) if self._helpers else sorted(requests)
-        left = sum(work.values())
+        remaining = sum(work.values())
 
         def run_locally(number: ClientId) -> None:
-            nonlocal left
+            nonlocal remaining
             request, began = requests[number], time.perf_counter()
             client, handler = self._client(number), self.context.handlers.alone(type(request))
             try:
@@ -90,28 +91,28 @@ class LocalEngine(Engine):
             except Exception as error:
                 outcomes[number] = failure(error)
             self._seconds_per_unit[type(request)] = (time.perf_counter() - began) / work[number]
-            left -= work[number]
+            remaining -= work[number]
 
-        # What takes no gradients goes through clients' states at most: sharing these would cost more.
-        asked = not self._helpers or left <= len(work)
-        for place, number in enumerate(order):
-            if not asked and len(order) - place > 1:
-                seconds = left * self._seconds_per_unit.get(type(requests[number]), 0.0)
+        # A request without gradients reads clients' states at most: to send these to workers would take longer.
+        shared = not self._helpers or remaining <= len(work)
+        for index, number in enumerate(order):
+            if not shared and len(order) - index > 1:
+                seconds = remaining * self._seconds_per_unit.get(type(requests[number]), 0.0)
                 if seconds > (STARTING_PAYS if self._pool is None else ASKING_PAYS):
-                    asked = True
-                    self._ask_pool(order[place:], requests, outcomes, run_locally)
-            # After the workers, those whom nobody answered for: what went wrong there can be seen here.
+                    shared = True
+                    self._ask_pool(order[index:], requests, outcomes, run_locally)
+            # A client that has no answer from a worker is asked again here, where its exception can be recorded.
             if number not in outcomes:
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
 
     def behind(self, number: ClientId) -> int:
-        """Samples behind the last answer of a client, as its handler said; 0 where it did not."""
+        """Return how many samples contributed to a client's last reply; 0 if its handler did not say."""
         client = self._pending.get(number)
         return 0 if client is None else client.behind
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
-        """Seconds in which a group must get on by a step: by what local training takes, whatever is asked."""
+        """Return how many seconds a group may take for a step: enough for a round of local training by all of it."""
         work = self.context.config.training.sample_gradients
         return PATIENCE + SLOWEST * sum(work(int(self.context.assignment.sizes[number])) for number in numbers)
 
@@ -122,7 +123,7 @@ class LocalEngine(Engine):
         outcomes: dict[ClientId, Reply | Failure],
         run_locally: Callable[[ClientId], None],
     ) -> None:
-        """Let workers and this process answer, each when it is free; some answers may be missing afterwards."""
+        """Let workers and this process answer; afterwards, answers that failed in a worker are missing."""
         if self._pool is None:
             try:
                 self._pool = LocalWorkerPool(self._helpers, self._answer)
@@ -136,13 +137,13 @@ class LocalEngine(Engine):
                 self._client(number).state = dict(answer.state)
 
     def _answer(self, number: ClientId, request: Request, state: State) -> Answer:
-        """What a worker process does for a client."""
+        """Return a client's answer; called in a worker process."""
         client = Client(number, self.context, state)
         reply = self.context.handlers.alone(type(request))(client, request)
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """The sum in one pass where there is a handler for it and it succeeds."""
+        """Return the sum of the replies if a handler computes it in one pass and succeeds; otherwise None."""
         kinds = {type(request) for request in requests.values()}
         handler = self.context.handlers.sum(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
@@ -151,11 +152,10 @@ class LocalEngine(Engine):
         try:
             return handler({number: self._client(number) for number in sorted(requests)}, requests)
         except Exception:
-            # Whose fault it is shows when the clients are asked one by one.
-            return None
+            return None  # the federation then asks client by client, and sees which one fails
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """One client works on the travelling model."""
+        """Let one client work on the travelling model."""
         self._pending = {}
         try:
             return self.context.handlers.hop(type(task))(self._client(client), task, weights)
@@ -163,19 +163,21 @@ class LocalEngine(Engine):
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """A relay in one pass where there is something that computes it."""
-        maker = self.context.handlers.relay(kind) if self.context.config.training.execution == "fused" else None
-        return super().relay(kind, weights) if maker is None else LocalRelaySession(self, maker(self.context, weights))
+        """Return a relay that is computed in one pass if a handler does so, otherwise hop by hop."""
+        factory = self.context.handlers.relay(kind) if self.context.config.training.execution == "fused" else None
+        if factory is None:
+            return super().relay(kind, weights)
+        return LocalRelaySession(self, factory(self.context, weights))
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep what the accepted clients changed in their state."""
+        """Keep the changed states of the accepted clients."""
         for number in accepted:
             if number in self._pending and self._pending[number].changed():
                 self.store.put(number, self._pending[number].state)
         self._pending = {}
 
     def close(self) -> None:
-        """End worker processes and remove states that went to disk."""
+        """End the worker processes and remove the states on disk."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -188,19 +190,19 @@ class LocalEngine(Engine):
     def _ask_group(
         self, requests: Mapping[ClientId, Request], group: LocalGroup | None
     ) -> Mapping[ClientId, Reply | Failure]:
-        """All clients at once, so that they can add up tensors in the middle of a pass."""
+        """Run all clients at the same time, so that they can add up tensors in the middle of a pass."""
         refuse_random(self.context.config)
         self._pending = {}
         numbers = sorted(requests)
-        # Given back when all have ended: a thread that was left behind keeps its own.
+        # Models are kept for the next group once all threads have ended: a stuck thread may still use its model.
         models, self._models = self._models, []
         while len(models) < len(numbers):
             models.append(self.context.config.model.clone())
-        # Who fails or ends tells the others, so that nobody needs to look at the clock.
+        # No timeout is needed: a member that fails or ends tells the others.
         group = LocalGroup(len(numbers), timeout=None) if group is None else group
         outcomes: dict[ClientId, Reply | Failure] = {}
 
-        def answer(place: int, client: Client) -> None:
+        def answer(member: int, client: Client) -> None:
             number, request = client.number, requests[client.number]
             try:
                 outcomes[number] = self.context.handlers.alone(type(request))(client, request)
@@ -210,24 +212,24 @@ class LocalEngine(Engine):
                 group.abort(f"client {number} failed")
                 outcomes[number] = failure(error)
             finally:
-                group.leave(place)
+                group.leave(member)
 
         threads = {}
-        for place, number in enumerate(numbers):
+        for member, number in enumerate(numbers):
             client = self._client(number)
-            client.group, client.model = group.member(place), models[place]
-            threads[number] = Thread(target=answer, args=(place, client), daemon=True)
+            client.group, client.model = group.member(member), models[member]
+            threads[number] = Thread(target=answer, args=(member, client), daemon=True)
         _run_group(threads, group, self._patience(numbers))
         self._models = models
         return {number: outcomes[number] for number in numbers}
 
 
 class LocalRelaySession:
-    """A relay through this process; see ``RelaySession``.
+    """A relay that a handler computes in one pass in this process; see ``RelaySession``.
 
     Args:
-        engine: Where its clients live.
-        handler: What computes it.
+        engine: The engine of the clients.
+        handler: Computes the relay.
     """
 
     def __init__(self, engine: LocalEngine, handler: RelayHandler) -> None:
@@ -237,8 +239,8 @@ class LocalRelaySession:
         self._counted: list[ClientId] = []
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """One client's part."""
-        # States go back to the store at the end: it measures what it is given, and a client comes by many times.
+        """Let one client do its part."""
+        # States go back to the store at the end, because it measures every state and a client may have many parts.
         if client not in self._states:
             self._states[client] = self._engine.store.get(client)
         self._last = Client(client, self._engine.context, self._states[client])
@@ -248,72 +250,73 @@ class LocalRelaySession:
             return failure(error)
 
     def keep(self, accepted: bool) -> None:
-        """Let the last part and its client's new state count, or neither."""
+        """Accept or reject the last part, together with its client's new state."""
         self._handler.keep(accepted)
         if accepted and self._last is not None:
             self._states[self._last.number] = self._last.state
             self._counted.append(self._last.number)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """The end of the relay."""
+        """End the relay, and keep the states of the clients whose parts were all successful."""
         weights, outcomes = self._handler.finish()
-        # A part that turns out at the end not to count takes its client's whole state of this relay with it.
-        bad = {client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)}
+        failed = {
+            client for client, outcome in zip(self._counted, outcomes, strict=True) if isinstance(outcome, Failure)
+        }
         for client, state in self._states.items():
-            if client not in bad and state is not self._engine.store.get(client):
+            if client not in failed and state is not self._engine.store.get(client):
                 self._engine.store.put(client, state)
         return weights, outcomes
 
 
 def refuse_random(config: FederationConfig) -> None:
-    """Refuse a model that draws random numbers where clients run at the same time.
+    """Refuse a model that draws random numbers, for clients that run at the same time.
 
     Raises:
-        SpecError: Its forward pass does.
+        SpecError: The model's forward pass draws random numbers.
     """
     if config.random:
-        # Threads share PyTorch's generator: who draws first would be a matter of chance.
+        # Threads share PyTorch's generator, so that the order of their draws depends on timing.
         problem = "draws random numbers, which clients that run at the same time cannot do repeatably; turn that off "
         raise SpecError("model", problem + "(nn.Dropout: p = 0), or use training.execution = 'fused' with Stratify")
 
 
 def _run_group(threads: Mapping[ClientId, Thread], group: LocalGroup, patience: float) -> None:
-    """Run the members of a group, a thread each, until all have ended.
+    """Run the members of a group, each in its thread, until all have ended.
 
     Args:
-        threads: By client, in the order of the members.
-        group: Theirs.
-        patience: Seconds in which no sum is completed and nobody ends, and after which nothing will: an endless loop in
-            what a client computes. The run fails then, so that no result depends on the clock.
+        threads: The thread of each client, in the order of the members.
+        group: The group.
+        patience: Seconds without a completed sum and without an ended member after which the group is considered stuck,
+            as in an endless loop. The run fails then: a result never depends on the clock.
 
     Raises:
-        FedstrataError: There was no more patience.
+        FedstrataError: The group is stuck.
     """
     for thread in threads.values():
         thread.start()
-    before: object = None
+    last_progress: object = None
     waited = 0.0
     try:
         while alive := {client: thread for client, thread in threads.items() if thread.is_alive()}:
-            # Second by second, so that the time in which this process, or the machine, is asleep does not count.
+            # Counted second by second, so that time during which the process or the machine sleeps does not count.
             next(iter(alive.values())).join(1.0)
-            now = (group.progress, list(alive))
-            before, waited = now, 0.0 if now != before else waited + 1.0
+            progress = (group.progress, list(alive))
+            last_progress, waited = progress, 0.0 if progress != last_progress else waited + 1.0
             if waited > patience:
                 waiting = group.progress[1]
-                stuck = [client for place, client in enumerate(threads) if client in alive and place not in waiting]
+                stuck = [client for member, client in enumerate(threads) if client in alive and member not in waiting]
                 problem = "neither ended nor came to the next sum of their group: an endless loop?"
                 raise FedstrataError(f"for {patience:g} s clients {', '.join(map(str, stuck))} {problem}")
     except BaseException:
         group.abort("it was interrupted")
-        until = time.monotonic() + GRACE
+        deadline = time.monotonic() + GRACE
         for thread in threads.values():
-            thread.join(max(0.0, until - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         raise
 
 
 def failure(error: BaseException) -> Failure:
-    """An exception of a client's, with the place where it was raised; where it withholds its answer, only why."""
+    """Return the failure for a client's exception: the reason, and the line that raised it."""
     if isinstance(error, WithheldError):
         return Failure(str(error), refused=True)
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,8 +1,8 @@
-"""The Ray engine: clients in processes on all cores of this machine, or of a cluster.
+"""The Ray engine: clients in processes on all cores of this machine or of a cluster.
 
-The method, the clients' states and the books stay in the process that runs the experiment. A state travels with its
-client's request and comes back changed, so that any worker can answer for any client, and one that dies takes
-nothing with it: what it was working on others compute again, to the same bytes.
+The method and the clients' states stay in the process that runs the experiment. A state travels with its client's
+request and comes back changed, so that any worker can answer for any client. If a worker dies, nothing is lost: other
+workers compute the same answers again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,45 +33,45 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Requests, We
 from fedstrata.stratify.masking.key_store import KeyRing, ring_of
 
 ADDRESS = "RAY_ADDRESS"
-"""Names the cluster to join; without it, and outside a session of Ray's, a local one is started."""
+"""The environment variable with the address of the cluster to join; without it, a local cluster is started."""
 
 START_SECONDS = 300.0
-"""How long the engine waits for workers when there is none."""
+"""Longest time to wait for the first worker."""
 
 INLINE = 64 << 10
-"""Larger requests, in bytes, go once into the object store instead of into every call."""
+"""Bytes above which a request goes into the object store once, instead of into every call."""
 
 AHEAD = 2
-"""Calls that a worker has at a time: the next one waits there while it computes."""
+"""Calls that a worker has at the same time: the second one waits at the worker while the first is computed."""
 
 MOST_AT_ONCE = 8
-"""Most clients in a call that takes long."""
+"""Largest number of clients in a call, unless their work is short."""
 
 DEATHS = 3
-"""Workers that may die over one call before its clients have failed: a client may be what kills them."""
+"""Workers that may die during one call; then its clients have failed, since one of them may kill the workers."""
 
 CALL_PAYS = 0.005
-"""Seconds of work below which clients are put into one call."""
+"""Seconds of work below which several clients share a call."""
 
 
 class ClientError(FedstrataError):
-    """What a client raised in another process; the note has its traceback."""
+    """An exception of a client in another process; its note holds the traceback."""
 
 
 class RayEngine(Engine):
-    """Clients wherever a worker is free; only their states stay.
+    """An engine whose clients run in any free worker of Ray; only their states stay here.
 
     Args:
-        context: Data, assignment, model and settings that they share.
-        store: Their states.
-        address: The cluster to join; that of ``RAY_ADDRESS`` unless given, else a new one on this machine.
-        workers: How many; ``training.workers`` or one a processor of the cluster unless given, and never more than
-            clients.
-        pool: Workers that are there already and stay, instead of new ones.
+        context: Data, assignment, model and settings that all clients share.
+        store: The clients' states.
+        address: The cluster to join. Default: that of ``RAY_ADDRESS``, otherwise a new one on this machine.
+        workers: Number of workers, at most one per client. Default: ``training.workers``, otherwise one per processor
+            of the cluster.
+        pool: Running workers to use instead of new ones; the engine does not stop them.
 
     Raises:
         ExtraMissingError: Ray is not installed.
-        SpecError: There is no cluster at the address.
+        SpecError: No cluster can be joined at the address.
         FedstrataError: A worker cannot start, or runs other versions.
     """
 
@@ -87,7 +88,7 @@ class RayEngine(Engine):
         self._states: dict[ClientId, bytes] = {}
         self._exchange = 0
         self._seconds_per_unit: dict[type[Request], float] = {}
-        """By kind of request, as a worker measured them."""
+        """Time per unit of work that workers measured, for each kind of request."""
         self._ray = _import_ray()
         with ExitStack() as closing:
             closing.callback(store.close)
@@ -97,17 +98,17 @@ class RayEngine(Engine):
                 closing.callback(_join(self._ray, address or os.environ.get(ADDRESS), workers))
                 count = max(1, workers or int(self._ray.cluster_resources().get("CPU", 1)))
                 pool = closing.enter_context(WorkerPool(min(count, context.config.clients)))
-            # In memory, keys would be those of one worker.
+            # Keys in memory would exist in one worker only; all workers share a folder.
             keys = ring_of(context)
             keys = keys if keys.folder else KeyRing(Path(folder), create=True)
             pool.enter(self._ray.put(WorkerPayload.of(context, keys)))
             self._pool, self._closing = pool, closing.pop_all()
 
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """The clients' answers, whoever computes them; ``together``, in one worker, with a thread each.
+        """Return the clients' replies; with ``together``, one worker runs all clients, each in a thread.
 
-        One worker, because a sum in the middle of a pass costs a visit of every client to the others: between
-        processes that takes longer than a client's part of a batch.
+        Several workers would be slower: to send each sum of a pass between processes takes longer than the computation
+        of a client's part of a batch.
         """
         self._states = {}
         self._exchange += 1
@@ -123,7 +124,7 @@ class RayEngine(Engine):
         return outcomes
 
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """One client works on the travelling model, which stays at its worker for the next one."""
+        """Let one client work on the travelling model; its worker keeps the model for the next hop."""
         self._states = {}
         sent, state = records.encode(task), self._state(client)
         host: WorkerHandle | None = None
@@ -132,7 +133,7 @@ class RayEngine(Engine):
             nonlocal host
             host = worker
             model = None if worker.weights is weights else records.encode(weights)
-            worker.weights = None  # until it is known that what it has then counts
+            worker.weights = None  # set again below, if the hop succeeds
             return worker.actor.hop.remote(client, sent, state, model)
 
         ((_, answer),) = self._pool.run(iter([Call([client], 1.0, send)]))
@@ -146,48 +147,43 @@ class RayEngine(Engine):
         return moved, reply
 
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep what the accepted clients changed in their state."""
+        """Keep the changed states of the accepted clients."""
         for client in accepted:
             if client in self._states:
                 self.store.put(client, records.decode(self._states[client]))
         self._states = {}
 
     def close(self) -> None:
-        """Stop the workers, and the cluster if it was started for them; remove states that went to disk."""
+        """Stop the workers, and the cluster if this engine started it; remove the states on disk."""
         self._closing.close()
 
     def _calls(self, requests: Mapping[ClientId, Request], together: bool) -> Iterator[Call]:
-        """Calls, those of the longest work first; short ones are for several clients."""
-        every = Requests.of(requests, requests)
-        work = {client: 1.0 + every.work.get(client, 0.0) for client in every}
-        # What many clients are sent is encoded, and put into the store, once.
-        places = every.which
-        payloads: dict[int, Any] = {}
+        """Yield the calls, those with the most work first; several clients with little work share a call."""
+        by_client = Requests.of(requests, requests)
+        work = {client: 1.0 + by_client.work.get(client, 0.0) for client in by_client}
+        # A request that several clients get is encoded and stored once.
+        payload_of = cache(lambda which: self._payload(by_client.distinct[which]))
         exchange = self._exchange
 
         def call(clients: list[ClientId]) -> Call:
-            which = [places[client] for client in clients]
-            for client, place in zip(clients, which, strict=True):
-                if place not in payloads:
-                    payloads[place] = self._payload(requests[client])
-            calls = [(client, place, self._state(client)) for client, place in zip(clients, which, strict=True)]
-            sent = [payloads[place] for place in dict.fromkeys(which)]
+            calls = [(client, by_client.which[client], self._state(client)) for client in clients]
+            sent = [payload_of(which) for which in dict.fromkeys(which for _, which, _ in calls)]
             return Call(
                 clients,
                 sum(work[client] for client in clients),
                 lambda worker: worker.actor.ask.remote(exchange, calls, together, *sent),
             )
 
-        left = deque(sorted(requests, key=lambda client: (-work[client], client)))
         if together:
-            yield call(sorted(left))
+            yield call(sorted(requests))
             return
-        while left:
-            # As in guided self-scheduling: ever fewer in a call, so that all workers end at about one time.
-            count = min(MOST_AT_ONCE, len(left) // (4 * len(self._pool)))
-            seconds = self._seconds_per_unit.get(type(requests[left[0]]), math.inf) * work[left[0]]
-            short = min(math.ceil(CALL_PAYS / max(seconds, 1e-9)), -(-len(left) // len(self._pool)))
-            yield call([left.popleft() for _ in range(max(1, count, short))])
+        waiting = deque(sorted(requests, key=lambda client: (-work[client], client)))
+        while waiting:
+            # Guided self-scheduling: ever fewer clients in a call, so that all workers end at about the same time.
+            count = min(MOST_AT_ONCE, len(waiting) // (4 * len(self._pool)))
+            seconds = self._seconds_per_unit.get(type(requests[waiting[0]]), math.inf) * work[waiting[0]]
+            short = min(math.ceil(CALL_PAYS / max(seconds, 1e-9)), -(-len(waiting) // len(self._pool)))
+            yield call([waiting.popleft() for _ in range(max(1, count, short))])
 
     def _payload(self, request: Request) -> Any:
         data: Payload = records.encode(request)
@@ -198,12 +194,12 @@ class RayEngine(Engine):
         return records.encode(dict(state)) if state else b""
 
     def _read(self, client: ClientId, answer: EncodedAnswer) -> Reply | Failure:
-        if answer.failure is not None or answer.reply is None:
-            reason = answer.failure.reason if answer.failure else "no reply"
-            error = ClientError(reason) if answer.raised else None
-            if error is not None:
+        if answer.failure is not None:
+            error = None
+            if answer.raised:
+                error = ClientError(answer.failure.reason)
                 error.add_note(answer.raised)
-            return Failure(reason, error, answer.failure is not None and answer.failure.bystander)
+            return Failure(answer.failure.reason, error, answer.failure.bystander)
         if answer.state is not None:
             self._states[client] = answer.state
         try:
@@ -218,10 +214,10 @@ class Call:
     """One call of a worker.
 
     Args:
-        clients: Whom it answers for.
-        work: What it takes, in any unit.
-        send: Calls a worker; Ray's reference to what it will return.
-        deaths: How many workers died over it.
+        clients: The clients that the worker answers for.
+        work: The call's work, in any unit.
+        send: Calls a worker, and returns Ray's reference to the result.
+        deaths: How many workers died during this call.
     """
 
     clients: list[ClientId]
@@ -236,10 +232,10 @@ class WorkerHandle:
 
     Args:
         actor: Ray's handle.
-        hello: Ray's reference to its greeting, until it has come and the worker is ready.
-        name: Who it is.
-        running: What it was called for, by Ray's reference, in order.
-        weights: The travelling model that it had last.
+        hello: Ray's reference to the worker's greeting; None once the greeting has come and the worker is ready.
+        name: The worker's process and machine, for messages.
+        running: The worker's calls, by Ray's references, in order.
+        weights: The travelling model that the worker holds.
     """
 
     actor: Any
@@ -250,22 +246,22 @@ class WorkerHandle:
 
     @property
     def load(self) -> tuple[float, int]:
-        """The work that it has, and in how many calls."""
+        """The work of all its calls, and their number."""
         return sum(call.work for call in self.running.values()), len(self.running)
 
 
 class WorkerPool:
-    """Workers, each of which is replaced when it dies.
+    """Workers of Ray; one that dies is replaced.
 
     Args:
-        count: How many.
+        count: Number of workers.
     """
 
     def __init__(self, count: int) -> None:
         self._ray = _import_ray()
         self._class = self._ray.remote(num_cpus=1, max_restarts=0, max_task_retries=0)(Worker)
         self._payload_ref: Any = None
-        # Ray itself hands on the script's and the current folder alone.
+        # Ray itself passes on only the script's folder and the current folder.
         self._paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100  keeps links, as Python does
         self._all = [WorkerHandle(self._class.remote(self._paths)) for _ in range(count)]
 
@@ -279,12 +275,15 @@ class WorkerPool:
         return len(self._all)
 
     def enter(self, worker_payload: Any) -> None:
-        """Take all workers into a world, to which Ray's reference is given, and wait until one of them is there.
+        """Give all workers a context, and wait until the first one is ready.
 
-        The others join in when they can: processes start at their own pace, and a cluster may have no room yet.
+        The others join later: processes start at different speeds, and a cluster may not have room yet.
+
+        Args:
+            worker_payload: Ray's reference to a ``WorkerPayload``.
 
         Raises:
-            FedstrataError: One cannot start, or none did in time.
+            FedstrataError: A worker cannot start, or none was ready in time.
         """
         self._payload_ref = worker_payload
         for worker in self._all:
@@ -293,16 +292,16 @@ class WorkerPool:
             self._wait()
 
     def run(self, calls: Iterator[Call]) -> Iterator[tuple[Call, Any]]:
-        """Have calls run, each as soon as a worker has room for it.
+        """Run calls, each as soon as a worker has room for it.
 
         Yields:
-            Each call with what came of it, as they are done; a ``Failure`` where ``DEATHS`` workers died over it.
+            Each finished call with its result; with a ``Failure`` if ``DEATHS`` workers died during it.
         """
-        again: deque[Call] = deque()
+        retries: deque[Call] = deque()
         try:
             while True:
-                self._hand_out(calls, again)
-                if not again and not any(worker.running for worker in self._all):
+                self._hand_out(calls, retries)
+                if not retries and not any(worker.running for worker in self._all):
                     return
                 worker, ref = self._wait()
                 if ref is None:
@@ -311,65 +310,65 @@ class WorkerPool:
                     yield worker.running[ref], self._get(ref)
                     del worker.running[ref]
                 except self._ray.exceptions.RayError as error:
-                    yield from self._replace_worker(worker, error, again)
+                    yield from self._replace_worker(worker, error, retries)
         finally:
             for worker in self._all:
                 worker.running.clear()
 
     def dismiss(self) -> None:
-        """Stop them all."""
+        """Stop all workers."""
         for worker in self._all:
             self._ray.kill(worker.actor)
         self._all = []
 
-    def _hand_out(self, calls: Iterator[Call], again: deque[Call]) -> None:
+    def _hand_out(self, calls: Iterator[Call], retries: deque[Call]) -> None:
         ready = [worker for worker in self._all if worker.hello is None]
         while ready:
-            # Who has least to do comes first; the next call waits with nobody who has more than others.
+            # The worker with the least work gets the next call.
             worker = min(ready, key=lambda worker: worker.load)
             if len(worker.running) >= AHEAD:
                 return
-            call = again.popleft() if again else next(calls, None)
+            call = retries.popleft() if retries else next(calls, None)
             if call is None:
                 return
             worker.running[call.send(worker)] = call
 
     def _wait(self) -> tuple[WorkerHandle, Any]:
-        """A worker, and one of its calls that is over; None when it has just come up."""
+        """Return a worker and Ray's reference to one of its finished calls; None if the worker has just started."""
         waiting = {ref: worker for worker in self._all for ref in worker.running}
         waiting |= {worker.hello: worker for worker in self._all if worker.hello is not None}
-        nobody = all(worker.hello is not None for worker in self._all)
-        done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=START_SECONDS if nobody else None)
+        none_ready = all(worker.hello is not None for worker in self._all)
+        done, _ = self._ray.wait(list(waiting), num_returns=1, timeout=START_SECONDS if none_ready else None)
         if not done:
-            raise FedstrataError(f"no worker of Ray's came up within {START_SECONDS:g} s")
+            raise FedstrataError(f"no worker of Ray started within {START_SECONDS:g} s")
         ref, worker = done[0], waiting[done[0]]
         if worker.hello != ref:
             return worker, ref
         try:
             versions, worker.name = self._ray.get(ref)
         except self._ray.exceptions.RayError as error:
-            raise FedstrataError(f"a worker of Ray's cannot start: {_last_line(error)}") from error
+            raise FedstrataError(f"a worker of Ray cannot start: {_last_line(error)}") from error
         if versions != VERSIONS:
             raise FedstrataError(f"{worker.name} runs {versions}, and this process {VERSIONS}; install the same")
         worker.hello = None
         return worker, None
 
     def _get(self, ref: Any, timeout: float | None = None) -> Any:
-        """What a call returned.
+        """Return the result of a call.
 
         Raises:
-            FedstrataError: The engine there refused it, or failed.
-            RayError: It was lost.
+            FedstrataError: The call raised an exception.
+            RayError: The call was lost with its worker.
         """
         try:
             return self._ray.get(ref, timeout=timeout)
         except self._ray.exceptions.RayTaskError as error:
             raise (error.cause if isinstance(error.cause, FedstrataError) else FedstrataError(str(error))) from None
 
-    def _replace_worker(self, dead: WorkerHandle, error: Exception, again: deque[Call]) -> Iterator[tuple[Call, Any]]:
-        """Replace a worker. What it had not done others do: nothing of that counts yet, and all of it is determined.
+    def _replace_worker(self, dead: WorkerHandle, error: Exception, retries: deque[Call]) -> Iterator[tuple[Call, Any]]:
+        """Replace a dead worker: yield its finished calls, and put the others into ``retries``.
 
-        Only the first of its calls that is not done can have killed it.
+        Only the first unfinished call can have killed the worker.
         """
         died = Failure(f"its worker ({dead.name}) died: {_last_line(error)}")
         for ref, call in list(dead.running.items()):
@@ -378,11 +377,11 @@ class WorkerPool:
                 yield call, self._get(ref, timeout=0)
             except self._ray.exceptions.RayError:
                 if call.deaths + 1 < DEATHS:
-                    again.append(replace(call, deaths=call.deaths + 1))
+                    retries.append(replace(call, deaths=call.deaths + 1))
                 else:
                     yield call, died
                 break
-        again.extend(dead.running.values())
+        retries.extend(dead.running.values())
         dead.running = {}
         self._ray.kill(dead.actor)
         actor = self._class.remote(self._paths)
@@ -390,7 +389,7 @@ class WorkerPool:
 
 
 def _last_line(error: Exception) -> str:
-    """The gist of Ray's messages, which are long."""
+    """Return the last line of an error: Ray's messages are long, and end with the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
@@ -403,10 +402,10 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str | None, workers: int | None) -> Callable[[], None]:
-    """Enter a cluster; how to leave it."""
+    """Join a cluster, or start one; return a function that leaves it."""
     if ray.is_initialized():
         return lambda: None
-    # It speaks of itself before it looks at its own logging_level.
+    # Ray logs before it applies its own logging_level.
     logging.getLogger("ray").setLevel(logging.ERROR)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address:

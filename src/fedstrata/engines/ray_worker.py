@@ -1,4 +1,4 @@
-"""What runs in a process of Ray's: clients, as in the local engine, with messages and states that come as bytes."""
+"""A worker process of Ray: a local engine whose messages and states travel as bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -29,19 +29,19 @@ from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.stratify.masking.key_store import KeyRing
 
 Payload = bytes | NDArray[np.uint8]
-"""An encoded tree: bytes, or an array where it lies in Ray's object store."""
+"""An encoded tree: bytes, or an array if it lies in Ray's object store."""
 
 VERSIONS = f"fedstrata {version('fedstrata')}, PyTorch {torch.__version__}"
-"""What must be alike everywhere."""
+"""The versions that must be equal in all processes."""
 
 
 @dataclass(frozen=True)
 class WorkerPayload:
-    """A world as it travels: once to each machine, where its workers read the arrays in place.
+    """A client context as it travels: once to each machine, whose workers read the arrays in place.
 
     Args:
-        context: Without the data set's tensors.
-        arrays: The training samples and what normalises them, by field of the data set.
+        context: The context, without the data set's tensors.
+        arrays: The training samples and the tensors that normalise them, by field of the data set.
         declared: Records that other packages declare, by wire name.
     """
 
@@ -51,26 +51,26 @@ class WorkerPayload:
 
     @classmethod
     def of(cls, context: ClientContext, keys: KeyRing) -> WorkerPayload:
-        """Pack a world, with the keys of its clients."""
+        """Pack a context, with the keys of its clients."""
         data = context.data
         tensors = {
             field.name: value
             for field in dataclasses.fields(data)
             if isinstance(value := getattr(data, field.name), Tensor)
         }
-        # Clients see neither the test set nor what the server may have.
+        # Clients see neither the test set nor the server's data.
         arrays = {name: t.numpy() for name, t in tensors.items() if not name.endswith("_test")}
-        nothing: dict[str, Any] = {name: tensor[:0].clone() for name, tensor in tensors.items()}
-        shell = dataclasses.replace(data, **nothing)
-        # A module that workers can import declares its own again; what a notebook declares goes along.
+        empty: dict[str, Any] = {name: tensor[:0].clone() for name, tensor in tensors.items()}
+        shell = dataclasses.replace(data, **empty)
+        # Workers do not have the records that a notebook declares.
         declared = {name: cls for name, cls in records.RECORDS.items() if not cls.__module__.startswith("fedstrata.")}
-        # A worker is one process of many: it starts none of its own, and no GPU is its own.
+        # A worker starts no processes of its own and does not use the GPU.
         training = context.config.training.model_copy(update={"workers": 1, "device": "cpu"})
         config = dataclasses.replace(context.config, training=training, server_data=None)
         return cls(dataclasses.replace(context, config=config, data=shell, keys=keys, prepared={}), arrays, declared)
 
     def unpack(self) -> ClientContext:
-        """The world, whose data set reads the arrays where they lie."""
+        """Return the context, whose data set reads the arrays in place."""
         records.register(self.declared)
         tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in self.arrays.items()}
         return dataclasses.replace(self.context, data=dataclasses.replace(self.context.data, **tensors))
@@ -78,17 +78,17 @@ class WorkerPayload:
 
 @dataclass(frozen=True)
 class EncodedAnswer:
-    """What became of one client's request.
+    """The encoded result of one client's request.
 
     Args:
-        reply: The encoded reply; None for none.
-        state: The client's encoded state where it changed.
-        failure: Why there is no reply.
-        raised: The traceback of the exception, where there was one.
+        reply: The encoded reply; empty if there is a ``failure``.
+        state: The client's encoded state, if it changed.
+        failure: Why the reply is missing.
+        raised: The traceback of the client's exception, if it raised one.
         moved: The encoded model after a hop.
     """
 
-    reply: bytes | None = None
+    reply: bytes = b""
     state: bytes | None = None
     failure: Failure | None = None
     raised: str = ""
@@ -96,18 +96,18 @@ class EncodedAnswer:
 
 
 class Worker:
-    """Answers for whichever clients it is given.
+    """An actor of Ray that answers for any client.
 
     Args:
-        paths: Where modules are looked for besides, such as that of a method of the user's own.
+        paths: Folders of further modules, such as a user's own method.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path]
 
     def enter(self, worker_payload: WorkerPayload) -> tuple[str, str]:
-        """Enter a world; the versions that run here, and who this is."""
-        # The object store is read-only, and nothing writes to a data set.
+        """Begin to work with a context; return this process's versions and its name."""
+        # Arrays in the object store are read-only, which is harmless: nothing writes to a data set.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         context = worker_payload.unpack()
         prepare_process(context.config.training.threads)
@@ -123,24 +123,21 @@ class Worker:
         together: bool,
         *payloads: Payload,
     ) -> tuple[list[EncodedAnswer], float]:
-        """The answers of some clients, in order, and how many seconds they took.
+        """Return the answers of some clients, in order, and how many seconds they took.
 
         Args:
-            exchange: Counts exchanges: what came earlier in this one is not decoded again.
-            calls: Client, number of its request in the exchange, and its encoded state; ``b""`` for none.
-            together: Whether they answer at the same time, as a group.
-            payloads: One for each different request of ``calls``, in the order in which they first appear.
+            exchange: Number of the exchange. Requests of the same exchange are decoded once.
+            calls: For each client, its number, the number of its request in the exchange, and its encoded state
+                (``b""`` if it has none).
+            together: Whether the clients run at the same time, as a group.
+            payloads: The encoded requests of ``calls``, each once, in the order in which they first appear.
         """
         if exchange != self._exchange:
             self._exchange, self._requests = exchange, {}
         for which, payload in zip(dict.fromkeys(which for _, which, _ in calls), payloads, strict=True):
             if which not in self._requests:
                 self._requests[which] = records.decode(bytes(payload))
-        self._engine.store = store = StateStore()
-        for client, _, state in calls:
-            if state:
-                store.put(client, records.decode(state))
-        store.changed.clear()
+        self._load({client: state for client, _, state in calls})
         requests = {client: self._requests[which] for client, which, _ in calls}
         began = time.perf_counter()
         outcomes = self._engine.ask(requests, together=together)
@@ -149,13 +146,10 @@ class Worker:
         return [self._answer(client, outcomes[client]) for client in requests], seconds
 
     def hop(self, client: ClientId, task: bytes, state: bytes, sent: bytes | None) -> EncodedAnswer:
-        """Let a client work on the travelling model; None for ``sent`` is the model that the last hop led to."""
+        """Let a client work on the travelling model; if ``sent`` is None, on the result of this worker's last hop."""
         weights: Weights | None = self._weights if sent is None else records.decode(sent)
         assert weights is not None
-        self._engine.store = store = StateStore()
-        if state:
-            store.put(client, records.decode(state))
-        store.changed.clear()
+        self._load({client: state})
         outcome = self._engine.hop(client, records.decode(task), weights)
         if isinstance(outcome, Failure):
             return self._answer(client, outcome)
@@ -163,9 +157,17 @@ class Worker:
         self._weights, reply = outcome
         return self._answer(client, reply, self._weights)
 
+    def _load(self, states: Mapping[ClientId, bytes]) -> None:
+        """Give the engine the states of these clients."""
+        self._engine.store = StateStore()
+        for client, state in states.items():
+            if state:
+                self._engine.store.put(client, records.decode(state))
+        self._engine.store.changed.clear()
+
     def _answer(self, client: ClientId, outcome: Reply | Failure, moved: Weights | None = None) -> EncodedAnswer:
         if isinstance(outcome, Failure):
-            # An exception may hold anything; its text travels.
+            # Only the text of an exception travels: the exception itself may not be encodable.
             raised = "".join(traceback.format_exception(outcome.error)) if outcome.error is not None else ""
             return EncodedAnswer(failure=dataclasses.replace(outcome, error=None), raised=raised)
         try:
