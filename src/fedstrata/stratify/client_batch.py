@@ -1,4 +1,4 @@
-"""The client's part of Stratify's batch mode: samples set aside by label, and the gradient of their summed loss."""
+"""The client's part of Stratify's batch mode: samples reserved by label, and the gradient of their summed loss."""
 
 from __future__ import annotations
 

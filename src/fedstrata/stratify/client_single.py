@@ -28,20 +28,20 @@ from fedstrata.stratify.messages import Steps, StepsReply
 Ints = NDArray[np.int64]
 
 TRIAL = 3
-"""Steps in which a traced stepper has to agree with autograd before it is used."""
+"""The steps in which a traced stepper must agree with autograd before it is used."""
 
 BLOCK_BYTES = 16 << 20
-"""Inputs that are made floats at once, and after which a relay in one pass makes sure that the model is still sound."""
+"""Bytes of inputs that are converted at once; after each such block, a fused relay checks that the model is finite."""
 
 
 @record("Stepped")
 class Stepped:
-    """What a client remembers in an epoch.
+    """The state of a client within an epoch of single samples.
 
     Args:
         round: The epoch.
-        pools: By placeholder.
-        steps: How many samples it has trained.
+        pools: The pools by placeholder.
+        steps: The number of samples that it has trained.
     """
 
     round: int
@@ -53,10 +53,10 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
     """Draw one sample for each placeholder of a task as long as its pool lasts.
 
     Returns:
-        The data set's indices of the samples, in order; how many steps the client took before; and the reply, whose
-        loss is not known yet.
+        The data set's indices of the samples, in order; the number of steps that the client took before; and the reply,
+        whose loss is not known yet.
     """
-    client.release(1)  # a step on a single sample is what travels on
+    client.release(1)  # the model travels on after a step on a single sample
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
@@ -81,7 +81,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
 
 @handles_hop(Steps)
 def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, StepsReply]:
-    """The steps of one task, on the model that came."""
+    """Take the steps of one task on the travelling model."""
     indices, steps, reply = draw_samples(client, request)
     if len(indices) == 0:
         return weights, reply
@@ -95,12 +95,12 @@ def step(client: Client, request: Steps, weights: Weights) -> tuple[Weights, Ste
 class FusedSteps:
     """All tasks of a relay in one pass: clients only draw samples, and the steps run in blocks.
 
-    Each step is the very one that the client would have made by itself, so the model is the same to the bit. A block
-    after which the model is not finite is repeated task by task, without those that spoil it.
+    Each step is the same as at its client, so that the model is the same to the bit. A block after which the model is
+    not finite is repeated task by task, without the tasks at fault.
 
     Args:
-        context: What the clients share.
-        weights: The model that sets out.
+        context: The context of the clients.
+        weights: The model before the relay.
     """
 
     def __init__(self, context: ClientContext, weights: Weights) -> None:
@@ -123,7 +123,7 @@ class FusedSteps:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Let the last task count, or drop it."""
+        """Accept the last task, or drop it."""
         if accepted and self._last is not None:
             part, reply, self._round = self._last
             self._parts.append(part)
@@ -134,9 +134,9 @@ class FusedSteps:
         self._last = None
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """The model after all tasks, and the replies with their losses."""
+        """Return the model after all tasks, and the replies with their losses."""
         self._flush()
-        # No step changes names or shapes; a model that nobody moved is the one that set out.
+        # If no task counted, the model is returned as it was.
         moved = any(not isinstance(outcome, Failure) for outcome in self._done)
         return self._stepper.weights() if moved else self._like, self._done
 
@@ -161,7 +161,7 @@ class FusedSteps:
                 self._done.append(replace(reply, loss=outcome.sum()))
 
     def _try(self, parts: list[tuple[int, int, Ints]]) -> Tensor | Failure:
-        """The losses of some tasks, or why the model is spoilt after them."""
+        """Return the losses of some tasks, or the failure if the model is not finite after them."""
         try:
             losses = _run(self._shared, self._stepper, parts, self._round)
         except Exception as error:
@@ -172,22 +172,22 @@ class FusedSteps:
 
 
 class Stepper(Protocol):
-    """Takes one SGD step a sample, on a model of its own."""
+    """Takes one SGD step per sample, on a model of its own."""
 
     random: bool
 
     def load(self, weights: Weights) -> None:
-        """Go on from this model."""
+        """Continue from this model."""
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """One step a sample, in order, at least one; the losses, (n,)."""
+        """Take one step per sample, in order, on at least one sample; return the losses, (n,)."""
 
     def weights(self) -> Weights:
-        """A copy of the model as it is now."""
+        """Return the current model, which later steps do not change."""
 
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
-    """The fastest stepper that the model allows, made once in a process."""
+    """Return the fastest stepper for the model; it is made once per process."""
     last = context.once(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
@@ -195,7 +195,7 @@ def stepper_of(context: ClientContext, model: Model) -> Stepper:
 
 
 class _Last:
-    """The stepper that was made last, and its model."""
+    """The last stepper, and its model."""
 
     def __init__(self, _: ClientContext) -> None:
         self.model: Model | None = None
@@ -204,19 +204,19 @@ class _Last:
 
 def _make_stepper(context: ClientContext, model: Model) -> Stepper:
     plain = AutogradStepper(context, model)
-    # A norm is known only when all gradients are, and BatchNorm changes buffers: both go through autograd.
+    # Clipping needs the norm of all gradients, and BatchNorm changes buffers: both need autograd.
     if context.config.training.clip is None and not model.buffers():
         try:
             traced = TracedStepper(context, model)
             if _agree(traced, plain, context, model):
                 return traced
-        except Exception:  # whatever the tracer says about a model that it cannot follow
+        except Exception:  # the tracer may raise anything for a model that it cannot trace
             pass
     return plain
 
 
 def _agree(traced: Stepper, plain: Stepper, context: ClientContext, model: Model) -> bool:
-    """Whether two steppers take the same steps: what a trace assumes of a model is tried once, and not believed."""
+    """Return whether two steppers take the same steps, which a trace only assumes."""
     start = Weights(model.params(), model.buffers())
     where = torch.linspace(0, len(context.data.y_train) - 1, TRIAL).long()
     x, y, after = context.data.inputs(where), context.data.y_train[where], []
@@ -242,7 +242,7 @@ class TracedStepper:
         before = model.module.training
         model.train_mode(True)
         try:
-            self._line = TracedSGD(
+            self._sgd = TracedSGD(
                 lambda params, x, y: _loss(context, model, params, x, y),
                 model.params(),
                 x,
@@ -251,19 +251,19 @@ class TracedStepper:
             )
         finally:
             model.train_mode(before)
-        self.random = self._line.random
+        self.random = self._sgd.random
 
     def load(self, weights: Weights) -> None:
-        """Go on from this model."""
-        self._line.load(weights.params)
+        """Continue from this model."""
+        self._sgd.load(weights.params)
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """One step a sample, in order."""
-        return self._line.run(x, y, lr)
+        """Take one step per sample, in order."""
+        return self._sgd.run(x, y, lr)
 
     def weights(self) -> Weights:
-        """A copy of the model as it is now."""
-        return Weights(self._line.params(), {})
+        """Return a copy of the current model."""
+        return Weights(self._sgd.params(), {})
 
 
 class AutogradStepper:
@@ -276,11 +276,11 @@ class AutogradStepper:
         self._weights = Weights(model.params(), model.buffers())
 
     def load(self, weights: Weights) -> None:
-        """Go on from this model."""
+        """Continue from this model."""
         self._weights = weights
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """One step a sample, in order."""
+        """Take one step per sample, in order."""
         model, training = self._model, self._shared.config.training
         losses = []
         with model.loaded(self._weights.params, self._weights.buffers, train=True) as params:
@@ -295,12 +295,12 @@ class AutogradStepper:
         return torch.stack(losses)
 
     def weights(self) -> Weights:
-        """The model as it is now."""
+        """Return the current model."""
         return self._weights
 
 
 def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, Ints]], round: int) -> Tensor:
-    """The steps of some tasks, each (client, steps that it took before, indices), and the losses of all samples."""
+    """Take the steps of some tasks, each (client, its earlier steps, indices); return the losses of all samples."""
     lr = context.config.training.lr_at(round)
     if not parts:
         return torch.zeros(0)
@@ -308,7 +308,7 @@ def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, I
         return _steps(context, stepper, np.concatenate([indices for _, _, indices in parts]), lr)
     losses = []
     for client, before, indices in parts:
-        # Layers that draw numbers draw those of their own client, whatever else is computed in the same pass.
+        # Layers that draw random numbers are seeded by client, so that the other tasks do not matter.
         with torch_seeded(context.config.seed, f"layers/{before}", round, client):
             losses.append(_steps(context, stepper, indices, lr))
     return torch.cat(losses)

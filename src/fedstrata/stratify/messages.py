@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record, same
@@ -15,13 +16,13 @@ from fedstrata.federation.reply_checks import require_like, require_shape
 from fedstrata.stratify.masking.messages import CountReport
 
 MOST_SAMPLES = 2**40
-"""Of one label at one client: the sum over millions of clients stays a whole number of 64 bits."""
+"""The most samples of one label at one client, so that the sum over millions of clients fits into 64 bits."""
 
 ALL = (0.0, 1.0)
 """The window in which all samples have arrived."""
 
 NO_SUCH_BATCH = "a position in a batch that is over, or that there is not"
-"""Why a reply to ``Reserve`` is refused."""
+"""The reason for refusing a reply to ``Reserve``."""
 
 
 class Epoch(Order):
@@ -73,8 +74,8 @@ class LabelReply(Reply):
     """A client's labels.
 
     Args:
-        labels: The labels it holds, int64, in an order of the client's own.
-        counts: How many samples of each, int64.
+        labels: The labels that it holds, int64, in an order of the client's own.
+        counts: The number of samples of each, int64.
     """
 
     labels: Tensor
@@ -83,7 +84,7 @@ class LabelReply(Reply):
 
 @record("LabelReport")
 class LabelReport(Request):
-    """Which labels do you hold, and how many samples of each?"""
+    """Report the labels that the client holds, and the number of samples of each."""
 
     reply_type: ClassVar[type[Reply]] = LabelReply
     rule = RequestRule(
@@ -93,7 +94,7 @@ class LabelReport(Request):
     )
 
     def check(self, reply: LabelReply) -> None:
-        """Every label once, with how many samples of it."""
+        """Refuse a label that comes twice, and an impossible number of samples."""
         require_shape(reply.labels, (-1,), torch.int64, "labels")
         require_shape(reply.counts, (len(reply.labels),), torch.int64, "counts")
         if len(torch.unique(reply.labels)) != len(reply.labels):
@@ -104,11 +105,11 @@ class LabelReport(Request):
 
 @record("ReserveReply")
 class ReserveReply(Reply):
-    """What could not be set aside.
+    """The positions for which a client could not reserve a sample.
 
     Args:
-        missing: One bool a position: True where the pool was empty (``not_trained``).
-        exhausted: Placeholders whose pool is empty now, int64.
+        missing: One bool per position: True if the pool was empty (``not_trained``).
+        exhausted: Placeholders whose pools are empty now, int64.
     """
 
     missing: Tensor
@@ -117,12 +118,12 @@ class ReserveReply(Reply):
 
 @record("GatheredReply")
 class GatheredReply(ReserveReply):
-    """The same of a client that sends no part of a batch with fewer samples than ``privacy.min_samples``.
+    """The reply of a client that sends no part of a batch with fewer samples than ``privacy.min_samples``.
 
     Args:
-        batches: The batch in which each position is trained now, int64; of positions that are not, any number.
-        held: One bool a position: True where it was held back, because too few samples would have gone with it. These
-            are ``missing`` too, and their samples are still in the pool.
+        batches: The batch in which each position is trained now, int64; any number for positions that are not trained.
+        held: One bool per position: True if it was held back, because its part of the batch would have too few samples.
+            These positions are ``missing`` too, and their samples are still in the pool.
     """
 
     batches: Tensor
@@ -131,16 +132,15 @@ class GatheredReply(ReserveReply):
 
 @record("Reserve")
 class Reserve(Request):
-    """Set samples aside for the batches to come (Stratify, Algorithm 4: training request).
+    """Reserve samples for the batches of an epoch (Stratify, Algorithm 4: training request).
 
     Args:
         round: The epoch, counted from 1.
-        batches: The batch of every position asked of this client, int64, ascending.
-        labels: The placeholder wanted at every position, int64.
-        refill: Placeholders whose pools start anew, int64.
-        fresh: Whether an earlier reservation of this epoch is forgotten first.
-        window: The part of each label's samples, in the order in which they arrive, that is there: from and to, in
-            [0, 1].
+        batches: The batch of each of the client's positions, int64, ascending.
+        labels: The placeholder wanted at each position, int64.
+        refill: Placeholders whose pools are refilled first, int64.
+        fresh: Whether an earlier reservation of this epoch is discarded first.
+        window: The part of each label's samples that has arrived, in the order of arrival: from and to, in [0, 1].
     """
 
     reply_type: ClassVar[type[Reply]] = ReserveReply
@@ -159,7 +159,7 @@ class Reserve(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: ReserveReply) -> None:
-        """One answer a position."""
+        """Refuse a reply without one answer per position, or with an impossible batch."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if isinstance(reply, GatheredReply):
@@ -168,7 +168,7 @@ class Reserve(Request):
             moved = reply.batches[~reply.missing]
             if bool((reply.held & ~reply.missing).any()):
                 raise ReplyRefusedError("a position that is held back and served")
-            # What was trained already cannot grow.
+            # A batch that was trained already cannot grow.
             if len(moved) and int(moved.min()) < int(self.batches.min()):
                 raise ReplyRefusedError(NO_SUCH_BATCH)
 
@@ -178,10 +178,10 @@ class GradientReply(Reply):
     """Sums over a client's part of a batch.
 
     Args:
-        gradient: Of the summed loss, by parameter.
-        samples: How many samples.
+        gradient: The gradient of the summed loss, by parameter.
+        samples: The number of samples.
         loss: The summed loss.
-        buffers: Buffers after the union batch, alike at every client of it.
+        buffers: The buffers after the union batch, the same at all its clients.
     """
 
     gradient: Params
@@ -189,22 +189,22 @@ class GradientReply(Reply):
     loss: float
     buffers: Params = same()
 
+    @override
     def split_update(self, sent: Weights) -> tuple[Params, GradientReply]:
-        """The gradient."""
         return self.gradient, replace(self, gradient={})
 
+    @override
     def merge_update(self, sent: Weights, change: Params) -> GradientReply:
-        """The gradient again."""
         return replace(self, gradient=change)
 
 
 @record("Gradient")
 class Gradient(ModelRequest):
-    """The gradient of the summed loss over what was set aside for one batch (Stratify, Algorithm 4).
+    """Compute the gradient of the summed loss over the samples reserved for one batch (Stratify, Algorithm 4).
 
     Args:
         round: The epoch, counted from 1.
-        batch: Which batch of the epoch.
+        batch: The number of the batch in the epoch.
         weights: The global model.
     """
 
@@ -221,12 +221,12 @@ class Gradient(ModelRequest):
     batch: int
     weights: Weights
 
+    @override
     def changes(self, message: Extra) -> Params:
-        """The gradient."""
         return self.weights.params
 
     def check(self, reply: GradientReply) -> None:
-        """A gradient of the parameters' shapes, buffers like those that were sent, over some samples."""
+        """Refuse other shapes than those of the model, and a batch without samples."""
         require_like(reply.gradient, self.weights.params, "gradient")
         require_like(reply.buffers, self.weights.buffers, "buffers")
         if reply.samples < 1:
@@ -235,11 +235,11 @@ class Gradient(ModelRequest):
 
 @record("GradientSteps")
 class GradientSteps(Gradient):
-    """The same over some steps of each client on its own part of the batch: the sum of the gradients on the way.
+    """Compute the sum of the gradients along several steps of a client on its own part of a batch.
 
     Args:
-        steps: How many, at least 2.
-        lr: The server's learning rate, with which clients step too.
+        steps: The number of steps, at least 2.
+        lr: The server's learning rate, which clients use for their steps too.
     """
 
     steps: int = 2
@@ -248,11 +248,11 @@ class GradientSteps(Gradient):
 
 @record("StepsReply")
 class StepsReply(Reply):
-    """What could not be trained.
+    """The placeholders that a client could not train.
 
     Args:
-        missing: One bool a placeholder: True where the pool was empty (``not_trained``).
-        exhausted: Placeholders whose pool is empty now, int64.
+        missing: One bool per placeholder: True if the pool was empty (``not_trained``).
+        exhausted: Placeholders whose pools are empty now, int64.
         loss: The summed loss of the samples, each before its step; a scalar, float32.
     """
 
@@ -263,13 +263,13 @@ class StepsReply(Reply):
 
 @record("Steps")
 class Steps(Request):
-    """One SGD step on one sample for each placeholder, on the travelling model (Stratify, Algorithm 3).
+    """Take one SGD step on one sample for each placeholder, on the travelling model (Stratify, Algorithm 3).
 
     Args:
         round: The epoch, counted from 1.
         labels: The placeholders to train, in order, int64.
-        refill: Placeholders whose pools start anew, int64.
-        fresh: Whether what was drawn earlier in this epoch is forgotten first.
+        refill: Placeholders whose pools are refilled first, int64.
+        fresh: Whether the client forgets first what it drew earlier in this epoch.
         window: See ``Reserve``.
     """
 
@@ -289,7 +289,7 @@ class Steps(Request):
     window: tuple[float, float] = ALL
 
     def check(self, reply: StepsReply) -> None:
-        """One answer a label, and the loss as one number."""
+        """Refuse a reply without one answer per label, or without the loss as one number."""
         require_shape(reply.missing, (len(self.labels),), torch.bool, "missing")
         require_shape(reply.exhausted, (-1,), torch.int64, "exhausted")
         if reply.loss.ndim != 0 or not reply.loss.is_floating_point():

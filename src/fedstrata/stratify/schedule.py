@@ -1,4 +1,4 @@
-"""The stratified label schedule, who holds which label, and batch selection (Stratify §III)."""
+"""The stratified label schedule, and the holders of each label (Stratify §III)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ Rule = Literal["capped", "uniform", "uncapped"]
 
 @record("Holders")
 class Holders:
-    """Which clients hold each placeholder, and how many samples.
+    """The clients that hold each placeholder, and their numbers of samples.
 
     Args:
-        placeholders: What clients call the placeholders, shape (P,); everything else knows them by their place here.
-        offsets: Where each one's holders begin, shape (P + 1,).
-        clients: Holders, ascending within a placeholder, shape (offsets[-1],).
+        placeholders: The numbers by which clients know the placeholders, shape (P,). Elsewhere, a placeholder is its
+            place in this array.
+        offsets: The first row of each placeholder in the arrays below, shape (P + 1,).
+        clients: The holders, ascending within a placeholder, shape (offsets[-1],).
         counts: n_k(p), the same shape.
     """
 
@@ -33,7 +34,7 @@ class Holders:
 
     @classmethod
     def of(cls, replies: Mapping[int, LabelReply]) -> Holders:
-        """From the clients' label reports."""
+        """Collect the holders from the clients' label reports."""
         if not replies:
             empty = np.empty(0, dtype=np.int64)
             return cls(empty, np.zeros(1, dtype=np.int64), empty, empty)
@@ -46,24 +47,24 @@ class Holders:
         return cls(placeholders.astype(np.int64), offsets, clients[order], counts[order])
 
     def totals(self) -> Ints:
-        """N(p), shape (P,)."""
+        """Return N(p), shape (P,)."""
         if len(self.clients) == 0:
             return np.zeros(len(self.placeholders), dtype=np.int64)
         return np.add.reduceat(self.counts, self.offsets[:-1])
 
     def of_placeholder(self, place: int) -> tuple[Ints, Ints]:
-        """Holders of the placeholder at ``place``, and their counts."""
+        """Return the holders of the placeholder at ``place``, and their counts."""
         part = slice(self.offsets[place], self.offsets[place + 1])
         return self.clients[part], self.counts[part]
 
 
 def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> Ints:
-    """f_l, how often each label is trained in an epoch (Stratify §III-A).
+    """Return f_l, how often each label is trained in an epoch (Stratify §III-A).
 
     Args:
         totals: N(l), shape (P,).
         rule: ``uniform``: the mean count for every label. ``capped``: min(N(l), cap). ``uncapped``: N(l).
-        cap: The cap; the median of N(·) unless given.
+        cap: The cap; by default, the median of N(·).
 
     Returns:
         Shape (P,).
@@ -82,5 +83,5 @@ def frequencies(totals: Ints, rule: Rule = "capped", cap: int | None = None) -> 
 
 
 def schedule(frequency: Ints, generator: np.random.Generator) -> Ints:
-    """SLS = shuffle(∪_l f_l × {l}): places of placeholders, shape (Σ f_l,)."""
+    """Return SLS = shuffle(∪_l f_l × {l}): places of placeholders, shape (Σ f_l,)."""
     return generator.permutation(np.repeat(np.arange(len(frequency)), frequency))

@@ -1,4 +1,4 @@
-"""Client selection for single-sample learning: the longest runs of consecutive positions (Stratify, Algorithm 1)."""
+"""Client selection: runs of consecutive positions (Stratify, Algorithm 1) and batches (Algorithm 2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 _CELLS = 1 << 21
-"""Positions × clients that are worked on at once."""
+"""Positions × clients that are processed at once."""
 
 
 def assign_runs(
@@ -24,25 +24,25 @@ def assign_runs(
     retain: float = 0.5,
     generator: np.random.Generator,
 ) -> Ints:
-    """The client that trains each position of a schedule (Stratify, Algorithm 1).
+    """Choose the client that trains each position of a schedule (Stratify, Algorithm 1).
 
-    The schedule is cut into chunks. In each one every placeholder retains a pool of its available clients (see
-    ``retained``). The walk through a chunk looks, at position i, among the pool of the placeholder there for the client
-    whose pools cover the longest run of consecutive positions i, i + 1, … of the chunk; ties break at random; the
-    whole run is that client's, and the walk goes on after it.
+    The schedule is cut into chunks. In each chunk, every placeholder retains a pool of its available clients (see
+    ``retained``). At position i, the walk through a chunk chooses the client whose pools cover the longest run of
+    consecutive positions i, i + 1, … of the chunk. Ties break at random. The client gets the whole run, and the walk
+    continues after it.
 
-    All chunks are walked at once, so the work is a few array operations over positions × clients.
+    All chunks are walked at once, so that the work is a few array operations over positions × clients.
 
     Args:
         wanted: The placeholder of every position, in 0 … P−1, shape (L,).
-        available: Who has samples of each placeholder left, shape (P, N).
+        available: Whether each client has samples of each placeholder left, shape (P, N).
         weights: n_k(p) for weighted selection, shape (P, N); None for uniform selection.
         chunk_size: Positions in a chunk.
         retain: The part of a placeholder's available clients that its pool keeps, in (0, 1].
         generator: Randomness.
 
     Returns:
-        The client of every position, −1 where nobody is available, shape (L,).
+        The client of every position, −1 if none is available, shape (L,).
 
     >>> both = np.array([[True, True], [True, False]])  # placeholder 0: clients 0 and 1; placeholder 1: client 0
     >>> assign_runs(np.array([0, 1, 0]), both, chunk_size=3, retain=1.0, generator=np.random.default_rng(0)).tolist()
@@ -58,18 +58,18 @@ def assign_runs(
     for begin in range(0, len(wanted), block):
         part = wanted[begin : begin + block]
         covers = _covers(part, able, shares, chunk_size, retain, generator)
-        found = _walk(covers, generator).reshape(-1)[: len(part)]
+        places = _walk(covers, generator).reshape(-1)[: len(part)]
         for _ in range(chunk_size - covers.shape[1]):
-            generator.random(len(clients))  # a chunk that is filled up draws for every position; so does a short one
-        owner[begin : begin + block] = np.where(found >= 0, clients[found], -1)
+            generator.random(len(clients))  # a short chunk draws as many numbers as a full one
+        owner[begin : begin + block] = np.where(places >= 0, clients[places], -1)
     return owner
 
 
 def retained(able: Bools, weights: Floats | None, retain: float, generator: np.random.Generator) -> Bools:
-    """Pools of r = max(1, ceil(retain · |available|)) clients, drawn without replacement.
+    """Draw pools of r = max(1, ceil(retain · |available|)) clients without replacement.
 
-    Uniform: each client equally likely. Weighted: client k is drawn next with probability proportional to n_k(p) among
-    those left, by keys Exp(1) / n_k(p) of which the r smallest stay (Efraimidis and Spirakis 2006).
+    Uniform: each client is equally likely. Weighted: client k is drawn next with probability proportional to n_k(p)
+    among the clients that are left, by the r smallest keys Exp(1) / n_k(p) (Efraimidis and Spirakis 2006).
 
     Args:
         able: The available clients of each pool, shape (…, N).
@@ -82,7 +82,7 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
     """
     if retain >= 1:
         return able
-    # The product of a decimal and a count may lie a hair above the whole number that is meant: 0.1 · 30 > 3.
+    # The product of a decimal and a count may be slightly above the exact integer: 0.1 · 30 > 3.
     size = np.maximum(1, np.ceil(retain * able.sum(axis=-1, keepdims=True) - 1e-9)).astype(np.int64)
     keys = generator.standard_exponential(able.shape)
     with np.errstate(divide="ignore"):
@@ -93,14 +93,14 @@ def retained(able: Bools, weights: Floats | None, retain: float, generator: np.r
 
 
 def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
-    """Where tasks begin and end: runs of one client within a chunk (Stratify, Algorithm 3, line 8).
+    """Return where tasks begin and end: runs of one client within a chunk (Stratify, Algorithm 3, line 8).
 
     Args:
         owner: The client of every position, shape (L,).
         chunk_size: Positions in a chunk.
 
     Returns:
-        Begin and end (exclusive) of each task, shape (T,) each. Positions of nobody are in none.
+        Begin and end (exclusive) of each task, shape (T,) each. Positions without a client are in no task.
 
     >>> [part.tolist() for part in tasks_of(np.array([2, 2, -1, 1, 1]), chunk_size=4)]
     [[0, 3, 4], [2, 4, 5]]
@@ -117,13 +117,13 @@ def tasks_of(owner: Ints, chunk_size: int) -> tuple[Ints, Ints]:
 def _covers(
     wanted: Ints, able: Bools, weights: Floats | None, chunk_size: int, retain: float, generator: np.random.Generator
 ) -> Bools:
-    """Whose pool covers each position, shape (chunks, chunk_size, N); a short last chunk is filled up with nobody.
+    """Return which clients' pools cover each position, shape (chunks, size, N).
 
-    A single chunk is as short as it is.
+    ``size`` is ``chunk_size``, or the length of a single shorter chunk. A short last chunk is padded with False.
     """
     length = len(wanted)
     chunk = np.arange(length) // chunk_size
-    # One pool for each placeholder that a chunk wants, shared by all its positions there.
+    # All positions of a chunk with the same placeholder share one pool.
     pools, pool_of = np.unique(chunk * len(able) + wanted, return_inverse=True)
     of_placeholder = pools % len(able)
     kept = retained(able[of_placeholder], None if weights is None else weights[of_placeholder], retain, generator)
@@ -135,7 +135,7 @@ def _covers(
 
 
 def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
-    """The greedy walk through all chunks at once: the place of a client, or −1, shape (chunks, chunk_size)."""
+    """Walk greedily through all chunks at once; return the place of a client, or −1, shape (chunks, chunk_size)."""
     chunks, size, clients = covers.shape
     runs = np.zeros((size + 1, chunks, clients), dtype=np.int32)
     for i in reversed(range(size)):
@@ -144,12 +144,12 @@ def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
     next_start = np.zeros(chunks, dtype=np.int64)
     current = np.full(chunks, -1, dtype=np.int64)
     for i in range(size):
-        here = np.flatnonzero(next_start == i)
-        lengths = runs[i, here]
+        starting = np.flatnonzero(next_start == i)
+        lengths = runs[i, starting]
         longest = lengths.max(axis=1)
         ties = (lengths == longest[:, None]) * (1.0 - generator.random(lengths.shape))
-        current[here] = np.where(longest > 0, ties.argmax(axis=1), -1)
-        next_start[here] = i + np.maximum(longest, 1)
+        current[starting] = np.where(longest > 0, ties.argmax(axis=1), -1)
+        next_start[starting] = i + np.maximum(longest, 1)
         owner[:, i] = current
     return owner
 
@@ -160,19 +160,19 @@ def select_batch(
     weights: Mapping[int, NDArray[np.float64]] | None,
     generator: np.random.Generator,
 ) -> Ints:
-    """Clients for the positions of one batch (Stratify, Algorithm 2).
+    """Choose clients for the positions of one batch (Stratify, Algorithm 2).
 
-    For each placeholder p as many clients as p has positions are drawn from ``available[p]``, with replacement only
-    where there are fewer clients than positions, and dealt to the positions of p in order.
+    For each placeholder p, as many clients as p has positions are drawn from ``available[p]`` and assigned to the
+    positions of p in order. They are drawn with replacement only if there are fewer clients than positions.
 
     Args:
         wanted: The placeholder of every position, shape (B,).
         available: Clients by placeholder.
-        weights: Selection weights by placeholder, alike in shape; None for uniform selection.
+        weights: Selection weights by placeholder, in the order of the clients; None for uniform selection.
         generator: Randomness.
 
     Returns:
-        The client of every position, −1 where nobody is available, shape (B,).
+        The client of every position, −1 if none is available, shape (B,).
     """
     return select_batches(wanted, np.zeros(len(wanted), dtype=np.int64), available, weights, generator)
 
@@ -184,17 +184,17 @@ def select_batches(
     weights: Mapping[int, NDArray[np.float64]] | None,
     generator: np.random.Generator,
 ) -> Ints:
-    """``select_batch`` for many batches at once.
+    """Choose clients for many batches at once; see ``select_batch``.
 
     Args:
         wanted: The placeholder of every position, shape (L,).
         batch_of: The batch of every position, ascending, shape (L,).
         available: Clients by placeholder.
-        weights: Selection weights by placeholder, alike in shape; None for uniform selection.
+        weights: Selection weights by placeholder, in the order of the clients; None for uniform selection.
         generator: Randomness.
 
     Returns:
-        The client of every position, −1 where nobody is available, shape (L,).
+        The client of every position, −1 if none is available, shape (L,).
     """
     chosen = np.full(len(wanted), -1, dtype=np.int64)
     for p in np.unique(wanted).tolist():
@@ -222,7 +222,7 @@ def _orders(
     most: int,
     generator: np.random.Generator,
 ) -> Ints:
-    """For each of some groups, up to ``most`` clients drawn one after another without replacement, shape (G, most).
+    """Draw up to ``most`` clients without replacement for each of some groups, shape (G, most).
 
     Weighted draws follow the smallest of keys Exp(1) / share (Efraimidis and Spirakis 2006).
     """
@@ -232,7 +232,7 @@ def _orders(
     if clients == 1:
         return orders
     if shares is None and clients > 32 * most:
-        # Few among many: a draw each costs less than a key for everybody.
+        # For few clients among many, separate draws cost less than a key for every client.
         for row in rows.tolist():
             orders[row] = generator.choice(clients, size=most, replace=False)
         return orders

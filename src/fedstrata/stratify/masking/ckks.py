@@ -1,8 +1,8 @@
 """CKKS ciphertexts of packed vectors, on TenSEAL (extra ``he``).
 
-Two sets of parameters, each at 128 bits of security. ``COUNTING`` only adds. ``COMPARING`` multiplies once by plain
-numbers; products keep the squared scale instead of being rescaled, since rescaling divides by a prime that is not
-quite the scale and would cost exactness.
+Two sets of parameters, each with 128 bits of security. ``COUNTING`` only adds. ``COMPARING`` multiplies once by plain
+numbers. Products keep the squared scale: rescaling divides by a prime that differs slightly from the scale, which would
+cost exactness.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Cipher = Any
 """An encrypted vector: TenSEAL's ``CKKSVector``."""
 
 LARGEST = 1 << 20
-"""No ciphertext is longer, in bytes."""
+"""The largest size of a ciphertext in bytes."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What CKKS needs to know.
+    """The parameters of CKKS.
 
     Args:
-        degree: Of the polynomials; half of it is the number of slots.
-        primes: Sizes of the modulus' primes, in bits; the last one is reserved for keys.
-        scale: Binary logarithm of what numbers are multiplied by before they are rounded.
+        degree: The degree of the polynomials; half of it is the number of slots.
+        primes: The sizes of the modulus' primes in bits; the last prime is reserved for keys.
+        scale: The binary logarithm of the factor by which numbers are multiplied before they are rounded.
     """
 
     degree: int
@@ -43,7 +43,7 @@ class Parameters:
 
     @property
     def slots(self) -> int:
-        """Numbers in a ciphertext."""
+        """The number of slots of a ciphertext; each holds one number."""
         return self.degree // 2
 
 
@@ -52,10 +52,10 @@ COMPARING = Parameters(8192, (54, 52, 52, 60), 52)
 
 
 def tenseal() -> Any:
-    """The module, imported when first needed.
+    """Import TenSEAL on first use.
 
     Raises:
-        ExtraMissingError: It is not installed.
+        ExtraMissingError: TenSEAL is not installed.
     """
     try:
         return importlib.import_module("tenseal")
@@ -64,7 +64,7 @@ def tenseal() -> Any:
 
 
 def generate(parameters: Parameters) -> tuple[bytes, bytes]:
-    """A new key pair from the operating system's randomness: the secret and the public context."""
+    """Generate a key pair from the operating system's randomness: the secret and the public context."""
     ts = tenseal()
     context = ts.context(ts.SCHEME_TYPE.CKKS, parameters.degree, -1, list(parameters.primes), n_threads=1)
     context.global_scale = 2.0**parameters.scale
@@ -74,19 +74,19 @@ def generate(parameters: Parameters) -> tuple[bytes, bytes]:
 
 
 def _exact(context: Any) -> None:
-    """Never change a ciphertext's scale or level behind our back."""
+    """Turn off all automatic changes of a ciphertext's scale and level."""
     context.auto_rescale = context.auto_mod_switch = context.auto_relin = False
 
 
 class Sealer:
-    """The public side: encrypts, adds, multiplies, and cannot decrypt.
+    """The public side: encrypts, adds and multiplies, but cannot decrypt.
 
     Args:
         public: A serialised context.
-        parameters: What it must have been made with.
+        parameters: The expected parameters.
 
     Raises:
-        ReplyRefusedError: The bytes are no context, were made with other parameters, or hold a secret key.
+        ReplyRefusedError: The bytes are not a context, have other parameters, or hold a secret key.
     """
 
     def __init__(self, public: bytes, parameters: Parameters) -> None:
@@ -109,26 +109,26 @@ class Sealer:
         return context
 
     def seal(self, values: Floats | Sequence[float], *, product: bool = False) -> Cipher:
-        """Encrypt one number a slot.
+        """Encrypt one number per slot.
 
         Args:
             values: At most ``slots`` numbers.
-            product: At the scale of a product, to be added to one.
+            product: Whether to use the scale of a product, so that the result can be added to a product.
         """
         numbers = np.asarray(values, dtype=np.float64).tolist()
         scale = 2.0 ** (self.parameters.scale * (2 if product else 1))
         return tenseal().ckks_vector(self.context, numbers, scale)
 
     def load(self, data: bytes, *, length: int, product: bool = False) -> Cipher:
-        """A ciphertext that somebody sent.
+        """Load a ciphertext that another party sent.
 
         Args:
-            data: Its bytes.
-            length: How many numbers it must hold.
-            product: Whether it must have the scale of a product.
+            data: The bytes.
+            length: The expected number of slots.
+            product: Whether the scale must be that of a product.
 
         Raises:
-            ReplyRefusedError: It is not one of ours.
+            ReplyRefusedError: The bytes are not such a ciphertext.
         """
         if not 0 < len(data) <= LARGEST:
             raise ReplyRefusedError(f"a ciphertext of {len(data)} bytes")
@@ -148,19 +148,19 @@ class Sealer:
         return cipher
 
 
-# Loading a context takes longer than everything else about a small federation: it is checked once, then used.
+# Loading and checking a context takes longer than all other work of a small federation, so it is done once.
 @lru_cache(maxsize=4)
 def sealer(public: bytes, parameters: Parameters) -> Sealer:
-    """The sealer of a public key; see ``Sealer``."""
+    """Return the sealer of a public key; see ``Sealer``."""
     return Sealer(public, parameters)
 
 
 class Opener(Sealer):
-    """The clients' side: decrypts too.
+    """The clients' side, which also decrypts.
 
     Args:
         secret: A serialised context with the secret key.
-        parameters: What it must have been made with.
+        parameters: The expected parameters.
     """
 
     def __init__(self, secret: bytes, parameters: Parameters) -> None:
@@ -170,22 +170,22 @@ class Opener(Sealer):
             raise FedstrataError("this context has no secret key")
 
     def open_whole(self, cipher: Cipher, *, tolerance: float) -> Ints:
-        """Decrypt whole numbers.
+        """Decrypt integers.
 
         Args:
-            cipher: What to decrypt.
-            tolerance: Largest distance from a whole number, at most 0.25.
+            cipher: The ciphertext.
+            tolerance: The largest distance from an integer, at most 0.25.
 
         Returns:
-            int64, one a slot.
+            int64, one per slot.
 
         Raises:
-            FedstrataError: A number is farther from a whole one: never round what may be wrong.
+            FedstrataError: A number is further from an integer, and rounding could give a wrong result.
         """
         values = np.array(cipher.decrypt(), dtype=np.float64)
         whole = np.rint(values)
         error = float(np.abs(values - whole).max(initial=0.0))
-        # Beyond 2^50 doubles are so coarse that everything looks whole.
+        # Beyond 2^50, doubles are so coarse that all numbers look like integers.
         if not error <= tolerance or not float(np.abs(values).max(initial=0.0)) < 2.0**50:
             raise FedstrataError(
                 f"a decrypted number is {error:.3g} away from a whole one, at most {tolerance} is allowed: a "

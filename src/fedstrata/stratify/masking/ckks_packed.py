@@ -1,6 +1,6 @@
 """The unique list of mode ``ckks``: all labels of a client in a few ciphertexts, and scrambled differences.
 
-How labels are laid out, and what is left of a difference, is in ``fedstrata.stratify.masking.slot_layout``.
+The layout of labels and the scrambling are described in ``fedstrata.stratify.masking.slot_layout``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from fedstrata.base.records import record
 from fedstrata.federation.federation import Federation
@@ -34,9 +35,9 @@ class PackedRegister:
     """A packed list, for clients that join later.
 
     Args:
-        keys: Public keys.
+        keys: The public keys.
         pages: The encrypted list.
-        places: Page times width plus column of every placeholder, shape (P,).
+        places: The place of every placeholder, page times width plus column, shape (P,).
     """
 
     keys: PublicKeys
@@ -45,7 +46,7 @@ class PackedRegister:
 
 
 class PackedList(UniqueList):
-    """Mode ``ckks``: one subtraction compares many labels, and what a client decrypts is zero or noise."""
+    """The unique list of mode ``ckks``: one subtraction compares many labels, and clients decrypt zeros or noise."""
 
     def __init__(self, federation: Federation, public: Public, register: PackedRegister | None = None) -> None:
         super().__init__(federation, public)
@@ -54,7 +55,7 @@ class PackedList(UniqueList):
         stored = register.pages if register else {}
         self.pages: dict[int, Cipher] = {page: self._load(data) for page, data in stored.items()}
         self.places = register.places.tolist() if register else []
-        # Entries stand in random columns: that a match is in the first column must not tell who brought the label.
+        # Entries are in random columns, so that the column of a match does not tell which client added the label.
         taken = set(self.places)
         self._free = [place for place in shuffled(self.classes).tolist() if place not in taken]
 
@@ -62,16 +63,16 @@ class PackedList(UniqueList):
         return len(self.places)
 
     def register(self) -> PackedRegister:
-        """As a record."""
+        """Return the list as a record."""
         pages = {page: cipher.serialize() for page, cipher in self.pages.items()}
         return PackedRegister(self.public.keys, pages, np.array(self.places, dtype=np.int64))
 
+    @override
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
-        """See ``UniqueList``."""
-        return self.ask(clients, SealLabels(self.classes), check=lambda reply: reply.require(self.public))
+        return self.ask(clients, SealLabels(self.classes), check=self.public.check_labels)
 
+    @override
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
-        """See ``UniqueList``."""
         requests, order = {}, {}
         for client, sealed in clients.items():
             order[client] = [
@@ -85,18 +86,18 @@ class PackedList(UniqueList):
             requests[client] = Compare(self.classes, which, differences)
         held = {}
         for client, reply in self.ask(requests, requests).items():
-            found = self._resolve(reply.places.numpy(), order[client])
-            if found is None or self.grid.sheets(len(found)) != len(clients[client].sheets):
+            placeholders = self._resolve(reply.places.numpy(), order[client])
+            if placeholders is None or self.grid.sheets(len(placeholders)) != len(clients[client].sheets):
                 self.refuse(client, "a match where the list has no entry, or another number of labels than it sent")
             else:
-                held[client] = found
+                held[client] = placeholders
         return held
 
+    @override
     def enlist(self, client: ClientId, sealed: SealedLabels, labels: Ints) -> bool:
-        """See ``UniqueList``."""
         places = self._free[: len(labels)]
         request = Enlist(self.classes, torch.from_numpy(labels), torch.tensor(places, dtype=torch.int64))
-        reply = ask_one(self.federation, client, request, check=lambda reply: reply.require(self.public))
+        reply = ask_one(self.federation, client, request, check=self.public.check_labels)
         if reply is None:
             return False
         for page, data in reply.pages.items():
@@ -116,9 +117,9 @@ class PackedList(UniqueList):
         return data
 
     def _resolve(self, places: Ints, order: list[tuple[int, int]]) -> Ints | None:
-        """Placeholders, from what the client answered about ciphertexts in shuffled order."""
+        """Return the placeholders for a client's answer about shuffled ciphertexts; None for an impossible answer."""
         placeholder_at = {place: placeholder for placeholder, place in enumerate(self.places)}
-        found = np.full(len(places), -1, dtype=np.int64)
+        placeholders = np.full(len(places), -1, dtype=np.int64)
         for label, place in enumerate(places.tolist()):
             if place == -1:
                 continue
@@ -129,5 +130,5 @@ class PackedList(UniqueList):
             placeholder = placeholder_at.get(page * self.grid.width + column)
             if placeholder is None or sheet != label // self.grid.rows:
                 return None
-            found[label] = placeholder
-        return found
+            placeholders[label] = placeholder
+        return placeholders

@@ -1,6 +1,6 @@
-"""How a client enrols: what it sends about its labels, and what it decrypts.
+"""The client's part of an enrolment: its replies about its labels, and decryption.
 
-The secret keys come from the ring in the client's world; nothing here puts them into a reply.
+The secret keys come from the key ring of the client's context. No reply contains them.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from fedstrata.stratify.messages import LabelReply, LabelReport
 Ints = NDArray[np.int64]
 
 _WHOLE = 0.1
-"""How far a total may be from a whole number: CKKS's error is under 0.001 for 1,000 clients."""
+"""The largest distance of a total from an integer: CKKS's error is under 0.001 for 1,000 clients."""
 
 
 def presented(client: Client) -> tuple[Ints, Ints]:
-    """A client's labels in the order in which it presents them, and how many samples it has of each; both (L,).
+    """Return a client's labels in the order in which it presents them, and the number of samples of each; both (L,).
 
-    Labels of which it has fewer than ``privacy.min_samples`` are left out, and so is their training.
+    Labels with fewer than ``privacy.min_samples`` samples are left out and do not train.
     """
     labels, counts = np.unique(client.labels, return_counts=True)
     context = client.context
-    enough = counts >= context.privacy.min_samples  # what is counted in fewer samples stays here
+    enough = counts >= context.privacy.min_samples
     labels, counts = labels[enough], counts[enough]
     client.behind = int(counts.sum())
     order = rng(ring_of(context).order_seed(context.config.seed), "label-order", 0, client.number).permutation(
@@ -64,14 +64,14 @@ def presented(client: Client) -> tuple[Ints, Ints]:
 
 @handles(LabelReport)
 def report_labels(client: Client, request: LabelReport) -> LabelReply:
-    """The labels held, and how many samples of each, in the clear."""
+    """Report the labels and the number of samples of each, in the clear."""
     labels, counts = presented(client)
     return LabelReply(torch.from_numpy(labels), torch.from_numpy(counts))
 
 
 @handles(Assign)
 def assign(client: Client, request: Assign) -> Assigned:
-    """Remember which class each placeholder stands for."""
+    """Store the class of each placeholder."""
     labels, _ = presented(client)
     _remember(client, labels, request.placeholders.numpy())
     return Assigned(len(labels))
@@ -85,14 +85,14 @@ def _remember(client: Client, labels: Ints, placeholders: Ints) -> None:
 
 @handles(OpenKeys)
 def open_keys(client: Client, request: OpenKeys) -> PublicKeys:
-    """The public halves of the keys that all clients share."""
+    """Send the public halves of the keys that all clients share."""
     keys = ring_of(client.context).make()
     return PublicKeys(keys.name, keys.counting_public, keys.comparing_public if request.comparing else b"")
 
 
 @handles(TagReport)
 def report_tags(client: Client, request: TagReport) -> TagReply:
-    """Every label under the keyed hash."""
+    """Send every label under the keyed hash."""
     keys, names = ring_of(client.context).open(), client.context.data.class_names
     labels, _ = presented(client)
     tags = b"".join(tag(keys.prf, names[label]) for label in labels.tolist())
@@ -101,7 +101,7 @@ def report_tags(client: Client, request: TagReport) -> TagReply:
 
 @handles(SealLabels)
 def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
-    """All labels, packed."""
+    """Send all labels, encrypted and packed."""
     keys = ring_of(client.context).open()
     labels, _ = presented(client)
     sheets = SlotLayout(request.classes).sheets_of(labels)
@@ -110,7 +110,7 @@ def seal_labels(client: Client, request: SealLabels) -> SealedLabels:
 
 @handles(Compare)
 def compare(client: Client, request: Compare) -> CompareReply:
-    """Which scrambled differences are zero."""
+    """Report which scrambled differences are zero."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     opener = keys.comparing
@@ -123,7 +123,7 @@ def compare(client: Client, request: Compare) -> CompareReply:
 
 @handles(Enlist)
 def enlist(client: Client, request: Enlist) -> Enlisted:
-    """Entries for the unique list."""
+    """Send encrypted entries for the unique list."""
     keys, grid = ring_of(client.context).open(), SlotLayout(request.classes)
     labels, _ = presented(client)
     pages = grid.entries(labels[request.labels.numpy()], request.places.numpy())
@@ -132,7 +132,7 @@ def enlist(client: Client, request: Enlist) -> Enlisted:
 
 @handles(CountReport)
 def report_counts(client: Client, request: CountReport) -> CountReply:
-    """Encrypted counts by placeholder; and remember which class each of them stands for."""
+    """Send encrypted counts by placeholder, and store the class of each placeholder."""
     keys = ring_of(client.context).open()
     labels, counts = presented(client)
     placeholders = request.placeholders.numpy()
@@ -145,7 +145,7 @@ def report_counts(client: Client, request: CountReport) -> CountReply:
 
 @handles(OpenTotals)
 def open_totals(client: Client, request: OpenTotals) -> Totals:
-    """Decrypted sums over clients, rounded: what CKKS leaves of its error would tell about the secret key."""
+    """Decrypt sums over clients and round them, because CKKS's error would tell about the secret key."""
     keys = ring_of(client.context).open()
     opener = keys.counting
     pages = [opener.open_whole(opener.load(data, length=COUNTING.slots), tolerance=_WHOLE) for data in request.pages]
@@ -155,6 +155,6 @@ def open_totals(client: Client, request: OpenTotals) -> Totals:
 
 @handles(ShareReport)
 def report_shares(client: Client, request: ShareReport) -> ShareReply:
-    """The client's part of all samples under each of its placeholders."""
+    """Report the client's share of all samples of each of its placeholders."""
     _, counts = presented(client)
     return ShareReply(torch.from_numpy(counts / request.totals.numpy()))

@@ -1,4 +1,4 @@
-"""Encrypted counts: summed by the server, totals decrypted by clients."""
+"""Encrypted counts: the server sums them, and clients decrypt the totals."""
 
 from __future__ import annotations
 
@@ -9,61 +9,58 @@ from numpy.typing import NDArray
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.stratify.masking.ckks import COUNTING, Cipher
-from fedstrata.stratify.masking.messages import CountReply, CountReport, OpenTotals, ShareReport
+from fedstrata.stratify.masking.messages import CountReport, OpenTotals, ShareReport
 from fedstrata.stratify.masking.public_keys import Public, ask_until
 
 Ints = NDArray[np.int64]
 Held = dict[ClientId, Ints]
 
 TOGETHER = 64
-"""So many clients' ciphertexts are held at a time."""
+"""The number of clients whose ciphertexts are held at a time."""
 
 
 def sum_packed(federation: Federation, public: Public, held: Held, names: Ints) -> tuple[Held, tuple[bytes, ...]]:
     """Tell clients their placeholders and add up their encrypted counts.
 
     Args:
-        federation: To ask clients.
-        public: Their public keys.
-        held: Placeholders of each client.
-        names: What clients call them, shape (P,).
+        federation: The federation, to ask clients.
+        public: The clients' public keys.
+        held: The placeholders of each client.
+        names: The clients' names of the placeholders, shape (P,).
 
     Returns:
-        Those of ``held`` that answered, and E(N(p)) over exactly them, by name.
+        The entries of ``held`` for the clients that answered, and E(N(p)) over exactly these clients, by name.
     """
     slots, size = COUNTING.slots, len(names)
     sums: list[Cipher] = []
-
-    def load(reply: CountReply) -> list[Cipher]:
-        return [public.counting.load(data, length=slots) for data in reply.pages]
 
     counted: Held = {}
     clients = list(held)
     for begin in range(0, len(clients), TOGETHER):
         chunk = clients[begin : begin + TOGETHER]
         requests = {client: CountReport(torch.from_numpy(names[held[client]]), size) for client in chunk}
-        replies = federation.ask(requests, requests, check=lambda reply: reply.require(public))
+        replies = federation.ask(requests, requests, check=public.check_counts)
         for client, reply in replies.items():
-            pages = load(reply)
+            pages = [public.counting.load(data, length=slots) for data in reply.pages]
             sums = [total.add_(page) for total, page in zip(sums, pages, strict=True)] if sums else pages
             counted[client] = held[client]
     return counted, tuple(total.serialize() for total in sums)
 
 
 def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
-    """N(p), decrypted by the first client that answers.
+    """Return N(p), decrypted by the first client that answers.
 
     Args:
-        federation: To ask clients.
+        federation: The federation, to ask clients.
         pages: E(N(p)), by name.
-        held: Placeholders of each client that is counted.
-        names: What clients call them, shape (P,).
+        held: The placeholders of each client that is counted.
+        names: The clients' names of the placeholders, shape (P,).
 
     Returns:
         Shape (P,).
 
     Raises:
-        QuorumError: Nobody could: a client that finds a total that is not whole refuses to round it.
+        QuorumError: No client could; a client refuses to round a total that is not close to an integer.
     """
     size = len(names)
     if size == 0 or not held:
@@ -77,15 +74,15 @@ def open_totals(federation: Federation, pages: tuple[bytes, ...], held: Held, na
 
 
 def shares(federation: Federation, held: Held, totals: Ints) -> Held:
-    """n_k(p), from the clients' shares of the totals.
+    """Return n_k(p), from the clients' shares of the totals.
 
     Args:
-        federation: To ask clients.
-        held: Placeholders of each client.
+        federation: The federation, to ask clients.
+        held: The placeholders of each client.
         totals: N(p), shape (P,).
 
     Returns:
-        For each client that answered the counts under its placeholders; none at all where they contradict a total.
+        The counts of each client that answered, by its placeholders; empty if they contradict a total.
     """
     requests = {client: ShareReport(torch.from_numpy(totals[placeholders])) for client, placeholders in held.items()}
     counts: Held = {}
@@ -96,15 +93,15 @@ def shares(federation: Federation, held: Held, totals: Ints) -> Held:
     unknown = _per_placeholder(silent, held, len(totals))
     wrong = (rest < unknown) | ((unknown == 0) & (rest != 0))
     if wrong.any():
-        # Whose share is wrong cannot be told from the sum.
+        # The sum does not tell which client's share is wrong.
         federation.note("refused", list(counts), f"the shares of {int(wrong.sum())} placeholders do not add up")
         return {}
     return counts
 
 
 def _per_placeholder(values: Held, held: Held, size: int) -> Ints:
-    """Sums over clients, shape (size,)."""
+    """Return sums over clients, shape (size,)."""
     sums = np.zeros(size, dtype=np.int64)
-    for client, own in values.items():
-        sums[held[client]] += own
+    for client, counts in values.items():
+        sums[held[client]] += counts
     return sums

@@ -1,12 +1,12 @@
-"""Clients enrol: the server learns who shares a label and how many samples there are, without learning the labels.
+"""Enrolment: the server learns which clients share a label and how many samples there are, but not the labels.
 
-It asks clients like any method does, before the first round, and again when clients join. Labels are numbered in the
-order in which they are discovered, client after client, each in an order of its own, so that every mode of masking
-leads to the same training. Clients are told random names instead of these numbers, which would say who brought a
-label. Nothing in this module or in what it imports can reach a secret key.
+The server asks clients before the first round, and again when clients join. Labels are numbered in the order in which
+they are discovered: client after client, each in an order of its own. Every mode of masking therefore leads to the same
+training. Clients are told random names instead of these numbers, which would tell which client added a label. Neither
+this module nor its imports can access a secret key.
 
 Reference:
-    Stratify §IV-A. What each party learns in each mode is in ``docs/privacy.md``.
+    Stratify §IV-A. ``docs/privacy.md`` lists what each party learns in each mode.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ Held = dict[ClientId, Ints]
 
 @record("Roll")
 class Roll:
-    """Who holds which placeholder, as the server knows it.
+    """The placeholders that each client holds, as the server knows them.
 
     Args:
         masking: The mode.
-        names: What clients call each of the P placeholders: a permutation of 0 … P − 1. Everything else here is by
-            the order of discovery.
+        names: The clients' names of the P placeholders: a permutation of 0 … P − 1. All other fields number the
+            placeholders in the order of discovery.
         held: The placeholders of each client, in its own order.
-        counts: How many samples of each; only of clients that gave them (no masking, or weighted selection).
+        counts: The number of samples of each, for clients that reported it (no masking, or weighted selection).
         totals: N(p), shape (P,).
-        register: What the mode needs when clients join.
+        register: The state of the mode that is needed when clients join.
     """
 
     masking: str
@@ -61,9 +61,9 @@ class Roll:
     register: Tree
 
     def holders(self) -> Holders:
-        """Clients by placeholder.
+        """Return the clients by placeholder.
 
-        What is not known to be one client's is spread evenly over the holders, so that the sums are N(p).
+        Samples of unknown clients are spread evenly over the holders, so that the sums are N(p).
         """
         rest, unknown = self.totals.copy(), np.zeros_like(self.totals)
         for client, placeholders in self.held.items():
@@ -80,16 +80,16 @@ class Roll:
                 rest[placeholders] -= counts
                 unknown[placeholders] -= 1
             replies[client] = LabelReply(torch.from_numpy(placeholders), torch.from_numpy(counts))
-        found = Holders.of(replies)
-        return replace(found, placeholders=self.names[found.placeholders])
+        holders = Holders.of(replies)
+        return replace(holders, placeholders=self.names[holders.placeholders])
 
 
 @record("OpenRegister")
 class OpenRegister:
-    """Labels in the clear; the place is the placeholder.
+    """Labels in the clear, by placeholder.
 
     Args:
-        labels: Shape (P,).
+        labels: The labels, shape (P,).
     """
 
     labels: Ints
@@ -97,11 +97,11 @@ class OpenRegister:
 
 @record("TagRegister")
 class TagRegister:
-    """Labels under a keyed hash; the place is the placeholder.
+    """Labels under a keyed hash, by placeholder.
 
     Args:
-        keys: Public keys.
-        tags: 16 bytes each.
+        keys: The public keys.
+        tags: The hashes of 16 bytes.
     """
 
     keys: PublicKeys
@@ -109,11 +109,11 @@ class TagRegister:
 
 
 def check(masking: Masking, classes: int) -> None:
-    """Whether a mode can be used.
+    """Check that a mode of masking can be used.
 
     Raises:
         ExtraMissingError: TenSEAL is not installed.
-        SpecError: There are too many classes for it.
+        SpecError: There are too many classes for the mode.
     """
     if masking != "none":
         tenseal()
@@ -129,20 +129,20 @@ def enrol(
     before: Roll | None = None,
     watch: Watch = lambda phase: None,
 ) -> Roll:
-    """Learn who holds which label, under placeholders.
+    """Learn which clients hold which label, under placeholders.
 
     Args:
-        federation: Whose clients are asked.
+        federation: The federation, to ask its clients.
         masking: ``none``: labels in the clear. ``prf``: a keyed hash of them. ``ckks``: compared under encryption.
-        weighted: Whether clients also say what share of a placeholder's samples is theirs.
-        before: An earlier roll; only clients that are not on it are asked, and its placeholders stay.
+        weighted: Whether clients also report their share of each placeholder's samples.
+        before: An earlier roll. Only clients that are not on it are asked, and its placeholders stay.
         watch: Called at the beginning of each phase: "unique list", "mapping", "counts".
 
     Returns:
-        The roll of all clients that answered everything; why others are not on it is an event.
+        The roll of all clients that answered every request. Events give the reasons for the absence of others.
 
     Raises:
-        QuorumError: Nobody answered, or nobody could decrypt the totals: never a wrong count.
+        QuorumError: No client answered, or no client could decrypt the totals.
         ClientsFailedError: All clients raised an exception.
     """
     if before is not None and before.masking != masking:
@@ -170,7 +170,7 @@ def _in_the_clear(
     known: list[int] = before.register.labels.tolist() if before else []
     held = _discover(known, {client: reply.labels.tolist() for client, reply in replies.items()})
     watch("mapping")
-    names = np.arange(len(known))  # nothing is hidden, and a run's files are the same every time
+    names = np.arange(len(known))  # not random: nothing is hidden, and repeated runs have the same files
     held = _assign(federation, held, names)
     counts = {client: replies[client].counts.numpy() for client in held}
     watch("counts")
@@ -215,18 +215,18 @@ _MODES: dict[str, _Mode] = {"none": _in_the_clear, "prf": _by_tag, "ckks": _pack
 
 
 def _public(federation: Federation, clients: Sequence[ClientId], before: Roll | None, *, comparing: bool) -> Public:
-    """The clients' public keys: known from before, or from the first client that answers."""
+    """Return the clients' public keys: those of an earlier roll, or of the first client that answers."""
     return Public(before.register.keys) if before else Public.ask(federation, clients, comparing=comparing)
 
 
 def _names(before: Roll | None, size: int) -> Ints:
-    """Random names for placeholders; those that have one keep it."""
+    """Return random names for placeholders; those of an earlier roll keep their names."""
     old = before.names if before else np.empty(0, dtype=np.int64)
     return np.concatenate([old, len(old) + shuffled(size - len(old))])
 
 
 def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Held:
-    """Build the unique list, until it is complete, and map the labels of all other clients."""
+    """Build the unique list until it is complete, then map the labels of all other clients."""
     watch("unique list")
     held, rest = unique.discover(clients)
     watch("mapping")
@@ -236,7 +236,7 @@ def _match(unique: UniqueList, clients: Sequence[ClientId], watch: Watch) -> Hel
 def _counted(
     federation: Federation, public: Public, held: Held, names: Ints, weighted: bool
 ) -> tuple[Held, Ints, dict[int, Ints]]:
-    """Encrypted counts summed, totals decrypted by clients, and shares where selection is weighted."""
+    """Sum encrypted counts, let clients decrypt the totals, and ask for shares if selection is weighted."""
     held, pages = sum_packed(federation, public, held, names)
     totals = open_totals(federation, pages, held, names)
     return held, totals, shares(federation, held, totals) if weighted else {}
@@ -256,7 +256,7 @@ def _discover(known: list[Any], presented: dict[ClientId, list[Any]]) -> Held:
 
 
 def _assign(federation: Federation, held: Held, names: Ints) -> Held:
-    """Tell clients their placeholders; those that know them now."""
+    """Tell clients their placeholders; return the entries of those that confirmed."""
     requests = {client: Assign(torch.from_numpy(names[placeholders])) for client, placeholders in held.items()}
     replies: dict[ClientId, Assigned] = federation.ask(requests, requests)
     return {client: held[client] for client in replies}

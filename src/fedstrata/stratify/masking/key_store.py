@@ -1,9 +1,8 @@
-"""The clients' keys: made by a client, shared by the clients, never seen by the server.
+"""The clients' keys: a client makes them, all clients share them, and the server never sees them.
 
-``KeyRing`` fills the slot ``keys`` of a client's context. Nothing on the server's side of enrolling can reach it.
-Keys can be neither encoded into a message nor
-written into a checkpoint, and pickling a ring carries only the name of its folder. The public halves leave it as
-bytes in a ``PublicKeys`` reply.
+``KeyRing`` is the ``keys`` of a client's context. The server's side of an enrolment cannot access it. Keys can be
+neither encoded into a message nor written into a checkpoint, and a pickled ring holds only the name of its folder. The
+public halves are sent as bytes in a ``PublicKeys`` reply.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Opener, generat
 from fedstrata.stratify.masking.prf import KEY_SIZE, order_seed
 
 VARIABLE = "FEDSTRATA_KEYS"
-"""Names the folder of a site's keys."""
+"""The environment variable with the folder of a site's keys."""
 
 FILE = "clients.key"
 _FORMAT = 1
@@ -33,10 +32,10 @@ class Keys:
     """A set of keys.
 
     Args:
-        parts: Their bytes, by name.
+        parts: The bytes of each key, by name.
 
     Raises:
-        DataError: Something is missing.
+        DataError: A key is missing.
     """
 
     _NAMES = ("counting", "counting_public", "comparing", "comparing_public", "prf")
@@ -45,10 +44,14 @@ class Keys:
         if parts.keys() != set(self._NAMES) or not all(isinstance(part, bytes) for part in parts.values()):
             raise DataError(f"no set of keys: it has {sorted(parts)}, expected {sorted(self._NAMES)}")
         self._parts = parts
+        self.counting_public, self.comparing_public = parts["counting_public"], parts["comparing_public"]
+        """The public keys with which the server adds counts and compares labels."""
+        self.prf = parts["prf"]
+        """The key of the pseudo-random function."""
 
     @classmethod
     def make(cls) -> Keys:
-        """New ones, from the operating system's randomness: the experiment's seed is no secret."""
+        """Make new keys from the operating system's randomness, because the experiment's seed is not secret."""
         counting, counting_public = generate(COUNTING)
         comparing, comparing_public = generate(COMPARING)
         return cls(
@@ -69,19 +72,8 @@ class Keys:
 
     @cached_property
     def name(self) -> str:
-        """The fingerprint, which tells nothing about the keys: of the public halves."""
-        public = self.counting_public + self.comparing_public
-        return hashlib.sha256(public).hexdigest()[:16]
-
-    @property
-    def counting_public(self) -> bytes:
-        """What the server needs to add counts."""
-        return self._parts["counting_public"]
-
-    @property
-    def comparing_public(self) -> bytes:
-        """What the server needs to compare labels."""
-        return self._parts["comparing_public"]
+        """The fingerprint of the public halves."""
+        return hashlib.sha256(self.counting_public + self.comparing_public).hexdigest()[:16]
 
     @cached_property
     def counting(self) -> Opener:
@@ -93,11 +85,6 @@ class Keys:
         """The secret key for comparisons."""
         return Opener(self._parts["comparing"], COMPARING)
 
-    @property
-    def prf(self) -> bytes:
-        """The key of the pseudo-random function."""
-        return self._parts["prf"]
-
     def write(self, folder: Path) -> Path:
         """Write a file that only its owner may read.
 
@@ -105,7 +92,7 @@ class Keys:
             DataError: There are keys already.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Complete before it has its name: another process of the same site may look for it.
+        # The file is complete before it has its name, because another process of the site may be looking for it.
         draft = folder / f"{FILE}.{secrets.token_hex(4)}"
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(records.encode({"format": _FORMAT, **self._parts}))
@@ -145,14 +132,14 @@ class Keys:
 
 
 class KeyRing:
-    """Where the clients of one process find the keys that all clients share.
+    """The place where the clients of one process find the keys that all clients share.
 
-    Without a folder they live in memory, made by the first client that is asked to: a simulation in one process.
-    With one they are read from the file that an operator put there.
+    Without a folder, the keys are in memory, and the first client that is asked makes them: a simulation in one
+    process. With a folder, they are read from the file that an operator put there.
 
     Args:
         folder: The folder of the key file.
-        create: Whether a client that is asked to may make the file: a simulation in several processes.
+        create: Whether a client may make the file when it is asked: a simulation in several processes.
     """
 
     def __init__(self, folder: Path | None = None, *, create: bool = False) -> None:
@@ -161,7 +148,7 @@ class KeyRing:
 
     @classmethod
     def of_site(cls) -> KeyRing:
-        """The ring of this machine: the folder that ``FEDSTRATA_KEYS`` names, or memory."""
+        """Return the ring of this machine: of the folder in ``FEDSTRATA_KEYS``, or in memory."""
         folder = os.environ.get(VARIABLE)
         return cls(Path(folder).expanduser() if folder else None)
 
@@ -172,11 +159,11 @@ class KeyRing:
         return f"KeyRing({str(self.folder) if self.folder else 'in memory'})"
 
     def open(self) -> Keys:
-        """The keys.
+        """Return the keys.
 
         Raises:
-            FedstrataError: There are none yet.
-            DataError: Their file is missing or damaged.
+            FedstrataError: There are no keys yet.
+            DataError: The key file is missing or damaged.
         """
         if self._keys is None:
             if self.folder is None:
@@ -188,7 +175,7 @@ class KeyRing:
         return self._keys
 
     def make(self) -> Keys:
-        """The keys; new ones where there are none yet and this ring may make them."""
+        """Return the keys; make them if there are none yet and this ring may do so."""
         if self._keys is None and (self.folder is None or (self.create and not (self.folder / FILE).exists())):
             self._keys = Keys.make()
             if self.folder is not None:
@@ -196,11 +183,11 @@ class KeyRing:
         return self.open()
 
     def order_seed(self, seed: int) -> int:
-        """The seed of the order in which clients present their labels.
+        """Return the seed of the order in which clients present their labels.
 
-        Placeholders are numbered in that order, so a server that could guess it could tell which placeholder is the
-        client's smallest class. With an operator's key file it is derived from the file's secret. In a simulation,
-        which hides nothing from whoever runs it, it is the experiment's seed, so that a spec has one result.
+        Placeholders are numbered in that order. A server that could guess it could tell which placeholder is the
+        client's smallest class. With an operator's key file, the seed is derived from the file's secret. A simulation
+        hides nothing from its user, and there it is the experiment's seed, so that a spec has one result.
         """
         return seed if self.folder is None or self.create else order_seed(self.open().prf, seed)
 
@@ -210,7 +197,7 @@ def _ring(folder: Path | None, create: bool) -> KeyRing:
 
 
 def ring_of(context: ClientContext) -> KeyRing:
-    """Where the clients of a process find their keys: what their context was given, or this machine's ring."""
+    """Return the key ring of a context, or this machine's ring if the context has none."""
     ring: KeyRing = context.keys if context.keys is not None else context.once(_site_ring)
     return ring
 

@@ -1,7 +1,7 @@
-"""What server and clients say to each other when clients enrol: who holds which label, without saying which.
+"""The requests and replies of an enrolment, in which the server learns which clients share a label.
 
-A client *presents* its labels in an order of its own (``fedstrata.stratify.masking.client``), the same in every mode;
-"the i-th label" is meant in that order. Ciphertexts are TenSEAL's bytes. ``key`` is the fingerprint of their key.
+A client *presents* its labels in an order of its own (``fedstrata.stratify.masking.client``), the same in every mode.
+"The i-th label" refers to that order. Ciphertexts are TenSEAL's bytes. ``key`` is the fingerprint of their key.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fedstrata.stratify.masking.slot_layout import SlotLayout
 
 @record("PublicKeys")
 class PublicKeys(Reply):
-    """What the server needs to compute on ciphertexts. No secret key ever goes this way.
+    """The public keys, which the server needs to compute on ciphertexts. No secret key is ever sent.
 
     Args:
         key: The keys' fingerprint.
         counting: The public key for counts.
-        comparing: The public key for comparisons, empty where it was not asked for.
+        comparing: The public key for comparisons; empty if it was not asked for.
     """
 
     key: str
@@ -40,7 +40,7 @@ class OpenKeys(Request):
     """Send the public keys of all clients; make the keys first if there are none.
 
     Args:
-        comparing: Whether the key for comparisons is wanted beside that for counts.
+        comparing: Whether the key for comparisons is needed too.
     """
 
     reply_type: ClassVar[type[Reply]] = PublicKeys
@@ -49,7 +49,7 @@ class OpenKeys(Request):
     comparing: bool
 
     def check(self, reply: PublicKeys) -> None:
-        """Keys that are public, and of our parameters."""
+        """Refuse secret keys, and keys with other parameters."""
         sealer(reply.counting, COUNTING)
         if self.comparing:
             sealer(reply.comparing, COMPARING)
@@ -57,10 +57,10 @@ class OpenKeys(Request):
 
 @record("Assigned")
 class Assigned(Reply):
-    """Understood.
+    """The confirmation of ``Assign``.
 
     Args:
-        labels: How many labels the client holds.
+        labels: The number of labels that the client holds.
     """
 
     labels: int
@@ -68,10 +68,10 @@ class Assigned(Reply):
 
 @record("Assign")
 class Assign(Request):
-    """From now on your labels go by these numbers.
+    """Tell a client the placeholders of its labels.
 
     Args:
-        placeholders: One for each of the client's labels, int64.
+        placeholders: One placeholder for each of the client's labels, int64.
     """
 
     reply_type: ClassVar[type[Reply]] = Assigned
@@ -85,7 +85,7 @@ class TagReply(Reply):
     """HMAC-SHA256 of every label under the clients' key, cut to 16 bytes.
 
     Args:
-        key: Fingerprint.
+        key: The keys' fingerprint.
         tags: uint8, shape (L, 16).
     """
 
@@ -93,7 +93,7 @@ class TagReply(Reply):
     tags: Tensor
 
     def require(self, public: Any, classes: int) -> None:
-        """Refuse tags of other keys, and more than there are classes."""
+        """Refuse tags made with other keys, and more tags than classes."""
         public.check_key(self.key)
         if len(self.tags) > classes:
             raise ReplyRefusedError(f"{len(self.tags)} tags of {classes} classes, or one twice")
@@ -101,13 +101,13 @@ class TagReply(Reply):
 
 @record("TagReport")
 class TagReport(Request):
-    """Send a keyed hash of each of your labels (mode ``prf``)."""
+    """Ask for a keyed hash of each of the client's labels (mode ``prf``)."""
 
     reply_type: ClassVar[type[Reply]] = TagReply
     rule = RequestRule("a keyed hash of each of its labels", phase="enrolment")
 
     def check(self, reply: TagReply) -> None:
-        """Every tag once."""
+        """Refuse a tag that comes twice."""
         require_shape(reply.tags, (-1, TAG_SIZE), torch.uint8, "tags")
         if len(torch.unique(reply.tags, dim=0)) != len(reply.tags):
             raise ReplyRefusedError(f"{len(reply.tags)} tags, or one twice")
@@ -118,23 +118,17 @@ class SealedLabels(Reply):
     """Encrypted labels.
 
     Args:
-        key: Fingerprint.
+        key: The keys' fingerprint.
         sheets: See ``fedstrata.stratify.masking.slot_layout``.
     """
 
     key: str
     sheets: tuple[bytes, ...]
 
-    def require(self, public: Any) -> None:
-        """Refuse what was not encrypted with these public keys."""
-        public.check_key(self.key)
-        for sheet in self.sheets:
-            public.comparing.load(sheet, length=COMPARING.slots)
-
 
 @record("SealLabels")
 class SealLabels(Request):
-    """Send your labels encrypted, laid out for a list of ``classes`` unique labels (mode ``ckks``).
+    """Ask for the client's labels, encrypted and laid out for a list of ``classes`` labels (mode ``ckks``).
 
     Args:
         classes: C.
@@ -146,18 +140,18 @@ class SealLabels(Request):
     classes: int
 
     def check(self, reply: SealedLabels) -> None:
-        """Sheets for no more labels than there are classes."""
+        """Refuse sheets for more labels than there are classes."""
         if not 1 <= len(reply.sheets) <= SlotLayout(self.classes).sheets(self.classes):
             raise ReplyRefusedError(f"{len(reply.sheets)} sheets for {self.classes} classes")
 
 
 @record("CompareReply")
 class CompareReply(Reply):
-    """Where each label was found.
+    """The place of each label on the unique list.
 
     Args:
-        places: For each of the client's labels: number of the ciphertext times the grid's width, plus the column of
-            the zero; −1 where there is none. int64, shape (L,).
+        places: For each of the client's labels, the number of the ciphertext times the layout's width plus the column
+            of the zero; −1 without a zero. int64, shape (L,).
     """
 
     places: Tensor
@@ -165,12 +159,12 @@ class CompareReply(Reply):
 
 @record("Compare")
 class Compare(Request):
-    """Scrambled differences between your labels and the unique list: which of them are zero?
+    """Ask which scrambled differences between the client's labels and the unique list are zero.
 
     Args:
         classes: C.
-        sheets: Which of the client's sheets each ciphertext compares, int64.
-        differences: Ciphertexts.
+        sheets: The client's sheet that each ciphertext compares, int64.
+        differences: The ciphertexts.
     """
 
     reply_type: ClassVar[type[Reply]] = CompareReply
@@ -181,7 +175,7 @@ class Compare(Request):
     differences: tuple[bytes, ...]
 
     def check(self, reply: CompareReply) -> None:
-        """A place a label."""
+        """Refuse places of more labels than there are classes."""
         require_shape(reply.places, (-1,), torch.int64, "places")
         if len(reply.places) > self.classes:
             raise ReplyRefusedError(f"{len(reply.places)} places for {self.classes} classes")
@@ -189,31 +183,25 @@ class Compare(Request):
 
 @record("Enlisted")
 class Enlisted(Reply):
-    """New entries, to be added to the list.
+    """New entries of the unique list.
 
     Args:
-        key: Fingerprint.
+        key: The keys' fingerprint.
         pages: A ciphertext for every page of the list that gets an entry.
     """
 
     key: str
     pages: dict[int, bytes]
 
-    def require(self, public: Any) -> None:
-        """Refuse what was not encrypted with these public keys."""
-        public.check_key(self.key)
-        for data in self.pages.values():
-            public.comparing.load(data, length=COMPARING.slots)
-
 
 @record("Enlist")
 class Enlist(Request):
-    """Some of your labels are new: send them for the unique list.
+    """Ask for the client's labels that are new to the unique list.
 
     Args:
         classes: C.
-        labels: Which of the client's labels, int64.
-        places: Where on the list each one goes: page times the grid's width, plus the column. int64.
+        labels: The places of these labels among the client's labels, int64.
+        places: The place of each on the list: page times the layout's width plus the column. int64.
     """
 
     reply_type: ClassVar[type[Reply]] = Enlisted
@@ -224,7 +212,7 @@ class Enlist(Request):
     places: Tensor
 
     def check(self, reply: Enlisted) -> None:
-        """A ciphertext for every page that gets an entry, and no other."""
+        """Refuse a reply without exactly one ciphertext for every page that gets an entry."""
         width = SlotLayout(self.classes).width
         pages = {place // width for place in self.places.tolist()}
         if reply.pages.keys() != pages:
@@ -236,27 +224,21 @@ class CountReply(Reply):
     """Encrypted counts.
 
     Args:
-        key: Fingerprint.
-        pages: The counts by placeholder, 0 where the client holds none, in ciphertexts of so many slots each.
+        key: The keys' fingerprint.
+        pages: Ciphertexts with the counts by placeholder; 0 for a placeholder that the client does not hold.
     """
 
     key: str
     pages: tuple[bytes, ...]
 
-    def require(self, public: Any) -> None:
-        """Refuse what was not encrypted with these public keys."""
-        public.check_key(self.key)
-        for data in self.pages:
-            public.counting.load(data, length=COUNTING.slots)
-
 
 @record("CountReport")
 class CountReport(Request):
-    """Your labels go by these numbers; send the encrypted number of samples of each.
+    """Tell a client the placeholders of its labels, and ask for the encrypted number of samples of each.
 
     Args:
-        placeholders: One for each of the client's labels, int64.
-        size: P, how many placeholders there are.
+        placeholders: One placeholder for each of the client's labels, int64.
+        size: P, the number of placeholders.
     """
 
     reply_type: ClassVar[type[Reply]] = CountReply
@@ -266,7 +248,7 @@ class CountReport(Request):
     size: int
 
     def check(self, reply: CountReply) -> None:
-        """Pages for all placeholders."""
+        """Refuse another number of pages than the placeholders need."""
         if len(reply.pages) != -(-self.size // COUNTING.slots):
             raise ReplyRefusedError(f"{len(reply.pages)} pages of counts for {self.size} placeholders")
 
@@ -282,19 +264,19 @@ class Totals(Reply):
     totals: Tensor
 
     def require(self, holders: Any) -> None:
-        """Refuse less than a sample for each holder, and samples of what nobody holds.
+        """Refuse less than one sample for each holder, and samples of a placeholder without a holder.
 
         Args:
-            holders: How many clients hold each placeholder, int64, shape (P,).
+            holders: The number of holders of each placeholder, int64, shape (P,).
         """
-        found = self.totals.numpy()
-        if (found < holders).any() or (found[holders == 0] != 0).any():
+        totals = self.totals.numpy()
+        if (totals < holders).any() or (totals[holders == 0] != 0).any():
             raise ReplyRefusedError("a total that is smaller than its number of holders, or of nobody")
 
 
 @record("OpenTotals")
 class OpenTotals(Request):
-    """Decrypt sums over clients.
+    """Ask a client to decrypt sums over clients.
 
     Args:
         pages: Encrypted totals by placeholder.
@@ -308,13 +290,13 @@ class OpenTotals(Request):
     size: int
 
     def check(self, reply: Totals) -> None:
-        """A total for each placeholder."""
+        """Refuse a reply without one total per placeholder."""
         require_shape(reply.totals, (self.size,), torch.int64, "totals")
 
 
 @record("ShareReply")
 class ShareReply(Reply):
-    """Shares.
+    """A client's shares of all samples.
 
     Args:
         shares: n_k(p) / N(p) for each of the client's labels, float64.
@@ -325,9 +307,7 @@ class ShareReply(Reply):
 
 @record("ShareReport")
 class ShareReport(Request):
-    """What part of all samples of each of your placeholders do you hold?
-
-    Only asked for weighted selection.
+    """Ask which share of all samples of each of its placeholders a client holds; for weighted selection only.
 
     Args:
         totals: N(p) for each of the client's labels, int64.
@@ -343,7 +323,7 @@ class ShareReport(Request):
     totals: Tensor
 
     def check(self, reply: ShareReply) -> None:
-        """A share for each label: of a sample at least, and of all at most."""
+        """Refuse shares of less than one sample or of more than all samples."""
         require_shape(reply.shares, (len(self.totals),), torch.float64, "shares")
         if bool(((reply.shares * self.totals).round() < 1).any()) or bool((reply.shares > 1).any()):
             raise ReplyRefusedError("a share outside (0, 1], or of less than a sample")

@@ -1,4 +1,4 @@
-"""What the server's side of enrolling shares: asking one client, and the clients' public keys."""
+"""The server's side of an enrolment: asking one client, and the clients' public keys."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request
 from fedstrata.federation.reply_checks import Check
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Sealer, sealer
-from fedstrata.stratify.masking.messages import OpenKeys, PublicKeys
+from fedstrata.stratify.masking.messages import CountReply, Enlisted, OpenKeys, PublicKeys, SealedLabels
 
 
 def ask_one(federation: Federation, client: ClientId, request: Request, *, check: Check | None = None) -> Any:
-    """One client's reply, or None; why is an event."""
+    """Ask one client; return its reply, or None with an event that gives the reason."""
     try:
         return federation.ask([client], request, check=check).get(client)
     except ClientsFailedError as error:
-        # It was the only one asked and the first of its kind: the others may still answer.
+        # Only this client was asked, so that others may still answer.
         federation.log.failed.add(client)
         federation.note("failed", [client], str(error))
         return None
@@ -33,10 +33,10 @@ def ask_until(
     *,
     check: Check | None = None,
 ) -> tuple[ClientId, Any]:
-    """The first of the clients that answers, and its reply.
+    """Ask clients until one answers; return the client and its reply.
 
     Raises:
-        QuorumError: Nobody does; with what the last one's failure was.
+        QuorumError: No client answers; with the reason of the last failure.
     """
     for client in clients:
         reply = ask_one(federation, client, request, check=check)
@@ -48,10 +48,10 @@ def ask_until(
 
 
 class Public:
-    """The clients' public keys as the server holds them.
+    """The clients' public keys at the server.
 
     Args:
-        keys: What a client sent.
+        keys: The reply of a client.
     """
 
     def __init__(self, keys: PublicKeys) -> None:
@@ -59,25 +59,37 @@ class Public:
 
     @classmethod
     def ask(cls, federation: Federation, clients: Iterable[ClientId], *, comparing: bool) -> Public:
-        """Ask the first client that answers.
+        """Ask clients for the keys until one answers.
 
         Raises:
-            QuorumError: Nobody does.
+            QuorumError: No client answers.
         """
         _, keys = ask_until(federation, clients, OpenKeys(comparing), "send keys")
         return cls(keys)
 
     @cached_property
     def counting(self) -> Sealer:
-        """For counts."""
+        """The sealer for counts."""
         return sealer(self.keys.counting, COUNTING)
 
     @cached_property
     def comparing(self) -> Sealer:
-        """For comparisons."""
+        """The sealer for comparisons."""
         return sealer(self.keys.comparing, COMPARING)
 
     def check_key(self, key: str) -> None:
-        """Refuse what was made with other keys."""
+        """Refuse data made with other keys."""
         if key != self.keys.key:
             raise ReplyRefusedError(f"encrypted with the keys {key!r}, the others have {self.keys.key!r}")
+
+    def check_counts(self, reply: CountReply) -> None:
+        """Refuse counts that were not encrypted with these keys."""
+        self.check_key(reply.key)
+        for data in reply.pages:
+            self.counting.load(data, length=COUNTING.slots)
+
+    def check_labels(self, reply: SealedLabels | Enlisted) -> None:
+        """Refuse labels that were not encrypted with these keys."""
+        self.check_key(reply.key)
+        for data in reply.sheets if isinstance(reply, SealedLabels) else reply.pages.values():
+            self.comparing.load(data, length=COMPARING.slots)

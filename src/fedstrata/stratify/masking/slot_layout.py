@@ -1,20 +1,20 @@
-"""How labels are laid out in slots so that one subtraction compares many, and how the differences are scrambled.
+"""The layout of labels in slots, so that one subtraction compares many labels, and the scrambling of differences.
 
-Label y of C is the code y + 1. The unique list has a *column* for each of C entries, and every *row* of it is a copy;
-a client's row holds one of its labels in all columns. So the difference of two ciphertexts compares as many labels
-with the whole list as there are rows; a client with more of them sends several *sheets*, and where C exceeds the
-slots the list has several *pages*. Code 0 is an empty column, C + 1 an unused row: neither equals a label.
+Label y of C has the code y + 1. The unique list has a *column* for each of C entries, and each *row* is a copy of it. A
+row of a client holds one of its labels in all columns. The difference of two ciphertexts therefore compares as many
+labels with the whole list as there are rows. A client with more labels sends several *sheets*. If C exceeds the number
+of slots, the list has several *pages*. Code 0 is an empty column, and C + 1 an unused row: neither equals a label.
 
-A difference d must tell nothing but whether it is zero. Multiplying it by a random number would not do: the product
-r·d of real numbers still shows about how large d is. So the server computes
+A difference d must only tell whether it is zero. Multiplication by a random number is not enough, because the product
+r·d of real numbers still shows the magnitude of d. The server therefore computes
 
     z = r·d + p·s + u
 
-with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S whole numbers and |u| ≤ 1/16. Modulo p
-that is r·d: zero for d = 0, and for every other d uniform over 1 … p − 1, exactly. What is left of z, its multiple of
-p, is s plus at most p steps: its distribution changes with d by no more than p / S (2⁻¹⁹ up to 5,000 classes). And u
-drowns CKKS's own error, which is proportional to r: together they stay below 1/4, so that rounding is exact. The p·s +
-u that is added is a fresh encryption, which hides how the ciphertext came about.
+with r uniform in 1 … p − 1 for a prime p > C + 1, s uniform in a range of S integers and |u| ≤ 1/16. Modulo p, z is
+r·d: zero for d = 0, and exactly uniform over 1 … p − 1 for every other d. The rest of z, its multiple of p, is s plus
+at most p steps: its distribution changes with d by at most p / S (2⁻¹⁹ up to 5,000 classes). The noise u hides CKKS's
+own error, which is proportional to r. Together they stay below 1/4, so that rounding is exact. The term p·s + u is a
+fresh encryption, which hides the history of the ciphertext.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 MOST_CLASSES = 60_000
-"""Beyond it, p / S grows over 2⁻¹²."""
+"""The most classes for which p / S is at most 2⁻¹²."""
 
 TOLERANCE = 0.25
 _FLOOD = 1 / 16
 _SPAN = 2**44
-"""|z| stays below it: double precision gives such numbers to 1/256 after encoding and decoding."""
+"""An upper bound of |z|: after encoding and decoding in double precision, such numbers are accurate to 1/256."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class SlotLayout:
     """The layout for C classes.
 
     Args:
-        classes: C, the number of entries that the unique list has room for.
-        slots: Numbers in a ciphertext.
+        classes: C, the largest number of entries of the unique list.
+        slots: The number of slots of a ciphertext.
 
     >>> layout = SlotLayout(10)
     >>> layout.width, layout.rows, layout.pages, layout.prime
@@ -59,33 +59,33 @@ class SlotLayout:
 
     @property
     def width(self) -> int:
-        """Columns on a page."""
+        """The number of columns of a page."""
         return min(self.classes, self.slots)
 
     @property
     def rows(self) -> int:
-        """Labels on a sheet."""
+        """The number of labels on a sheet."""
         return self.slots // self.width
 
     @property
     def pages(self) -> int:
-        """Pages of the list."""
+        """The number of pages of the list."""
         return -(-self.classes // self.width)
 
     @property
     def prime(self) -> int:
-        """p, the smallest prime over C + 1."""
+        """p, the smallest prime above C + 1."""
         candidate = self.classes + 2
         while any(candidate % d == 0 for d in range(2, int(candidate**0.5) + 1)):
             candidate += 1
         return candidate
 
     def sheets(self, labels: int) -> int:
-        """How many sheets so many labels take; a client without labels sends one too."""
+        """Return the number of sheets for some labels; a client without labels sends one sheet too."""
         return max(1, -(-labels // self.rows))
 
     def sheets_of(self, labels: Ints) -> list[Floats]:
-        """A client's sheets.
+        """Return a client's sheets.
 
         Args:
             labels: Class numbers, shape (L,).
@@ -100,14 +100,14 @@ class SlotLayout:
         return list(sheets)
 
     def entries(self, labels: Ints, places: Ints) -> dict[int, Floats]:
-        """What adds labels to the list.
+        """Return the vectors that add labels to the list.
 
         Args:
             labels: Class numbers, shape (L,).
             places: Page times width plus column, shape (L,).
 
         Returns:
-            For each page that gets an entry an array of shape (slots,), zero in all other columns.
+            For each page that gets an entry, an array of shape (slots,) that is zero in all other columns.
         """
         pages: dict[int, Floats] = {}
         for label, place in zip(labels.tolist(), places.tolist(), strict=True):
@@ -117,9 +117,9 @@ class SlotLayout:
         return pages
 
     def blind(self) -> tuple[Floats, Floats]:
-        """R and p·s + u for every slot, from the operating system's randomness.
+        """Draw r and p·s + u for every slot from the operating system's randomness.
 
-        Clients know the experiment's seed, and so whatever is drawn from it.
+        Clients know the experiment's seed and could repeat draws from it.
         """
         p = self.prime
         spread = min(p << 20, _SPAN // p)
@@ -129,19 +129,19 @@ class SlotLayout:
         return factors.astype(np.float64), multiples + flood
 
     def find(self, opened: Sequence[Ints], sheets: Ints, labels: int) -> Ints:
-        """Where the zeros are.
+        """Find the zeros.
 
         Args:
             opened: Decrypted differences, one array of shape (slots,) for each ciphertext.
-            sheets: Which sheet each of them compares.
-            labels: L, how many labels the client sent.
+            sheets: The sheet that each ciphertext compares.
+            labels: L, the number of labels that the client sent.
 
         Returns:
-            For each label the number of the ciphertext times width plus the column of its zero; −1 without one.
+            For each label, the number of the ciphertext times width plus the column of its zero; −1 without a zero.
 
         Raises:
-            FedstrataError: A label equals two entries, or an unused row equals one: nothing that can happen when
-                everybody follows the protocol under one key.
+            FedstrataError: A label equals two entries, or an unused row equals one. This cannot happen if all parties
+                follow the protocol under one key.
         """
         places = np.full(labels, -1, dtype=np.int64)
         for number, (values, sheet) in enumerate(zip(opened, sheets.tolist(), strict=True)):
@@ -155,11 +155,11 @@ class SlotLayout:
 
 
 def below(bound: int, size: int) -> Ints:
-    """Numbers in 0 … bound − 1 from the operating system's randomness, uniform up to bound / 2⁶³."""
+    """Draw numbers in 0 … bound − 1 from the operating system's randomness, uniform up to bound / 2⁶³."""
     drawn = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(1)
     return (drawn % np.uint64(bound)).astype(np.int64)
 
 
 def shuffled(size: int) -> Ints:
-    """A permutation from the operating system's randomness."""
+    """Draw a permutation from the operating system's randomness."""
     return np.argsort(np.frombuffer(os.urandom(8 * size), dtype=np.uint64), kind="stable").astype(np.int64)

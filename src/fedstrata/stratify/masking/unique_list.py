@@ -1,8 +1,8 @@
 """The unique list under encryption, at the server: which clients share a label (Stratify §IV-A).
 
-Client after client until the list is complete, then everybody else against the complete list. The module
-``ckks_packed`` beside this one says how labels are compared. The server holds public keys only: it learns what clients
-answer, which is where zeros are.
+Clients are compared with the list one after another until it is complete, then all others with the complete list.
+``ckks_packed`` implements the comparison. The server holds public keys only: it learns the clients' answers, which are
+the places of zeros.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fedstrata.stratify.masking.public_keys import Public, ask_one
 Ints = NDArray[np.int64]
 
 TOGETHER = 8
-"""So many clients' ciphertexts are held at a time."""
+"""The number of clients whose ciphertexts are held at a time."""
 
 
 class UniqueList(ABC):
-    """Placeholders in the order in which their labels were discovered.
+    """The placeholders in the order in which their labels were discovered.
 
     Args:
-        federation: To ask clients, and for the number of classes, at which the list is complete.
+        federation: The federation, to ask clients, and for the number of classes, at which the list is complete.
         public: The clients' public keys.
     """
 
@@ -43,51 +43,49 @@ class UniqueList(ABC):
 
     @abstractmethod
     def sealed(self, clients: Sequence[ClientId]) -> dict[ClientId, SealedLabels]:
-        """Encrypted labels."""
+        """Ask clients for their encrypted labels."""
 
     @abstractmethod
     def match(self, clients: dict[ClientId, SealedLabels]) -> dict[ClientId, Ints]:
-        """The placeholder of each of the clients' labels; −1 for those that are not on the list."""
+        """Return the placeholder of each of the clients' labels; −1 for a label that is not on the list."""
 
     @abstractmethod
     def enlist(self, client: ClientId, sealed: SealedLabels, labels: Ints) -> bool:
-        """Add a client's labels to the list; whether it worked."""
+        """Add a client's labels to the list; return whether it succeeded."""
 
     def discover(self, clients: Sequence[ClientId]) -> tuple[dict[ClientId, Ints], Sequence[ClientId]]:
-        """Client after client until the list is complete.
+        """Ask clients one after another until the list is complete.
 
         Returns:
-            The placeholders of those that answered, and the clients that there was no need to ask.
+            The placeholders of the clients that answered, and the clients that were not asked.
         """
         held: dict[ClientId, Ints] = {}
         for position, client in enumerate(clients):
             if len(self) >= self.classes:
                 return held, clients[position:]
             sealed = self.sealed([client])
-            found = self.match(sealed).get(client)
-            if found is None:
+            placeholders = self.match(sealed).get(client)
+            if placeholders is None or not self._fits(client, placeholders, self.classes - len(self)):
                 continue
-            new = np.flatnonzero(found < 0)
-            if not self._fits(client, found, self.classes - len(self)):
-                continue
-            number = len(self)
+            new, number = np.flatnonzero(placeholders < 0), len(self)
             if len(new) and not self.enlist(client, sealed[client], new):
                 continue
-            found[new] = np.arange(number, number + len(new))
-            held[client] = found
+            placeholders[new] = np.arange(number, number + len(new))
+            held[client] = placeholders
         return held, ()
 
     def locate(self, clients: Sequence[ClientId]) -> dict[ClientId, Ints]:
-        """The placeholders of clients whose labels must all be on the list."""
+        """Return the placeholders of clients whose labels must all be on the list."""
         held: dict[ClientId, Ints] = {}
         for begin in range(0, len(clients), TOGETHER):
-            found = self.match(self.sealed(clients[begin : begin + TOGETHER]))
-            held |= {client: places for client, places in found.items() if self._fits(client, places, 0)}
+            matched = self.match(self.sealed(clients[begin : begin + TOGETHER]))
+            held |= {client: labels for client, labels in matched.items() if self._fits(client, labels, 0)}
         return held
 
-    def _fits(self, client: ClientId, found: Ints, room: int) -> bool:
-        known = found[found >= 0]
-        new = len(found) - len(known)
+    def _fits(self, client: ClientId, placeholders: Ints, room: int) -> bool:
+        """Return whether a client's answer is possible; refuse the client if not."""
+        known = placeholders[placeholders >= 0]
+        new = len(placeholders) - len(known)
         defect = ""
         if new > room:
             defect = f"{new} labels that are not on the list, which has room for {room} of {self.classes}"
@@ -98,7 +96,7 @@ class UniqueList(ABC):
         return not defect
 
     def refuse(self, client: ClientId, defect: str) -> None:
-        """Leave out a client, with an event."""
+        """Exclude a client, with an event."""
         self.federation.log.failed.add(client)
         self.federation.note("refused", [client], f"client {client} in round {self.federation.round}: {defect}")
 
@@ -109,9 +107,9 @@ class UniqueList(ABC):
         *,
         check: Check | None = None,
     ) -> dict[ClientId, Any]:
-        """One exchange; a single client that raises an exception is a client that does not answer."""
+        """Ask clients; an exception of a single client counts as no answer."""
         if len(clients) == 1:
-            ((client, own),) = Requests.of(clients, request).items()
-            reply = ask_one(self.federation, client, own, check=check)
+            ((client, single),) = Requests.of(clients, request).items()
+            reply = ask_one(self.federation, client, single, check=check)
             return {} if reply is None else {client: reply}
         return self.federation.ask(clients, request, check=check)
