@@ -1,8 +1,8 @@
-"""What a run is: its spec, its data, its model, its partition and its code.
+"""The identity of a run: fingerprints of its spec, data, model, partition and code.
 
-A run folder's ``run.json`` and every checkpoint hold it, and a run goes on only as the run that it was. What may change
-says so in its field (``config.MayChange``). The versions and the processor that a run was made on are no part of it:
-where they differ a resumed run warns, for the last bits may differ too.
+A run folder's ``run.json`` and every checkpoint hold the identity, and a run is only resumed with the same identity.
+Settings that may change are marked in their fields (``config.MayChange``). The versions and the processor are not part
+of the identity: if they differ, a resumed run warns that the last bits of its results may differ.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
-"""Raised by the commit that moves results, and by no other: see ``tests/integration/test_golden.py``.
+"""The version of results: a commit that changes results raises it, see ``tests/integration/test_golden.py``.
 
-So is the ``version`` of each table of ``fedstrata.papers`` whose results it moves.
+Such a commit also raises the ``version`` of each table of ``fedstrata.papers`` whose results it changes.
 """
 
 LONG = 20
-"""Items of a list beyond which its fingerprint stands for it."""
+"""Characters per item and items of a long list, which is represented by its fingerprint."""
 
 
 def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
-    """What a run is, as plain values.
+    """Return the identity of a run as plain values.
 
     Args:
         spec: The experiment.
-        data: As trained on.
-        model: With its initial parameters.
-        assignment: Which samples belong to whom.
+        data: The data set.
+        model: The model with its initial parameters.
+        assignment: The samples of each client.
     """
     return {
         "results_version": RESULTS,
@@ -57,25 +57,25 @@ def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assig
 
 
 def well_formed(identity: object) -> bool:
-    """Whether something that was read is an identity at all, be it this run's or another's."""
+    """Return whether a value that was read has the form of an identity."""
     kinds = {"results_version": int, "spec": dict, "data": str, "model": str, "partition": str, "code": dict}
     return isinstance(identity, dict) and all(isinstance(identity.get(key), kind) for key, kind in kinds.items())
 
 
 def about_data(data: Dataset) -> str:
-    """Data of the user's own, as a run's spec names them."""
+    """Return the name of the user's own data in a spec."""
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.classes} classes"
 
 
 def about_model(model: Model) -> str:
-    """A module of the user's own, as a run's spec names it."""
+    """Return the name of the user's own module in a spec."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 
 
 def fingerprint_of_data(data: Dataset) -> str:
-    """SHA-256 of arrays, class names, normalisation, and client ids where there are any."""
+    """Return the SHA-256 of arrays, class names, normalisation, and client ids if there are any."""
     tensors = [data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale]
     names = [*data.class_names]
     if data.client_train is not None:
@@ -85,7 +85,7 @@ def fingerprint_of_data(data: Dataset) -> str:
 
 
 def fingerprint_of_model(model: Model) -> str:
-    """SHA-256 of the architecture and of the initial parameters and buffers."""
+    """Return the SHA-256 of the architecture and of the initial parameters and buffers."""
     named = {**model.params(), **model.buffers()}
     parts = [part for name, tensor in named.items() for part in (name.encode(), _bytes(tensor))]
     return _digest(str(model.module).encode(), *parts)
@@ -93,7 +93,7 @@ def fingerprint_of_model(model: Model) -> str:
 
 @cache
 def environment() -> dict[str, str]:
-    """What a run is made with."""
+    """Return the versions and the processor that a run is made with."""
     return {
         "fedstrata": importlib.metadata.version("fedstrata"),
         "torch": torch.__version__,
@@ -104,7 +104,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """The processor's type; results are equal to the bit on machines of one type."""
+    """Return the processor's type; results are equal to the bit on machines of one type."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -115,18 +115,18 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Refuse to go on with another run.
+    """Refuse to resume a run with another identity.
 
     Args:
-        before: What the run was; from ``identity_of``, through JSON.
-        now: What is asked for.
+        before: The run's identity, as read from JSON.
+        now: The identity of the experiment to run.
         where: The folder, for the message.
 
     Returns:
-        What differs and may, in words.
+        The permitted differences, in words.
 
     Raises:
-        SpecError: Something that decides the result differs; with its key, both values and what to do.
+        SpecError: A difference changes the results.
     """
     advice = f"; go on with what it was, or give another folder than {where}"
     changes = []
@@ -155,7 +155,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 
 def _may_change(key: str) -> MayChange | None:
-    """Whether the field of a dotted key says that it may change."""
+    """Return the mark of a setting that may change; None if it may not."""
     section, name = key.split(".")[0], ".".join(key.split(".")[1:2])
     field = Experiment.model_fields.get(section)
     cls = field.annotation if field else None
@@ -169,14 +169,14 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Why more rounds would change those that have run."""
+    """Return the setting because of which more rounds would change earlier rounds; None without one."""
     if spec.get("training.schedule") == "cosine":
         return "training.schedule = 'cosine'"
     return "method.mode = 'hybrid'" if spec.get("method.mode") == "hybrid" else None
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and plain values; long lists as their fingerprints."""
+    """Yield dotted keys and plain values, with fingerprints for long lists."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -187,13 +187,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
-    """The modules of the user's own that a spec's settings come from, and the SHA-256 of their source."""
+    """Yield the user's own modules with settings of a spec, and the SHA-256 of their source."""
     for cls in {type(value) for value in _settings(spec)}:
         if cls.__module__.partition(".")[0] == "fedstrata":
             continue
         try:
             source = inspect.getsource(sys.modules[cls.__module__] if cls.__module__ != "__main__" else cls)
-        except (OSError, TypeError, KeyError):  # typed into a prompt: there is nothing to compare
+        except (OSError, TypeError, KeyError):  # a class typed into a prompt has no source
             continue
         yield cls.__module__, _digest(source.encode())
 
@@ -213,9 +213,8 @@ def _bytes(tensor: Tensor | None) -> bytes:
 
 
 def _digest(*parts: bytes) -> str:
-    """SHA-256 of parts, each after its length: no two lists of parts have one."""
-    found = hashlib.sha256()
+    """Return the SHA-256 of parts, each after its length, so that the boundaries of the parts matter."""
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()

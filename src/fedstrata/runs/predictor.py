@@ -1,4 +1,4 @@
-"""The model that a run leaves behind, described in ``model.json`` and ready for samples as they come."""
+"""Inference with the final model of a run, which ``model.json`` describes."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from fedstrata.models.zoo import MODELS, make_model
 from fedstrata.runs.preparation import Prepared
 
 FORMAT = 1
-"""Raised when an older fedstrata could not read the file, or would read it wrongly."""
+"""The version of the file's format; it is raised when an older fedstrata cannot read the file correctly."""
 
 CUSTOM = "custom"
-"""What a spec's model is called that was a module of the user's own."""
+"""The name of the user's own module in a spec."""
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
-    """What inference needs beside the parameters, as plain values; ``model.json`` holds it.
+    """Return the content of ``model.json``: what inference needs beside the parameters, as plain values.
 
-    Every number comes back to the bit: JSON has the shortest text that reads as the same float64.
+    Numbers are exact: JSON holds the shortest text that reads as the same float64.
 
     Args:
         prepared: The experiment.
@@ -70,15 +70,15 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """``model.json`` and ``model.safetensors``, with checksums of both in the first.
+    """Write ``model.json`` and ``model.safetensors``, with checksums of both in the first.
 
     Args:
-        folder: The run's.
+        folder: The run folder.
         prepared: The experiment.
-        content: The parameters and buffers, as safetensors has them.
+        content: The parameters and buffers in the format of safetensors.
     """
     about = describe_model(prepared) | {"parameters": hashlib.sha256(content).hexdigest()}
-    write_json(folder / MODEL, about | {"checksum": _checksum(about)})  # before what says that the run is over
+    write_json(folder / MODEL, about | {"checksum": _checksum(about)})  # before the file that marks the end of the run
     replace_file(folder / WEIGHTS, content)
 
 
@@ -87,18 +87,17 @@ def _checksum(about: Mapping[str, Any]) -> str:
 
 
 def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predictor:
-    """The model of a run that has ended, for samples as they come.
+    """Load the final model of a run for inference.
 
-    ``model.json`` and ``model.safetensors`` are all that is read, and nothing is unpickled. Where the spec named a
-    factory of your own, ``"module:factory"``, that module is imported as the run did, unless you give ``model``.
+    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the spec names a factory of
+    your own, ``"module:factory"``, that module is imported, unless you give ``model``.
 
     Args:
-        run_dir: The run's folder, or any that holds these two files.
-        model: A module like the one that the run trained, where that was your own; its values do not matter, and it
-            stays as it is.
+        run_dir: The run folder, or any folder with these two files.
+        model: A module like your own module that the run trained. Its values do not matter, and it is not changed.
 
     Raises:
-        SpecError: There is no run, it has not ended, or its model needs a ``model`` that was not given or does not fit.
+        SpecError: There is no run, it has not ended, or ``model`` is missing or does not fit.
         DataError: A file is damaged.
 
     >>> import tempfile, fedstrata as fs
@@ -125,25 +124,25 @@ def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predict
 
 
 class Predictor:
-    """A trained model that takes samples as they come: it normalises them as the training samples were.
+    """A trained model for inference: it normalises samples as the training samples were normalised.
 
-    On a run's test set it finds the run's ``final_accuracy``: the samples are cut into the same batches. To compute on
-    a GPU, move ``module`` there.
+    On a run's test set it reproduces the run's ``final_accuracy``, because it forms the same batches. To compute on a
+    GPU, move ``module`` there.
 
-    With ``training.batch_norm = "local"`` no running statistics are shared, and the run's accuracy is measured with
-    those of each test batch. ``predict`` does the same: what a sample is taken for then depends on its companions, so
-    give many at once, of all kinds. ``module`` in evaluation mode has initial statistics in that case.
+    With ``training.batch_norm = "local"``, no running statistics are shared, and the run's accuracy is measured with
+    the statistics of each test batch. ``predict`` does the same. The prediction for a sample then depends on the other
+    samples, so give many samples of all classes at once. ``module`` in evaluation mode then has initial statistics.
 
     Args:
         module: The module with its final parameters.
-        about: What ``model.json`` says.
+        about: The content of ``model.json``.
     """
 
     def __init__(self, module: nn.Module, about: Mapping[str, Any]) -> None:
         self.module = module
-        """The ``nn.Module`` in evaluation mode; it takes normalised inputs, such as ``inputs`` gives."""
+        """The ``nn.Module`` in evaluation mode; it takes normalised inputs, as ``inputs`` returns them."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
-        """The label of each column of ``predict_proba``, as ``predict`` gives them."""
+        """The label of each column of ``predict_proba``, as ``predict`` returns them."""
         self.shape: tuple[int, ...] = tuple(about["input_shape"])
         """Shape of one sample as ``module`` sees it, (channels, height, width) or (features,)."""
         self._batch_size, self._batch_statistics = int(about["batch_size"]), bool(about["batch_statistics"])
@@ -154,28 +153,28 @@ class Predictor:
             self._shift, self._scale = (torch.tensor(normalisation[key], dtype=dtype) for key in ("shift", "scale"))
 
     def predict(self, x: Array) -> NDArray[Any]:
-        """The likeliest class of each sample.
+        """Return the most likely class of each sample.
 
         Args:
-            x: Samples as they are before any normalisation: (N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), as
-                ``from_arrays`` takes them; also a single one has the first axis.
+            x: Samples before normalisation: (N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), as ``from_arrays`` takes
+                them. A single sample has the first axis too.
 
         Returns:
-            (N,): whole numbers where all class names are such, else the names as strings. Labels are names once data
-            were read, so that the strings "0" and "1" come back as numbers too, and True and False as strings.
+            (N,): integers if all class names are integers, otherwise the names as strings. Labels become names when
+            data are read: the strings "0" and "1" are returned as numbers, and True and False as strings.
 
         Raises:
-            DataError: They are no numbers, not finite, or not of the shape that the model was trained on.
+            DataError: The samples are not numbers, not finite, or have another shape than the training samples.
         """
         numbers = np.concatenate([logits.argmax(dim=1).cpu().numpy() for logits in self._logits(x)])
         labels: NDArray[Any] = np.array(self.classes)
-        if labels.dtype.kind == "f":  # NumPy has no type for whole numbers on both sides of 2**63
+        if labels.dtype.kind == "f":  # NumPy has no type for integers on both sides of 2**63
             labels = np.array(self.classes, dtype=object)
-        found: NDArray[Any] = labels[numbers]
-        return found
+        predicted: NDArray[Any] = labels[numbers]
+        return predicted
 
     def predict_proba(self, x: Array) -> NDArray[np.float32]:
-        """How likely each class is for each sample, by the softmax of the logits.
+        """Return the probability of each class for each sample: the softmax of the logits.
 
         Args:
             x: See ``predict``.
@@ -189,7 +188,7 @@ class Predictor:
         return np.concatenate([logits.softmax(dim=1).cpu().numpy() for logits in self._logits(x)])
 
     def inputs(self, x: Array) -> Tensor:
-        """Samples as ``module`` takes them: normalised, float32, (N, F) or (N, C, H, W).
+        """Return samples as ``module`` takes them: normalised, float32, (N, F) or (N, C, H, W).
 
         Args:
             x: See ``predict``.
@@ -206,14 +205,14 @@ class Predictor:
         if self._batch_statistics and n == 1:
             problem = "a single sample; this model was trained with batch_norm = 'local' and normalises each batch"
             raise DataError(f"x: {problem} with its own statistics: give many samples at once")
-        # As the run's test set was: of nearly equal size, for a last batch of one would have no statistics.
+        # The batches of the run's test set: of nearly equal size, so that the last is never a single sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
         with _batch_statistics(self.module) if self._batch_statistics else nullcontext():
             for begin, end in pairwise(bounds):
                 yield self.module(data.inputs(slice(begin, end), "test").to(device))
 
     def _samples(self, x: Array) -> Dataset:
-        """Samples as a data set that normalises them as the run's own did."""
+        """Return samples as a data set with the normalisation of the run's data set."""
         stored = checked_inputs(x, "x", exact=self._shift is not None and self._shift.dtype == torch.float64)
         form = (*self.shape[1:], self.shape[0]) if len(self.shape) == 3 else self.shape
         if stored.shape[1:] != form:
@@ -230,7 +229,7 @@ class Predictor:
 
 @contextmanager
 def _batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm normalise with each batch's statistics in the block, and keep none of them."""
+    """Let BatchNorm normalise with each batch's statistics in the block, without updating its own."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     tracked = [layer.track_running_stats for layer in norms]
     try:
@@ -245,7 +244,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _labels(names: list[str]) -> tuple[int | str, ...]:
-    """Class names as labels: numbers were turned into text when the data were read.
+    """Return class names as labels: integers became text when the data were read.
 
     >>> _labels(["-1", "7"]), _labels(["1", "1.5"]), _labels(["07", "7"])
     ((-1, 7), ('1', '1.5'), ('07', '7'))
@@ -258,10 +257,10 @@ def _labels(names: list[str]) -> tuple[int | str, ...]:
 
 
 def _require_model(folder: Path) -> None:
-    """Both files are there.
+    """Require both files of the final model.
 
     Raises:
-        SpecError: They are not; with what to do.
+        SpecError: A file is missing.
     """
     if not (folder / WEIGHTS).is_file():
         if not (folder / "spec.toml").is_file():
@@ -280,10 +279,10 @@ def _require_model(folder: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What ``describe_model`` said.
+    """Read ``model.json``.
 
     Raises:
-        DataError: The file is damaged, or of a later version.
+        DataError: The file is damaged, or has a later format.
     """
     try:
         about: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -319,10 +318,10 @@ def _check(about: Mapping[str, Any]) -> None:
 
 
 def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
-    """The architecture; its values are still of no meaning."""
+    """Build the architecture with arbitrary values."""
     if isinstance(model, (Model, nn.Module)):
         module = model.module if isinstance(model, Model) else model
-        return Model(copy.deepcopy(module), head="")  # nobody asks for features here: any part may be called the head
+        return Model(copy.deepcopy(module), head="")  # no features are needed here, so that any part may be the head
     if model is not None:
         raise SpecError("model", "expected an nn.Module or a fedstrata Model, or nothing", type(model).__name__)
     name = about["model"]["name"]
@@ -341,10 +340,10 @@ def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
 
 
 def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
-    """A module of the user's own, in the memory format that it was trained in.
+    """Return the user's own module in the memory format of its training.
 
     Raises:
-        SpecError: It does not take the samples, or gives no logit for each class.
+        SpecError: The module does not take the samples, or does not return a logit for each class.
     """
     shape, name = tuple(about["input_shape"]), type(model.module).__name__
     needed = (
@@ -353,25 +352,25 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
     try:
         laid_out = Model(lay_out(model.module, shape), head="")
         with torch.no_grad():
-            found = tuple(laid_out.module(torch.zeros(2, *shape)).shape)
-    except Exception as error:  # it is the user's own module, which raises what it likes
+            output = tuple(laid_out.module(torch.zeros(2, *shape)).shape)
+    except Exception as error:  # the user's own module may raise anything
         raise SpecError("model", f"{needed}; this one failed: {error}", name) from error
-    if found != (2, about["classes"]):
-        raise SpecError("model", f"{needed}; this one gave {found} for two samples", name)
+    if output != (2, about["classes"]):
+        raise SpecError("model", f"{needed}; this one gave {output} for two samples", name)
     return laid_out
 
 
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """The module has the tensors of the file, no more and no less.
+    """Require that module and file have the same tensors.
 
     Raises:
-        SpecError: With the first that differs.
+        SpecError: With the first difference.
     """
-    own, path = {**model.params(), **model.buffers()}, folder / WEIGHTS
-    for name in [*own, *(name for name in tensors if name not in own)]:
-        ours, found = (_size(table.get(name)) for table in (own, tensors))
-        if ours != found:
-            problem = f"does not fit the run in {folder}: {name} is {ours} in the module, and {found} in {path.name}"
+    expected = {**model.params(), **model.buffers()}
+    for name in expected | dict(tensors):
+        here, stored = _size(expected.get(name)), _size(tensors.get(name))
+        if here != stored:
+            problem = f"does not fit the run in {folder}: {name} is {here} in the module, and {stored} in {WEIGHTS}"
             raise SpecError("model", problem, type(model.module).__name__)
 
 

@@ -1,4 +1,4 @@
-"""An experiment that was checked and is ready to run: data, partition and model, each loaded once."""
+"""Preparation of an experiment: load data, partition and model once, and check all settings against them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Prepared:
     """An experiment that was checked and is ready to run.
 
     Args:
-        spec: What was asked for.
+        spec: The experiment.
         data: The data set.
-        assignment: Which samples belong to whom.
-        config: What server and clients agree on.
-        held: What nobody trains on.
+        assignment: The samples of each client.
+        config: The configuration that server and clients share.
+        held: The samples that are held out of training.
     """
 
     spec: Experiment
@@ -56,18 +56,18 @@ class Prepared:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What the run is; see ``fedstrata.runs.identity``."""
+        """The identity of the run; see ``fedstrata.runs.identity``."""
         return identity_of(self.spec, self.data, self.config.model, self.assignment)
 
 
 def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | Model | None = None) -> Prepared:
-    """Load the data, split them and check everything that can be wrong before anything is written.
+    """Load the data, split them and check all settings, before anything is written.
 
     Args:
         spec: The experiment.
         data: Data of your own instead of the spec's: a ``Dataset``, ``(x_train, y_train, x_test, y_test)``, or a
             mapping with these keys.
-        model: A module of your own instead of the spec's; what it holds is where training starts.
+        model: A module of your own instead of the spec's; training starts from its parameters.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -85,8 +85,8 @@ def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | 
         divided, numbers = without(dataset, validation)
 
     def split(partition: Partition) -> Assignment:
-        found = under("partition", lambda: partition.split(divided, spec.seed))
-        return found if numbers is None else replace(found, indices=numbers[found.indices])
+        parts = under("partition", lambda: partition.split(divided, spec.seed))
+        return parts if numbers is None else replace(parts, indices=numbers[parts.indices])
 
     assignment, whole = split(spec.partition), spec.partition
     while isinstance(whole, SingleClient):
@@ -107,18 +107,18 @@ def assemble(
     brought: Assignment | None = None,
     fitting: Assignment | Statistics | None = None,
 ) -> Prepared:
-    """An experiment on data that were loaded and split already, and checked against them.
+    """Prepare an experiment on data that are loaded and split, and check its settings against them.
 
     Args:
         spec: The experiment.
-        dataset: The data.
-        assignment: Which samples belong to whom; as far as it is known here.
+        dataset: The data set.
+        assignment: The samples of each client, as far as they are known here.
         model: See ``prepare``.
-        sizes_known: Whether the assignment is that of all clients; not where sites keep their own data.
-        validation: Training samples that were held out before they were divided.
-        brought: Test samples that a site brings for its clients.
-        fitting: Whose training samples, but for those held out, say what stands in for missing values and what is
-            normal; or what they come to; None where that is not known yet.
+        sizes_known: Whether the assignment is that of all clients; False if sites keep their own data.
+        validation: Training samples that were held out before the partition.
+        brought: Test samples that a site provides for its clients.
+        fitting: The clients whose training samples decide the normalisation and the replacement of missing values, or
+            the statistics of these samples; None if they are not known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -164,7 +164,7 @@ def assemble(
         random=_draws_random_numbers(made, dataset),
         privacy=spec.privacy,
     )
-    # A copy, for what ``check`` keeps is this run's.
+    # ``check`` stores values of this run in its object, so that the spec's own must not be used.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
     known = assignment if sizes_known else None
     population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
@@ -182,14 +182,14 @@ def assemble(
 
 
 def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator[NDArray[np.int64]]:
-    """The numbers of each client's training samples, but for those held out."""
-    left = np.ones(data.train_size, dtype=bool)
-    left[held.samples] = False
-    return (rows[left[rows]] for rows in map(assignment.__getitem__, range(len(assignment))))
+    """Return the indices of each client's training samples, without the samples held out."""
+    trains = np.ones(data.train_size, dtype=bool)
+    trains[held.samples] = False
+    return (rows[trains[rows]] for rows in map(assignment.__getitem__, range(len(assignment))))
 
 
 def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
-    """All samples that are the clients' or were held out: a server must not look at these either."""
+    """Return all samples that belong to clients or are held out, none of which a server may use."""
     if held.validation is None:
         return assignment
     used = np.union1d(assignment.indices, held.validation)
@@ -197,13 +197,13 @@ def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
 
 
 def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
-    """Whether a forward pass in training mode draws random numbers: it is tried, whatever the layers are."""
+    """Return whether a forward pass in training mode draws random numbers, by trying it."""
     x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
-    x = x if len(x) else torch.zeros(1, *dataset.shape)  # a server that has no samples at all
+    x = x if len(x) else torch.zeros(1, *dataset.shape)  # a server may have no samples
     before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
     loaded = model.loaded(model.params(), model.buffers(), train=True)
     try:
-        # What fails here fails in training, whose error names the client.
+        # An error here occurs again in training, where it names the client.
         with suppress(Exception), torch.no_grad(), loaded as params, draws:
             model(params, torch.cat([x, x])[:2])
         return draws.found
@@ -212,13 +212,13 @@ def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether an operation of this thread draws random numbers; the generator belongs to all threads."""
+    """Detects operations of this thread that draw random numbers; all threads share the generator."""
 
     found = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: to skip it, PyTorch would import its compiler first, two seconds of every run that compiles nothing."""
+        """Return False, because otherwise PyTorch would import its compiler, which takes two seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -227,7 +227,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _check_start(model: Model, spec: Experiment) -> None:
-    """A model that replies can be like, and that can be evaluated."""
+    """Raise ``SpecError`` if the initial model is not finite or cannot be evaluated."""
     for name, tensor in {**model.params(), **model.buffers()}.items():
         if not torch.isfinite(tensor).all():
             problem = (
@@ -241,23 +241,23 @@ def _check_start(model: Model, spec: Experiment) -> None:
 
 
 def _check_outputs(model: Model, dataset: Dataset) -> None:
-    """A module of the user's own gives a logit for every class."""
+    """Raise ``SpecError`` if the user's own module does not return a logit for every class."""
     needed = (
         f"a batch of shape (B, {', '.join(map(str, dataset.shape))}) and gives logits of shape (B, {dataset.classes})"
     )
     x = dataset.inputs(slice(0, 2))
     try:
         with torch.no_grad(), model.loaded(model.params(), model.buffers()) as params:
-            found = model(params, x)
+            output = model(params, x)
     except Exception as error:
         raise SpecError("model", f"a model takes {needed}; this one failed: {error}") from error
-    if not isinstance(found, torch.Tensor) or tuple(found.shape) != (len(x), dataset.classes):
-        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    if not isinstance(output, torch.Tensor) or tuple(output.shape) != (len(x), dataset.classes):
+        shape = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise SpecError("model", f"a model takes {needed}; this one gave {shape} for {len(x)} samples")
 
 
 def as_dataset(data: Arrays, spec: Experiment) -> Dataset:
-    """Arrays of the user's own as a data set."""
+    """Return the user's own arrays as a data set."""
     if isinstance(data, Dataset):
         return data
     if isinstance(data, Mapping):
