@@ -13,7 +13,7 @@ import torch
 
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import MetricsLog, write_json
-from fedstrata.evaluation.history import History, summarise
+from fedstrata.evaluation.history import History
 
 RECORDS = [
     {"round": 1, "accuracy": 0.5, "bytes_up": 10, "seconds": 0.5, "strata": {"a": 1.0}},
@@ -25,7 +25,7 @@ RECORDS = [
 
 
 def test_summary_by_hand() -> None:
-    summary = summarise(RECORDS, [0.5, 0.75, 0.9], method="fedavg", seed=3)
+    summary = History(RECORDS, targets=[0.5, 0.75, 0.9], method="fedavg", seed=3).summary
     # 0.5, 0.8, 0.8, 0.6: squares of the deviations from 0.675 add up to 0.0675, over 3 is 0.15²
     assert summary.pop("accuracy_sd_last20") == pytest.approx(0.15)
     assert summary == {
@@ -47,13 +47,13 @@ def test_summary_by_hand() -> None:
 def test_deviation_is_over_the_last_twenty_evaluated_rounds() -> None:
     wild = [{"round": i + 1, "accuracy": float(i % 2)} for i in range(10)]
     calm = [{"round": 11 + 2 * i, "accuracy": 0.5} for i in range(20)]
-    assert summarise(wild + calm)["accuracy_sd_last20"] == 0.0
-    assert summarise(wild[:1])["accuracy_sd_last20"] is None
+    assert History(wild + calm).summary["accuracy_sd_last20"] == 0.0
+    assert History(wild[:1]).summary["accuracy_sd_last20"] is None
 
 
 def test_summary_of_nothing_and_of_a_run_never_evaluated() -> None:
     for records in ([], [{"round": 1, "bytes_up": 3}]):
-        summary = summarise(records)
+        summary = History(records).summary
         assert summary["final_accuracy"] is summary["best_accuracy"] is summary["best_round"] is None
         assert set(summary["rounds_to_target"].values()) == {None}
 

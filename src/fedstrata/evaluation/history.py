@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstrata.base.errors import DataError, ExtraMissingError, SpecError, nearest
-from fedstrata.base.jsonl import MetricsLog, jsonable, read_jsonl, replace_file
+from fedstrata.base.jsonl import jsonable, read_jsonl, replace_file
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -262,7 +262,14 @@ class History(Sequence[Record]):
 
     @property
     def summary(self) -> Record:
-        """The content of ``summary.json``, computed from the records; see ``summarise``."""
+        """The content of ``summary.json``, computed from the records.
+
+        ``final_accuracy`` (of the last evaluated round), ``best_round`` and ``best_accuracy`` (on the test set),
+        ``best_on`` (the samples that decide the best round), ``rounds_to_target`` (target as text to round or None),
+        ``accuracy_sd_last20`` (sample standard deviation over the last 20 evaluated rounds), the totals ``samples``,
+        ``bytes_up``, ``bytes_down`` and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions,
+        and None if nothing was evaluated.
+        """
         accuracy = self.column("accuracy")[1][-20:]
         reached: Record = {target_text(target): self.rounds_to_target(target) for target in self.targets}
         for name, targets in self.metric_targets.items():
@@ -328,31 +335,6 @@ def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
     except ModuleNotFoundError:
         raise ExtraMissingError("a data frame", "tables") from None
     return json_normalize(list(rows))
-
-
-def summarise(
-    records: Iterable[Mapping[str, Any]],
-    targets: Iterable[float] = TARGETS,
-    *,
-    method: str = "",
-    seed: int | None = None,
-) -> Record:
-    """Return the summary of a run.
-
-    Args:
-        records: One record per round.
-        targets: Accuracies in (0, 1].
-        method: The method's name.
-        seed: The experiment's seed.
-
-    Returns:
-        ``final_accuracy`` (of the last evaluated round), ``best_round`` and ``best_accuracy`` (on the test set),
-        ``best_on`` (the samples that decide the best round), ``rounds_to_target`` (target as text to round or None),
-        ``accuracy_sd_last20`` (sample standard deviation over the last 20 evaluated rounds), the totals ``samples``,
-        ``bytes_up``, ``bytes_down`` and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions,
-        and None if nothing was evaluated.
-    """
-    return History(records, method=method, seed=seed, targets=targets).summary
 
 
 def write_evaluations(history: History, folder: Path) -> None:
@@ -484,4 +466,4 @@ def _cell(text: str) -> Any:
     return text
 
 
-__all__ = ["STANDARD", "TARGETS", "History", "MetricsLog", "Record", "summarise"]
+__all__ = ["STANDARD", "TARGETS", "History", "Record"]

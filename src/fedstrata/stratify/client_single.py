@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -171,21 +170,6 @@ class FusedSteps:
         return Failure("its steps left a tensor with NaN or infinity")
 
 
-class Stepper(Protocol):
-    """Takes one SGD step per sample, on a model of its own."""
-
-    random: bool
-
-    def load(self, weights: Weights) -> None:
-        """Continue from this model."""
-
-    def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """Take one step per sample, in order, on at least one sample; return the losses, (n,)."""
-
-    def weights(self) -> Weights:
-        """Return the current model, which later steps do not change."""
-
-
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
     """Return the fastest stepper for the model; it is made once per process."""
     last = context.once(_Last)
@@ -258,7 +242,7 @@ class TracedStepper:
         self._sgd.load(weights.params)
 
     def run(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        """Take one step per sample, in order."""
+        """Take one step per sample, in order, on at least one sample; return the losses, (n,)."""
         return self._sgd.run(x, y, lr)
 
     def weights(self) -> Weights:
@@ -297,6 +281,10 @@ class AutogradStepper:
     def weights(self) -> Weights:
         """Return the current model."""
         return self._weights
+
+
+Stepper = TracedStepper | AutogradStepper
+"""Takes one SGD step per sample, on a model of its own."""
 
 
 def _run(context: ClientContext, stepper: Stepper, parts: list[tuple[int, int, Ints]], round: int) -> Tensor:
