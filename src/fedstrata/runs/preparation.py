@@ -206,7 +206,7 @@ def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
         # An error here occurs again in training, where it names the client.
         with suppress(Exception), torch.no_grad(), loaded as params, draws:
             model(params, torch.cat([x, x])[:2])
-        return draws.found
+        return draws.random
     finally:
         torch.set_rng_state(before)
 
@@ -214,7 +214,7 @@ def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Detects operations of this thread that draw random numbers; all threads share the generator."""
 
-    found = False
+    random = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -222,7 +222,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 
