@@ -514,7 +514,7 @@ def test_no_answer_leaves_while_another_thread_fails_to_write_it_down(site: Make
 
     def fail() -> None:
         with pytest.raises(OSError, match="no space"):
-            site_server._write()
+            site_server._write_ledger()
 
     site_server.ledger = Full()
     other = threading.Thread(target=fail)
@@ -522,7 +522,7 @@ def test_no_answer_leaves_while_another_thread_fails_to_write_it_down(site: Make
     took.wait(5)
     threading.Timer(0.1, go.set).start()
     with pytest.raises(OSError, match="no space"):
-        site_server._write()
+        site_server._write_ledger()
     other.join()
     assert [entry.kind for _, entry in site_server._entries] == ["Fit"], "kept until it can be written"
 

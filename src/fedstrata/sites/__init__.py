@@ -1,6 +1,6 @@
-"""One experiment over real sites with NVIDIA FLARE: its simulator, deployments, and what a site does.
+"""Experiments over sites with NVIDIA FLARE: its simulator, deployments, and the sites themselves.
 
-``fedstrata.engines.nvflare`` decides what server and sites say to each other. Here it is mounted on NVFlare's Collab
-API (``job``), started (``simulator``, ``provision``, ``trial``) and answered (``site_server``). Only ``job`` is
-imported inside NVFlare's processes; nothing here is shipped with a job, which names the installed package.
+The server's side is ``engine``, with ``directory``, ``messenger`` and ``relay``; a site answers in ``site_server``.
+``job`` connects both to NVFlare's Collab API, and only NVFlare's processes import it. ``simulator``, ``rehearsal``,
+``provision`` and ``local_deployment`` start runs. A job contains no code: it names classes of the installed package.
 """

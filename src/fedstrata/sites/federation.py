@@ -19,7 +19,7 @@ from fedstrata.spec.experiment import Experiment
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
 RESERVED = ("server", "admin", "authority", "result")
-"""What else is called by a name in the folder of a deployment."""
+"""Names of other folders in the folder of a deployment."""
 
 
 class SiteEntry(Setting):
@@ -112,7 +112,7 @@ class Sites(Setting):
         return read_setting(cls, path, "--sites")
 
     def site_of_client(self, spec: Experiment) -> tuple[str, ...]:
-        """The site of every client.
+        """Return the site of every client.
 
         Raises:
             SpecError: There are fewer clients than sites.
@@ -127,8 +127,8 @@ class Sites(Setting):
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:
-    """What the sites' policies say at first: this job and its method alone, and the cautious defaults."""
-    own: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
-    own |= {"rounds": spec.training.rounds, "relay": sites.relay}
+    """Return the initial policy of sites: only this job and its method, and the cautious defaults."""
+    defaults: dict[str, Any] = {"jobs": "approved", "approved": [hash_of(spec)], "methods": [spec.method.name]}
+    defaults |= {"rounds": spec.training.rounds, "relay": sites.relay}
     given = {key: getattr(sites.policy, key) for key in sites.policy.model_fields_set}
-    return Policy(**own | given)
+    return Policy(**defaults | given)

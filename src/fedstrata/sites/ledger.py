@@ -1,8 +1,8 @@
-"""A site's own ledger of what it answered: who asked what, how many samples were behind it, what was refused.
+"""A site's ledger of its answers: the questions, the number of samples behind each answer, and refusals.
 
-It is a ``jsonl.Log``, so that no line can be changed, cut out or moved unseen. The head (how many entries, and the
-checksum of the last one) is kept in a second file and travels with every answer to the server, which writes it into the
-run's folder: so a tail that is cut off is seen too. No value, no label and no text of an error is ever written.
+The ledger is a ``jsonl.Log``, so that a changed, removed or moved line is detected. Its head (the number of entries and
+the last checksum) is kept in a second file, and is sent to the server with every answer. The server writes it to the
+run folder, so that a missing end of the ledger is detected too. Values, labels and texts of errors are never written.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from fedstrata.base.locking import LOCK
 LOG = logging.getLogger(__name__)
 
 FILE, HEAD, HEADS = "ledger.jsonl", "ledger.head", "ledgers.jsonl"
-"""The ledger; its head, beside it; the heads that sites told a server, in a run's folder there."""
+"""The ledger; the file with its head; the file in a server's run folder with the heads of all sites."""
 
 PLACE = "fedstrata"
-"""Where a site's ledger is inside its folder."""
+"""The folder of the ledger in a site's folder."""
 
 RECOVERED = "recovered"
-"""The kind of the entry that says that a line was torn by a crash."""
+"""The kind of an entry about a line that a crash left incomplete."""
 
 _HEAD = re.compile(r"(\d{1,15}):([0-9a-f]{64})")
 
 
 @dataclass(frozen=True)
 class Head:
-    """Where a ledger ends.
+    """The end of a ledger.
 
     Args:
-        entries: How many there are.
-        digest: The checksum of the last one; empty before there is any.
+        entries: The number of entries.
+        digest: The checksum of the last entry; empty without entries.
     """
 
     entries: int = 0
@@ -55,27 +55,27 @@ class Head:
 
     @classmethod
     def parsed(cls, text: object) -> Head | None:
-        """From ``str``; None where it is none."""
+        """Parse the text of a head; None if it is not one."""
         match = _HEAD.fullmatch(text) if isinstance(text, str) else None
         return cls(int(match[1]), match[2]) if match else None
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one answer was.
+    """An entry about one answer.
 
     Args:
         run: The hash of the spec.
-        kind: The question.
-        client: Who was asked; None where it was the site itself.
-        phase: Of the run.
-        round: Of the question; None where it has none.
-        samples: Behind the answer.
-        bytes: Of the answer.
+        kind: The kind of the question.
+        client: The client; None for the site itself.
+        phase: The phase of the run.
+        round: The round; None without one.
+        samples: The number of samples behind the answer.
+        bytes: The size of the answer.
         epsilon: ε of local differential privacy that the answer cost.
-        refused: The rule by which there was no answer.
-        failed: What kind of error there was instead of an answer.
-        to: Who got it, where that was not the server.
+        refused: The rule that refused the answer.
+        failed: The class of the error instead of an answer.
+        to: The receiver, if it was not the server.
     """
 
     run: str
@@ -91,15 +91,15 @@ class Entry:
     to: str = ""
 
     def table(self) -> dict[str, Any]:
-        """What it says, without what it does not."""
+        """Return the fields that differ from the defaults."""
         return {key: value for key, value in vars(self).items() if value != getattr(type(self), key, ...)}
 
 
 class Ledger:
-    """The ledger of one site; several processes may write into it, one after another.
+    """The ledger of one site. Several processes may write to it.
 
     Args:
-        folder: Where it is.
+        folder: The folder of the ledger.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,22 +107,22 @@ class Ledger:
         self._mutex, self._log, self._head = threading.Lock(), Log(self.path, 0o600), Head()
 
     def append(self, entries: Iterable[Entry]) -> Head:
-        """Write entries, and wait once until they are on the disk: only then may the answers leave.
+        """Write entries to the disk, before their answers leave, and return the new head.
 
         Raises:
-            DataError: The end of the file is none of a ledger.
-            OSError: Nothing can be written, so that no answer may leave.
+            DataError: The last line of the file is not an entry.
+            OSError: The entries cannot be written, so that the answers must not leave.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._mutex, FileLock(self.path.with_name(LOCK), poll_interval=0.001):
             if not self._log.is_known:
-                self._take_up()
+                self._restore()
             now = datetime.now(UTC).isoformat(timespec="seconds")
             self._write([{"at": now, **entry.table()} for entry in entries])
             return self._head
 
-    def _take_up(self) -> None:
-        """Go on behind the last whole line; a torn one is cut off, and an entry says so."""
+    def _restore(self) -> None:
+        """Continue after the last complete line. An incomplete line is removed, and an entry notes that."""
         data = self.path.read_bytes() if self.path.exists() else b""
         whole = data[: data.rfind(b"\n") + 1]
         last = whole[whole.rfind(b"\n", 0, -1) + 1 : -1]
@@ -142,7 +142,7 @@ class Ledger:
         self._log.append(*({"n": n, **table} for n, table in enumerate(tables, self._head.entries + 1)))
         self._head = Head(self._head.entries + len(tables), self._log.last)
         self._log.sync()
-        # Renamed into its place: a crash leaves the old one, which is a head of the same chain.
+        # After a crash the old head is still valid, because it is a head of the same chain.
         beside = self.head_path.with_name(f".{HEAD}.{os.getpid()}")
         beside.write_text(f"{self._head}\n", encoding="utf-8")
         beside.replace(self.head_path)
@@ -150,12 +150,12 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Checked:
-    """What became of a ledger.
+    """The result of a check of a ledger.
 
     Args:
-        entries: Those that can be read, up to the first that is not what was written.
-        problems: What is missing or was changed; none where all is as it was written.
-        notes: What crashes left.
+        entries: The entries up to the first one that was changed.
+        problems: Missing or changed entries.
+        notes: Traces of crashes.
     """
 
     entries: list[dict[str, Any]]
@@ -164,14 +164,14 @@ class Checked:
 
 
 def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
-    """Read a ledger and compare it with its head, and with those that a server was told.
+    """Read a ledger, and compare it with its head and with the heads that a server received.
 
     Args:
-        folder: Where it is.
-        reported: Heads that a server has.
+        folder: The folder of the ledger.
+        reported: The heads that a server received.
 
     Raises:
-        DataError: There is none.
+        DataError: There is no ledger.
     """
     path = folder / FILE
     if not path.exists() and not (folder / HEAD).exists():
@@ -193,23 +193,25 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         problem = "its answer never left, and the next entry will say so"
         checked.notes.append(f"a crash tore the line after entry {len(lines)} ({len(torn)} bytes); {problem}")
     whole = not checked.problems
-    heads = [("its head says", _own_head(folder, checked))] + [("the server was told", head) for head in reported]
-    for who, head in heads:
+    heads = [("its head says", _read_head(folder, checked))] + [("the server was told", head) for head in reported]
+    for source, head in heads:
         if head is None:
             continue
         if head.entries < len(digests):
             if digests[head.entries] != head.digest:
-                checked.problems.append(f"entry {head.entries} is another one than {who}: it was written anew")
-            elif who.startswith("its") and whole and head.entries < len(lines):
-                checked.notes.append(f"{who} {head.entries} entries, and there are {len(lines)}: a crash came between")
+                checked.problems.append(f"entry {head.entries} is another one than {source}: it was written anew")
+            elif source.startswith("its") and whole and head.entries < len(lines):
+                checked.notes.append(
+                    f"{source} {head.entries} entries, and there are {len(lines)}: a crash came between"
+                )
         elif whole:
             missing = f"entries {len(lines) + 1} to {head.entries} are missing" if head.entries > len(lines) + 1 else ""
             missing = missing or f"entry {head.entries} is missing"
-            checked.problems.append(f"{missing}: {who} {head.entries}, and there are {len(lines)}")
+            checked.problems.append(f"{missing}: {source} {head.entries}, and there are {len(lines)}")
     return checked
 
 
-def _own_head(folder: Path, checked: Checked) -> Head | None:
+def _read_head(folder: Path, checked: Checked) -> Head | None:
     try:
         text = (folder / HEAD).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -222,14 +224,14 @@ def _own_head(folder: Path, checked: Checked) -> Head | None:
 
 
 def heads_of(path: Path, site: str) -> list[Head]:
-    """The heads that a server was told by a site.
+    """Read the heads that a server received from a site.
 
     Args:
-        path: A run's folder at the server, or as an administrator fetched it.
+        path: A run folder of the server, or as an administrator fetched it, or its file of heads.
         site: The site.
 
     Raises:
-        DataError: It has none of this site.
+        DataError: There are no heads of this site.
     """
     file = path / HEADS if path.is_dir() else path
     try:
@@ -243,7 +245,7 @@ def heads_of(path: Path, site: str) -> list[Head]:
 
 
 def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a site told, a row for each run and kind of question; ε adds up over its answers."""
+    """Return the sums of a site's answers, with a row for each run and kind of question."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in entries:
         if "run" not in entry:

@@ -1,7 +1,8 @@
-"""What a site accepts, whatever a job says: ``policy.toml`` in its kit."""
+"""A site's limits on jobs: ``policy.toml`` in its kit."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +19,14 @@ from fedstrata.sites.settings import read_setting
 from fedstrata.spec.experiment import line_of
 
 FILE = Path("local") / "policy.toml"
-"""Inside a site's folder; never part of a job."""
+"""The file in a site's folder; it is never part of a job."""
 
 
 class RuleError(FedstrataError):
-    """What a site refuses, and by which rule.
+    """A site refuses something by a rule.
 
     Args:
-        rule: Its name.
+        rule: The name of the rule.
         reason: What is refused, and what is accepted.
     """
 
@@ -35,7 +36,7 @@ class RuleError(FedstrataError):
 
     @property
     def for_good(self) -> bool:
-        """Whether waiting changes nothing: a policy is read when a job begins, and what is used up stays so."""
+        """Whether the rule refuses everything until the job ends: the policy and its counters do not change earlier."""
         return self.rule.startswith("policy.")
 
     def __reduce__(self) -> tuple[type[RuleError], tuple[str, str]]:
@@ -83,13 +84,13 @@ class Policy(Setting):
     relay: Literal["direct", "server"] = "direct"
 
     def check(self, asked: Declaration) -> None:
-        """Refuse a job before anything is read for it.
+        """Refuse a job before any data are read for it.
 
         Args:
-            asked: What it asks.
+            asked: What the job asks.
 
         Raises:
-            RuleError: With the rule, the value and what is accepted.
+            RuleError: The job is refused; the error has the rule, the value and what is accepted.
         """
         if self.jobs == "approved" and asked.job not in self.approved:
             here = f"'fedstrata approve {asked.job} --kit DIR' at the site accepts it"
@@ -116,14 +117,14 @@ class Policy(Setting):
             ("ldp", "sizes", "numbers of samples under local differential privacy (an epsilon), and no others"),
         ):
             if getattr(self, rule) and fact in asked.discloses:
-                who = next(
+                by = next(
                     (each.label for each in asked.allowed if fact in each.rule.discloses),
                     "the survey of the sites' data",
                 )
-                raise RuleError(f"policy.{rule}", f"{who} tells {fact} in the clear; accepted: {accepted}")
+                raise RuleError(f"policy.{rule}", f"{by} tells {fact} in the clear; accepted: {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
-        """The larger of a spec's minimum and this one."""
+        """Return the privacy settings with the larger minimum: that of the spec, or of this policy."""
         if self.min_samples <= privacy.min_samples:
             return privacy
         return privacy.model_copy(update={"min_samples": self.min_samples, "below": self.below})
@@ -138,7 +139,7 @@ class Policy(Setting):
         return read_setting(cls, root / FILE, "policy") if (root / FILE).exists() else cls()
 
     def to_toml(self) -> str:
-        """As a file, each key with what it is for; reading it back gives an equal policy."""
+        """Return the text of the policy's file, with a comment about each key."""
         return "\n\n".join(_commented(self)) + "\n"
 
 
@@ -153,22 +154,21 @@ def _commented(policy: Policy) -> Iterator[str]:
 
 
 def approve(kit: Path, job: str) -> bool:
-    """Add a job to those that a site accepts.
+    """Let a site accept a job.
 
     Args:
         kit: The site's folder.
-        job: Its hash.
+        job: The hash of the job.
 
     Returns:
-        Whether it was not accepted before.
+        Whether the job was not accepted before.
 
     Raises:
-        SpecError: There is no such kit, or its policy cannot be read.
+        SpecError: The folder is not that of a site, or its policy cannot be read.
     """
     if not (kit / FILE.parent).is_dir():
-        raise SpecError(
-            "--kit", f"no folder of a site, as 'fedstrata deploy' writes it: there is no {FILE.parent}", str(kit)
-        )
+        problem = f"no folder of a site, as 'fedstrata deploy' writes it: there is no {FILE.parent}"
+        raise SpecError("--kit", problem, str(kit))
     policy = Policy.read(kit)
     if job in policy.approved:
         return False
@@ -179,7 +179,7 @@ def approve(kit: Path, job: str) -> bool:
 
 
 def _with_approved(lines: list[str], approved: list[str]) -> str:
-    """The file with another list, all else as its owner wrote it."""
+    """Return the text of the file with another list of approved jobs, and without other changes."""
     text = "\n".join(lines)
     begin = line_of(text, "approved")
     new = tomli_w.dumps({"approved": approved}).strip()
@@ -192,13 +192,12 @@ def _with_approved(lines: list[str], approved: list[str]) -> str:
 
 
 def require_hash(text: str) -> str:
-    """A hash of a spec.
+    """Return a hash of a spec.
 
     Raises:
-        SpecError: It is none.
+        SpecError: The text is not a hash.
     """
-    if len(text) != 16 or any(letter not in "0123456789abcdef" for letter in text):
-        raise SpecError(
-            "job", "expected a spec, or its hash as 'fedstrata asks' prints it: 16 digits from 0 to f", text
-        )
+    if not re.fullmatch("[0-9a-f]{16}", text):
+        problem = "expected a spec, or its hash as 'fedstrata asks' prints it: 16 digits from 0 to f"
+        raise SpecError("job", problem, text)
     return text

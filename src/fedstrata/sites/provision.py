@@ -88,16 +88,9 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
     server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
     _write_settings(out / SERVER, server)
     for name, site in sites.site.items():
-        settings = SiteSettings(
-            data=_path(site.data, base_dir),
-            keys=_path(site.keys, base_dir),
-            patience=sites.patience,
-            secure=True,
-            allow=site.allow,
-            catalog=site.catalog,
-            tells=site.tells,
-        )
-        _write_settings(out / name, settings)
+        given: dict[str, Any] = {key: getattr(site, key) for key in ("allow", "catalog", "tells")}
+        given |= {key: _path(getattr(site, key), base_dir) for key in ("data", "keys")}
+        _write_settings(out / name, SiteSettings(patience=sites.patience, secure=True, **given))
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
     write_members(out / SERVER, sites.site)

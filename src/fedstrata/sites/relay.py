@@ -138,7 +138,7 @@ class SiteRelay:
         return weights
 
     def _lose(self, base: int, reason: str) -> None:
-        """The model after a hop is lost: no hop counts since the model was last at another site."""
+        """Note that the model after a hop is lost, so that no hop counts since it was last at another site."""
         self._trail.remove(base)
         since = self._trail[-1] if self._trail else -1
         for hop in self._hops[since + 1 :]:

@@ -1,4 +1,4 @@
-"""What a job tells its server, and what each site decides for itself."""
+"""The description of a job for its server, and each party's own settings."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from fedstrata.sites.directory import Fewer
 from fedstrata.spec.experiment import read_toml, with_location
 
 LOCAL = Path("local") / "fedstrata.toml"
-"""A site's own settings, inside its folder; never part of a job."""
+"""The file of a party's settings in its folder; it is never part of a job."""
 
 USER = "admin@fedstrata.local"
-"""The one administrator, who may submit jobs and fetch their results, and nothing else at a site."""
+"""The administrator, who may only submit jobs and fetch their results."""
 
 PATIENCE = 600.0
-"""Seconds that a site has for an answer, unless something else is said."""
+"""Default seconds that a site has for an answer."""
 
 
 def run_of(spec: str) -> str:
-    """The name of a run, for its folder at the server and its states at the sites: another spec, another run.
+    """Return the name of a run, which is a hash of its spec.
 
     Args:
         spec: The experiment as TOML.
@@ -61,16 +61,15 @@ class JobSpec:
     """One experiment for the server of a job.
 
     Args:
-        spec: The file with the experiment, beside the server's part of the job.
-        folder: In a simulation the path of the run folder; a server names it itself, by ``run_of``. A run that is
-            there goes on.
+        spec: The file with the experiment, in the server's part of the job.
+        folder: The path of the run folder in a simulation; a server uses ``run_of``. A run in the folder is resumed.
         clients: N.
-        sites: The site of every client, in a deployment; otherwise clients are dealt to the sites that are there.
-        own_data: Whether each site brings its own data; otherwise they are the spec's, by its partition.
+        sites: The site of every client in a deployment; otherwise clients are distributed over the connected sites.
+        own_data: Whether sites have their own data; otherwise the data are those of the spec, by its partition.
         patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site.
         least: Fewest sites that must answer.
-        fewer: What to do when there are fewer.
+        fewer: What to do when fewer sites answer.
     """
 
     spec: str
@@ -84,23 +83,23 @@ class JobSpec:
     fewer: Fewer = "go-on"
 
     def table(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the job as plain values."""
         return dataclasses.asdict(self) | {"sites": list(self.sites)}
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
-        """From ``table()``."""
+        """Read a job from ``table()``."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
-    def site_of_client(self, there: Sequence[str]) -> list[str]:
-        """The site of every client: consecutive clients share one where there are fewer sites than clients.
+    def site_of_client(self, connected: Sequence[str]) -> list[str]:
+        """Return the site of every client; consecutive clients share one if there are fewer sites than clients.
 
         >>> JobSpec("run-0.toml", "", 5).site_of_client(["a", "b"])
         ['a', 'a', 'a', 'b', 'b']
         """
         if self.sites:
             return list(self.sites)
-        return [there[client * len(there) // self.clients] for client in range(self.clients)]
+        return [connected[client * len(connected) // self.clients] for client in range(self.clients)]
 
 
 class SiteSettings(Setting):
@@ -134,11 +133,11 @@ class SiteSettings(Setting):
 
     @property
     def packages(self) -> list[str] | None:
-        """What ``fedstrata.base.loading.only_from`` is given: None, for any, in a simulation."""
+        """The packages from which a spec may name code; None for any, in a simulation."""
         return None if self.simulated else self.allow
 
     def table(self) -> dict[str, Any]:
-        """What differs from the defaults, as TOML holds it."""
+        """Return the values that differ from the defaults, for TOML."""
         table = self.model_dump(exclude_defaults=True)
         return {key: str(value) if isinstance(value, Path) else plain(value) for key, value in table.items()}
 

@@ -1,4 +1,4 @@
-"""What a site does: it holds its clients' data and states, and answers for them."""
+"""A site: it holds the data and states of its clients, and answers for them."""
 
 from __future__ import annotations
 
@@ -44,46 +44,37 @@ from fedstrata.stratify.masking.key_store import KeyRing
 LOG = logging.getLogger(__name__)
 
 LARGEST_ANSWER = 256 << 20
-"""Bytes of answers in one message, unless a single one is larger."""
+"""Most bytes of answers in one message, unless a single answer is larger."""
 
 SERVER = "server"
-"""Who may ask questions; other sites may only fetch the model of a relay."""
+"""The caller that may ask questions. Other sites may only fetch the model of a relay."""
 
-HARMLESS = (
-    FedstrataError,
-    SpecError,
-    WireError,
-    ReplyRefusedError,
-    SiteLostError,
-    SiteRefusedError,
-    UnusableDataError,
-    RuleError,
-)
-"""What tells others of their own messages and of the spec, and of data the column and the rule that they break."""
+_OF_MESSAGES = (FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError)
+HARMLESS = (*_OF_MESSAGES, UnusableDataError, RuleError)
+"""Errors whose text others may read: it is about their messages, the spec, or the column and rule that data break."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__)
-"""Questions of which the ledger has also those that failed: their answers depend on whether the data fit the spec."""
+"""Questions whose failures are in the ledger too, because they depend on whether the data fit the spec."""
 
 
 class SiteServer:
     """The clients of one site.
 
     Args:
-        name: The site's.
-        folder: Where its clients' states survive.
-        send: Carries bytes to another site, or to the server's barrier, and gives back what is answered.
+        name: The name of the site.
+        folder: The folder of its clients' states.
+        send: Sends bytes to another site, or to the server's barrier, and returns the answer.
         patience: Seconds that a client waits for the others of its group.
-        data: The site's own data file; None where the data are the spec's.
-        keys: The keys that all clients share; those of the environment unless given.
-        allow: Packages from which a spec may name classes; none unless given, None for any.
-        tells: Whether the server may learn how good a model is on this site's own samples, metric by metric; sums that
-            add up it is told in any case.
-        frank: Whether the server is told the text of whatever goes wrong. Otherwise of what goes wrong with its own
-            messages and spec only; the rest may say something of the site's data and files, and stays in its log.
-        policy: What the site accepts, whatever a job declares; None for whatever is declared.
+        data: The site's own data file; None if the data are those of the spec.
+        keys: The keys that all clients share; by default those of the environment.
+        allow: Packages from which a spec may name classes; None for any.
+        tells: Whether the server may see metrics on this site's own samples. It sees sums over all sites in any case.
+        frank: Whether the server sees the text of all errors. Otherwise it sees only the text of errors in its messages
+            and the spec, because others may reveal the site's data and files.
+        policy: The site's limits on jobs; None for all that a job declares.
         catalog: Data sets and files that a spec may name; None for any.
-        undeclared: Whether a method that does not declare what it asks is answered all the same: in a simulation.
-        ledger: The site's ledger of what it answered and refused; none is kept unless given.
+        undeclared: Whether to answer methods that do not declare their questions, as in a simulation.
+        ledger: The site's ledger of answers and refusals; optional.
     """
 
     def __init__(
@@ -108,26 +99,26 @@ class SiteServer:
         self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
         self.ledger = ledger
         self._entries: list[tuple[int, Entry]] = []
-        """What the ledger does not have yet, each with the thread that noted it."""
+        """Entries that are not in the ledger yet, each with the thread that added it."""
         self._noting = threading.Lock()
-        """Another site may fetch a model while this one works."""
+        """Protects the entries, because another site may fetch a model at any time."""
         self.request_cache, self.problem = RequestCache(), ""
         self._run: SiteRun | None = None
         self._asking = ""
-        """The job that asked last to begin, or what the data come to."""
+        """The job that asked last to begin, or for the statistics of the data."""
 
     def call(self, caller: str, data: object) -> bytes:
-        """The answer to bytes of the server or of another site; ``Refused`` to what is not understood or allowed."""
+        """Return the answer to a message of the server or another site: ``Refused`` if it is wrong or not allowed."""
         what = "a message"
         try:
             if caller != SERVER:
                 what = wire.Fetch.__name__
-                return self._leaving(self._part_of_relay(caller, read(data, wire.Fetch)))
+                return self._encode(self._part_of_relay(caller, read(data, wire.Fetch)))
             envelope: wire.Envelope = read(data, wire.Envelope)
             what = type(envelope.body).__name__
             return self.request_cache.answer(envelope.number, lambda: self._answered(envelope))
         except Exception as error:
-            # Whatever it is must not end the site, and the server must learn of it.
+            # No error may end the site, and the server must learn of each.
             if isinstance(error, RuleError):
                 self.refused(error, what, caller)
             elif not isinstance(error, LateError):
@@ -135,7 +126,7 @@ class SiteServer:
                 if what in BEGINNINGS:
                     self.note(what, failed=type(error).__name__)
             try:
-                self._write()  # an error is an answer too
+                self._write_ledger()  # an error is an answer too
             except Exception as unwritten:
                 error = unwritten
             for_good = isinstance(error, RuleError) and error.for_good
@@ -143,44 +134,43 @@ class SiteServer:
 
     def _answered(self, envelope: wire.Envelope) -> bytes:
         if self._run is not None:
-            # Each thread that answers has a number of its own, and sums depend on it.
+            # PyTorch has this number for each thread, and sums depend on it.
             torch.set_num_threads(self._run.context.config.training.threads)
-        self._asks("")
+        self._set_asking("")
         with only_from(self._allow):
-            return self._leaving(self._answer(envelope))
+            return self._encode(self._answer(envelope))
 
-    def _leaving(self, answer: Message) -> bytes:
-        """The bytes of an answer, if the policy lets so many leave; the ledger has it before it does."""
-        if self._run is not None and not isinstance(answer, wire.Surveyed):  # which was counted for its own job
+    def _encode(self, answer: Message) -> bytes:
+        """Encode an answer, if the policy allows so many bytes, after writing the ledger."""
+        if self._run is not None and not isinstance(answer, wire.Surveyed):  # its bytes were counted for its own job
             try:
                 self._run.guard.leave(records.size(answer))
             except RuleError as error:
-                self._nothing_left(error.rule)
+                self._mark_refused(error.rule)
                 raise
-        head = self._write()
+        head = self._write_ledger()
         if isinstance(answer, (wire.Answers, wire.Hopped)):
             answer = dataclasses.replace(answer, ledger=head)
         return records.encode(answer)
 
     def note(self, kind: str, **about: Any) -> None:
-        """Something for the ledger; see ``Entry``."""
+        """Add an entry to the ledger; see ``Entry``."""
         if self.ledger is not None:
             run = "" if self._run is None else self._run.guard.declaration.job
             run = self._asking if kind in BEGINNINGS else run
             with self._noting:
                 self._entries.append((threading.get_ident(), Entry(**{"run": run, "kind": kind, **about})))
 
-    def _nothing_left(self, rule: str) -> None:
-        """What this thread noted as answered is refused after all."""
+    def _mark_refused(self, rule: str) -> None:
+        """Change this thread's entries of answers to refusals."""
         me = threading.get_ident()
         with self._noting:
-            self._entries = [
-                (who, entry if who != me or entry.refused or entry.failed else dataclasses.replace(entry, refused=rule))
-                for who, entry in self._entries
-            ]
+            for place, (thread, entry) in enumerate(self._entries):
+                if thread == me and not entry.refused and not entry.failed:
+                    self._entries[place] = thread, dataclasses.replace(entry, refused=rule)
 
-    def _write(self) -> str:
-        """Have the ledger on the disk; its head then. What another thread is still writing is waited for."""
+    def _write_ledger(self) -> str:
+        """Write the entries to the disk, and return the head of the ledger."""
         if self.ledger is None:
             return ""
         with self._noting:
@@ -189,13 +179,13 @@ class SiteServer:
         return str(head or "")
 
     def refused(self, error: RuleError, what: str, caller: str = SERVER, client: ClientId | None = None) -> None:
-        """Write down that something was refused.
+        """Add a refusal to the log and the ledger.
 
         Args:
-            error: By which rule, and why.
-            what: What was asked.
-            caller: By whom.
-            client: Of which client; None where of none.
+            error: The rule and the reason.
+            what: The question.
+            caller: The caller.
+            client: The client that was asked, if any.
         """
         LOG.warning("site %s: %s of %s: %s", self.name, what, caller, error)
         self.problem = str(error)
@@ -203,10 +193,10 @@ class SiteServer:
         self.note(what, client=client, round=round, refused=error.rule, to="" if caller == SERVER else caller)
 
     def admit(self, spec: str, clients: int, *, own_data: bool) -> Declaration:
-        """What a job asks, if this site takes part in it.
+        """Return what a job asks, if this site takes part in it.
 
         Raises:
-            RuleError: It does not.
+            RuleError: The site refuses the job.
             SpecError: The spec is wrong.
         """
         return admitted(
@@ -217,18 +207,18 @@ class SiteServer:
             catalog=self._catalog,
             undeclared=self._undeclared,
             has_data=self.data is not None,
-            named=self._asks,
+            named=self._set_asking,
         )
 
-    def _asks(self, job: str) -> None:
+    def _set_asking(self, job: str) -> None:
         self._asking = job
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """What others learn of an error; see ``frank``.
+        """Return the text of an error for others; see ``frank``.
 
         Args:
-            error: It.
-            reason: What is said about it, where a client raised it.
+            error: The error.
+            reason: Its description, if a client raised it.
         """
         if reason is None:
             if self._frank and isinstance(error, UnusableDataError):
@@ -248,8 +238,8 @@ class SiteServer:
                 self._run.guard.quota.save()
             self._run = None
             self._run, round, lost = SiteRun.begin(self, body)
-            own = body.statistics is not None
-            return wire.Begun(round, lost, fingerprint(self.data, self.folder) if own else "")
+            own_data = body.statistics is not None
+            return wire.Begun(round, lost, fingerprint(self.data, self.folder) if own_data else "")
         if isinstance(body, wire.Survey):
             return self._surveyed(body)
         run = self._running()
@@ -269,7 +259,7 @@ class SiteServer:
         raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
 
     def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
-        """What the site's own data come to: under a policy once for each job, and the same bytes again."""
+        """Return the statistics of the site's data: under a policy once per job, and then the same bytes again."""
         require_home(survey.clients, survey.total)
         asked = self.admit(survey.spec, survey.total, own_data=True)
         if self.policy is None:
@@ -292,7 +282,7 @@ class SiteServer:
                 raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
         size = records.size(surveyed)
         if guard is not None:
-            with guard.quota.alone():  # jobs are processes of their own, and may ask at the same time
+            with guard.quota.alone():  # jobs are separate processes, and may ask at the same time
                 if known is None:
                     self._refuse_differences(surveyed, guard)
                 guard.leave(size)
@@ -302,10 +292,10 @@ class SiteServer:
         return surveyed
 
     def _refuse_differences(self, surveyed: wire.Surveyed, guard: Guard) -> None:
-        """Jobs that hold out other samples are told sums whose difference is these samples': of so many at most.
+        """Limit the number of different statistics over all jobs, because their differences reveal single samples.
 
         Raises:
-            RuleError: There were as many answers already, and none of them is this one.
+            RuleError: The limit is reached, and these statistics are new.
         """
         assert self.policy is not None
         before = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
@@ -318,7 +308,7 @@ class SiteServer:
             raise RuleError("policy.surveys", f"{problem}; {accepted}")
 
     def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
-        """The model that a hop left, for the one whose turn it is."""
+        """Return the model after a hop to the caller that has its ticket."""
         run = self._running()
         result = run.leg.result_of(fetch.relay_id, fetch.hop)
         if result is None:
@@ -341,16 +331,16 @@ class SiteServer:
         return self._run
 
     def _reading(self, job: str, question: wire.Survey | wire.Begin) -> AbstractContextManager[None]:
-        """Read the site's own data for a job in a block, by the policy."""
+        """Return a context for reading the site's own data, within the limits of the policy."""
         if self.policy is None:
             return nullcontext()
-        if isinstance(question, wire.Begin):  # one that goes on asks the same of the data
+        if isinstance(question, wire.Begin):  # a resumed run asks the same of the data
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
         return DataTrials(self.folder, self.policy, job).reading(description, records.encode(question))
 
     def context(self, begin: wire.Begin, job: str) -> ClientContext:
-        """What the clients of this site share."""
+        """Return the context that the clients of this site share."""
         with self._reading(job, begin) if begin.statistics is not None else nullcontext():
             context = context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
         if self.policy is None:
@@ -359,7 +349,15 @@ class SiteServer:
 
 
 class SiteRun:
-    """One run at one site."""
+    """One run at one site.
+
+    Args:
+        site_server: The site.
+        folder: The folder of the run.
+        context: The context of its clients.
+        clients: Its clients.
+        guard: Checks what is asked.
+    """
 
     def __init__(
         self, site_server: SiteServer, folder: Path, context: ClientContext, clients: list[ClientId], guard: Guard
@@ -370,55 +368,50 @@ class SiteRun:
         self.engine = LocalEngine(context, self.store)
         self.leg = RelayLeg(0, context, self.store)
         self._exchange = self._part_bytes = 0
-        self._waiting: list[Any] = []
+        self._unsent: list[Any] = []
         self._matches: dict[ClientId, Match | None] = {}
 
     @classmethod
     def begin(cls, site_server: SiteServer, begin: wire.Begin) -> tuple[SiteRun, int, list[ClientId]]:
-        """A run with the clients' states after ``begin.round``, or after the last round before it that is there.
+        """Begin a run with the clients' states after ``begin.round``, or after the last stored round before it.
 
         Returns:
-            The run, that round, and the clients that lived elsewhere then: their states are not here.
+            The run, the round of the states, and the clients that were at other sites then, without states here.
         """
         if not begin.run.isalnum():
             raise WireError(f"{begin.run!r} names no run")
         require_home(begin.clients, begin.total)
-        own = begin.statistics is not None
-        asked = site_server.admit(begin.spec, begin.total, own_data=own)
+        own_data = begin.statistics is not None
+        asked = site_server.admit(begin.spec, begin.total, own_data=own_data)
         quota = Quota(site_server.folder, asked.job)
-        if own and site_server.policy is not None:
+        if own_data and site_server.policy is not None:
             quota.settle(begin.clients, begin.total, "bounds")
         context = site_server.context(begin, asked.job)
-        quota.start(site_server.policy)  # a site that could not begin has answered nothing
+        quota.start(site_server.policy)  # a failed start is not counted
         prepare_process(context.config.training.threads)
         spec = Experiment.from_table(parse_toml(begin.spec))
-        asked = declaration_of(spec, agreed=context.config, own_data=own)
-        run = cls(
-            site_server,
-            site_server.folder / begin.run,
-            context,
-            begin.clients,
-            Guard(asked, site_server.policy, quota, begin.round),
-        )
+        asked = declaration_of(spec, agreed=context.config, own_data=own_data)
+        guard = Guard(asked, site_server.policy, quota, begin.round)
+        run = cls(site_server, site_server.folder / begin.run, context, begin.clients, guard)
         if begin.round == 0:
             shutil.rmtree(run.folder, ignore_errors=True)
             return run, 0, []
         saved = checkpoint.load(run.folder, begin.round)
         if saved is None:
             return run, 0, begin.clients
-        here = run.clients.intersection(saved.state["lived"])
+        stored = run.clients.intersection(saved.state["lived"])
         run.guard.remember(saved.state.get("asked", {}))
-        saved.only(here).restore(run.store)
-        return run, saved.round, sorted(run.clients - here)
+        saved.only(stored).restore(run.store)
+        return run, saved.round, sorted(run.clients - stored)
 
     def save(self, round: int) -> None:
-        """Write the clients' states, and who lives here: also a client without a state has lost nothing."""
+        """Write the clients' states and the list of clients, because a client may have no state."""
         self.guard.save(round)
         state = {"lived": sorted(self.clients), "asked": self.guard.memory}
         checkpoint.save(self.folder, round, state, self.store)
 
     def learn(self, ack: object) -> None:
-        """What became of an earlier answer; again, where it is known already."""
+        """Process an acknowledgement of an earlier answer, which may be repeated."""
         if isinstance(ack, wire.Commit):
             if ack.exchange == self._exchange:
                 self.engine.commit(ack.clients)
@@ -430,14 +423,14 @@ class SiteRun:
             raise WireError(f"a {type(ack).__name__} is not an acknowledgement")
 
     def ask(self, ask: wire.Ask) -> wire.Answers:
-        """The answers of the clients of this site."""
+        """Return the answers of the clients of this site."""
         self._next(ask.exchange)
-        different = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
-        if not different or not all(0 <= n < len(ask.requests) for n in ask.which):
+        matches = len(set(ask.clients)) == len(ask.clients) == len(ask.which)
+        if not matches or not all(0 <= n < len(ask.requests) for n in ask.which):
             raise WireError("questions and clients do not match")
         asked = zip(ask.clients, ask.which, strict=True)
         requests = {client: self._request(client, ask.requests[n]) for client, n in asked}
-        self._waiting = []
+        self._unsent = []
         self.engine.commit([])
         self.guard.begin_exchange()
         allowed, outcomes = self._allowed(requests, together=bool(ask.group))
@@ -450,12 +443,12 @@ class SiteRun:
             if self._part_bytes:
                 self.site_server.note(wire.Part.__name__, round=self.guard.round, bytes=self._part_bytes)
         for client, request in allowed.items():
-            outcomes[client] = self._told(client, request, outcomes[client], self.engine.behind(client))
-        self._waiting = [outcomes[client] for client in ask.clients]
+            outcomes[client] = self._recorded(client, request, outcomes[client], self.engine.behind(client))
+        self._unsent = [outcomes[client] for client in ask.clients]
         return self._next_answers()
 
     def _send_part(self, part: bytes) -> object:
-        """Parts of a group's sums leave like answers, also those of a group that breaks."""
+        """Send the part of a group's sum, which counts as an answer."""
         try:
             self.guard.leave(len(part))
         except RuleError as error:
@@ -467,7 +460,7 @@ class SiteRun:
     def _allowed(
         self, requests: Mapping[ClientId, Request], *, together: bool
     ) -> tuple[dict[ClientId, Request], dict[ClientId, Any]]:
-        """The questions that may be answered, and why the others may not; of a group all or none."""
+        """Return the questions that may be answered, and the refusals of the others; of a group, all or none."""
         allowed: dict[ClientId, Request] = {}
         refused: dict[ClientId, Any] = {}
         self._matches = {}
@@ -484,48 +477,48 @@ class SiteRun:
         return allowed, refused
 
     def _refusal(self, client: ClientId, request: Request, error: RuleError) -> wire.Failed:
-        """A question that is not answered, in the site's ledgers and for the server."""
+        """Add a refusal to the ledger, and return it as a message."""
         self.site_server.refused(error, type(request).__name__, SERVER, client)
         return wire.Failed(f"site {self.site_server.name}: {error}", bystander=False, refused=True)
 
-    def _told(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
-        """An outcome as it travels, once the ledger has it."""
+    def _recorded(self, client: ClientId, request: Request, outcome: Any, samples: int) -> Any:
+        """Add an outcome to the ledger, and return it as a message."""
         match = self._matches.get(client)
         about: dict[str, Any] = {"client": client, "round": self.guard.round}
         if match is not None:
             about |= {"phase": match.allowed.rule.phase}
-        travels = self._outcome(outcome)
-        if not isinstance(travels, wire.Failed):
-            self.guard.answered(match, travels)
+        answer = self._as_message(outcome)
+        if not isinstance(answer, wire.Failed):
+            self.guard.answered(match, answer)
             epsilon = None if match is None else match.allowed.rule.epsilon
-            about |= {"samples": samples, "bytes": records.size(travels), "epsilon": epsilon}
-        elif "privacy.min_samples" in travels.reason:
+            about |= {"samples": samples, "bytes": records.size(answer), "epsilon": epsilon}
+        elif "privacy.min_samples" in answer.reason:
             about |= {"refused": "privacy.min_samples"}
         else:
             error = outcome.error if isinstance(outcome, Failure) else None
             about |= {"failed": "no answer" if error is None else type(error).__name__}
         self.site_server.note(type(request).__name__ if match is None else match.allowed.label, **about)
-        return travels
+        return answer
 
     def more(self, more: wire.More) -> wire.Answers:
-        """Those answers of the last exchange that did not fit into the messages before."""
+        """Return the answers of the last exchange that did not fit into the messages before."""
         if more.exchange != self._exchange:
             raise WireError(f"the answers of exchange {more.exchange} are gone")
         return self._next_answers()
 
     def _next_answers(self) -> wire.Answers:
-        """As many answers as one message may hold, at least one."""
+        """Return as many answers as one message may hold, at least one."""
         size = count = 0
-        for outcome in self._waiting:
+        for outcome in self._unsent:
             size += records.size(outcome)
             if count and size > LARGEST_ANSWER:
                 break
             count += 1
-        answers, self._waiting = self._waiting[:count], self._waiting[count:]
-        return wire.Answers(answers, len(self._waiting))
+        answers, self._unsent = self._unsent[:count], self._unsent[count:]
+        return wire.Answers(answers, len(self._unsent))
 
     def hop(self, hop: wire.Hop) -> wire.Hopped | wire.Unmoved:
-        """One task of a relay."""
+        """Answer a task of a relay."""
         self._next(hop.exchange)
         task = self._request(hop.client, hop.task)
         if hop.back and hop.weights is None:
@@ -542,7 +535,7 @@ class SiteRun:
             self.guard.take(match)
             outcome = self.engine.hop(hop.client, task, hop.weights)
             weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
-            return wire.Hopped(self._told(hop.client, task, reply, self.engine.behind(hop.client)), weights)
+            return wire.Hopped(self._recorded(hop.client, task, reply, self.engine.behind(hop.client)), weights)
         if self.leg.number != hop.relay_id:
             self.leg = RelayLeg(hop.relay_id, self.context, self.store)
         try:
@@ -550,10 +543,10 @@ class SiteRun:
         except (FedstrataError, OSError) as error:
             return wire.Unmoved(self.site_server.message_of(error))
         self.guard.take(match)
-        return wire.Hopped(self._told(hop.client, task, self.leg.work(hop, task, weights), self.leg.samples), None)
+        return wire.Hopped(self._recorded(hop.client, task, self.leg.work(hop, task, weights), self.leg.samples), None)
 
     def _weights(self, hop: wire.Hop) -> Weights:
-        """The travelling model: sent along, left here, or fetched from the site that has it."""
+        """Return the model of a relay: sent with the task, kept here, or fetched from the site that has it."""
         if hop.weights is not None:
             weights = hop.weights
         elif hop.holder == self.site_server.name:
@@ -570,11 +563,11 @@ class SiteRun:
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")
         return weights
 
-    def _outcome(self, outcome: Any) -> Any:
-        """An outcome as it travels."""
+    def _as_message(self, outcome: Any) -> Any:
+        """Return an outcome as a message."""
         if not isinstance(outcome, Failure):
             try:
-                # What could not be read there would take the answers of all other clients of this site with it.
+                # A reply that the server cannot read would make the other clients' answers unreadable too.
                 records.require_types(outcome)
             except (WireError, AttributeError, KeyError) as error:
                 return wire.Failed(str(error), False, True)
@@ -597,15 +590,15 @@ class SiteRun:
 
 @dataclass(frozen=True)
 class HopResult:
-    """What a hop left behind.
+    """The result of a hop.
 
     Args:
-        hop: Its number.
-        ticket: Whoever has it may have the model.
+        hop: The number of the hop.
+        ticket: The ticket that allows to fetch the model.
         weights: The model.
-        client: Who worked.
-        samples: Behind what it did.
-        state: That client's new state.
+        client: The client.
+        samples: The number of samples behind the result.
+        state: The new state of the client.
     """
 
     hop: int
@@ -617,7 +610,7 @@ class HopResult:
 
 
 class RelayLeg:
-    """A site's part of the relay of a model; clients' states count when it is over."""
+    """A site's part of a relay; new states of clients are stored when the relay ends."""
 
     def __init__(self, number: int, context: ClientContext, store: StateStore) -> None:
         self.number, self._context, self._store = number, context, store
@@ -625,13 +618,13 @@ class RelayLeg:
         self._new: HopResult | None = None
         self._kept: HopResult | None = None
         self.samples = 0
-        """Samples behind the last part."""
+        """The number of samples behind the last result."""
 
     def work(self, hop: wire.Hop, task: Request, weights: Weights) -> Any:
-        """One client's part."""
+        """Let a client train the model, and return its reply."""
         self._new = None
-        known = self._states.get(hop.client)
-        client = Client(hop.client, self._context, self._store.get(hop.client) if known is None else known)
+        state = self._states.get(hop.client)
+        client = Client(hop.client, self._context, self._store.get(hop.client) if state is None else state)
         try:
             moved, reply = self._context.handlers.hop(type(task))(client, task, weights)
         except Exception as error:
@@ -643,14 +636,14 @@ class RelayLeg:
         return reply
 
     def keep(self, ack: wire.HopCommit) -> None:
-        """The last part counts."""
+        """Let the last result count."""
         new = self._new
         if ack.relay_id == self.number and new is not None and new.hop == ack.hop:
             self._states[new.client] = new.state
             self._kept, self._new = new, None
 
     def end(self, ack: wire.RelayEnd) -> None:
-        """Keep the states of those whose parts count, and forget the model."""
+        """Store the states of the clients whose results count, and drop the model."""
         if ack.relay_id != self.number:
             return
         for client, state in self._states.items():
@@ -659,7 +652,7 @@ class RelayLeg:
         self._states, self._new, self._kept = {}, None, None
 
     def result_of(self, relay_id: int, hop: int) -> HopResult | None:
-        """What a hop left, the last or the last that counted."""
+        """Return the result of a hop if it is the last one, or the last one that counts."""
         for result in (self._new, self._kept):
             if relay_id == self.number and result is not None and result.hop == hop:
                 return result

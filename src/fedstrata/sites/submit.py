@@ -255,8 +255,8 @@ class Watch:
         away = states.keys() - working
         connected = (away and self._connected()) or set()
         now = time.monotonic()
-        to_ask = sorted(site for site in away & connected if self._ask_again.get(site, -math.inf) < now)
-        asked: list[list[str] | None] = [[site] for site in to_ask] if states else [None]
+        due = sorted(site for site in away & connected if self._ask_again.get(site, -math.inf) < now)
+        asked: list[list[str] | None] = [[site] for site in due] if states else [None]
         listed: list[Any] = []
         for sites in asked:
             entries = self._call(partial(_jobs_of, sites=sites)) or []

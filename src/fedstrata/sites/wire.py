@@ -1,4 +1,4 @@
-"""What server and sites say to each other: an envelope with what became of earlier answers, and one question."""
+"""The messages between server and sites: an envelope has acknowledgements of earlier answers, and one question."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedstrata.federation.messages import Weights
 
 
 class SiteLostError(FedstrataError):
-    """A site that cannot be reached, or did not answer in time."""
+    """A site cannot be reached, or did not answer in time."""
 
 
 class SiteRefusedError(FedstrataError):
-    """A site answered that it cannot do what it was asked.
+    """A site refused a message.
 
     Args:
-        reason: In words.
+        reason: The reason.
         for_good: See ``Refused``.
     """
 
@@ -32,11 +32,11 @@ class SiteRefusedError(FedstrataError):
 
 @record("Survey")
 class Survey(Message):
-    """The one question before a run in which each site brings its own data: what do they come to?
+    """The question before a run with the sites' own data: what are the statistics of your training samples?
 
     Args:
-        spec: The experiment as TOML, whose ``[data]`` says what they must be.
-        clients: The number of the client that lives at this site.
+        spec: The experiment as TOML; its ``[data]`` describes the data.
+        clients: The number of the client at this site.
         total: N.
         tests: Whether the site must have samples to measure models on.
     """
@@ -49,11 +49,11 @@ class Survey(Message):
 
 @record("Surveyed")
 class Surveyed(Message):
-    """A site's data are what the spec says.
+    """The statistics of a site whose data fit the spec.
 
     Args:
-        statistics: What the samples that it trains on come to.
-        fingerprint: Of its file; tells nothing of what is in it.
+        statistics: The statistics of its training samples.
+        fingerprint: A keyed hash of its file, which does not reveal the content.
     """
 
     statistics: Statistics
@@ -62,16 +62,15 @@ class Surveyed(Message):
 
 @record("Begin")
 class Begin(Message):
-    """The first message of a run, and of one that goes on.
+    """The first message of a new or resumed run.
 
     Args:
-        run: Names the run; a site keeps its clients' states under this name.
+        run: The name of the run, under which a site keeps its clients' states.
         spec: The experiment as TOML.
-        statistics: What all sites' training samples come to, where each brings its own; None where they are the spec's,
-            by its partition.
-        clients: The numbers of the clients that live at this site.
+        statistics: The statistics of all sites' own training samples; None if the data are those of the spec.
+        clients: The clients at this site.
         total: N.
-        round: The last round that counts; the site goes back to its clients' states after it. 0 to start anew.
+        round: The last round that counts; the site restores its clients' states after it. 0 for a new run.
     """
 
     run: str
@@ -87,9 +86,9 @@ class Begun(Message):
     """A site is ready.
 
     Args:
-        round: The round of its clients' states: the one asked for, or an earlier one if the site lost that.
-        lost: Those of its clients that did not live at this site then, so that their states are not there.
-        fingerprint: Of the file that the site has now, where it brings its own; see ``Surveyed``.
+        round: The round of its clients' states: the one asked for, or an earlier one if the site lost it.
+        lost: Clients that were not at this site in that round, so that it does not have their states.
+        fingerprint: The fingerprint of the site's own data file; see ``Surveyed``.
     """
 
     round: int
@@ -99,11 +98,11 @@ class Begun(Message):
 
 @record("Commit")
 class Commit(Message):
-    """Which answers of an exchange count. What the others changed in their clients' states is dropped.
+    """An acknowledgement of the answers that count. Changes of other clients' states are dropped.
 
     Args:
-        exchange: Its number.
-        clients: Whose answers count.
+        exchange: The number of the exchange.
+        clients: The clients whose answers count.
     """
 
     exchange: int
@@ -112,10 +111,10 @@ class Commit(Message):
 
 @record("HopCommit")
 class HopCommit(Message):
-    """One hop of a relay counts, as far as is known now.
+    """An acknowledgement of a hop that counts, unless its model is lost later.
 
     Args:
-        relay_id: Its number.
+        relay_id: The number of the relay.
         hop: The hop.
     """
 
@@ -125,11 +124,11 @@ class HopCommit(Message):
 
 @record("RelayEnd")
 class RelayEnd(Message):
-    """A relay is over.
+    """The end of a relay.
 
     Args:
-        relay_id: Its number.
-        void: Clients whose parts turned out not to count.
+        relay_id: The number of the relay.
+        void: Clients whose hops do not count.
     """
 
     relay_id: int
@@ -141,12 +140,12 @@ class Ask(Message):
     """Questions to clients of one site.
 
     Args:
-        exchange: Its number; ascending.
-        clients: Who is asked.
-        requests: The different requests; many clients are often sent the very same one.
+        exchange: The number of the exchange; ascending.
+        clients: The clients.
+        requests: The different requests; many clients often share one.
         which: For each client, the place of its request.
-        group: Names the group in which all clients answer at once; empty where each answers for itself.
-        places: Of these clients among the members of the group.
+        group: The name of the group in which the clients answer together; empty if each answers for itself.
+        places: The places of these clients among the members of the group.
     """
 
     exchange: int
@@ -159,10 +158,10 @@ class Ask(Message):
 
 @record("Failed")
 class Failed(Message):
-    """Why one client has no answer.
+    """The reason for which a client has no answer.
 
     Args:
-        reason: In words.
+        reason: The reason.
         bystander: See ``fedstrata.federation.engine.Failure``.
         refused: See there.
     """
@@ -177,9 +176,9 @@ class Answers(Message):
     """Replies, or ``Failed``, in the order of the clients that were asked.
 
     Args:
-        outcomes: What came of the next clients.
-        left: How many clients' answers did not fit; ``More`` asks for them.
-        ledger: The head of the site's ledger with these answers in it; empty where it keeps none.
+        outcomes: The replies of the next clients.
+        left: The number of answers that did not fit; ``More`` asks for them.
+        ledger: The head of the site's ledger with these answers; empty without a ledger.
     """
 
     outcomes: list[Any]
@@ -189,10 +188,10 @@ class Answers(Message):
 
 @record("More")
 class More(Message):
-    """Send the answers that did not fit into the last message.
+    """A request for the answers that did not fit into the last message.
 
     Args:
-        exchange: Of ``Ask``.
+        exchange: The number of the exchange.
     """
 
     exchange: int
@@ -204,16 +203,16 @@ class Hop(Message):
 
     Args:
         exchange: As for ``Ask``.
-        relay_id: Which relay; ascending.
-        hop: Its number in this relay.
-        client: Who works.
-        task: At what.
-        holder: The site where the model is; empty where it comes along.
-        base: The hop that left it there.
-        weights: The model, where it comes along.
-        back: Whether the model goes back to the server with the reply, and is forgotten here.
-        ticket: Whoever shows it gets the model that this hop leaves; the server gives it to the next in turn alone.
-        key: The ticket of the hop ``base``, to be shown to its holder.
+        relay_id: The number of the relay; ascending.
+        hop: The number of the hop in this relay.
+        client: The client.
+        task: The task.
+        holder: The site that has the model; empty if the model is in this message.
+        base: The hop after which the holder has the model.
+        weights: The model, if it is in this message.
+        back: Whether the model goes back to the server with the reply, and is not kept.
+        ticket: The ticket for the model after this hop, which the server gives only to the next site.
+        key: The ticket of the hop ``base``, for its holder.
     """
 
     exchange: int
@@ -231,11 +230,11 @@ class Hop(Message):
 
 @record("Hopped")
 class Hopped(Message):
-    """What became of a hop.
+    """The answer to a hop.
 
     Args:
         reply: The reply, or ``Failed``.
-        weights: The model, where it was asked for.
+        weights: The model, if it goes back.
         ledger: See ``Answers``.
     """
 
@@ -246,10 +245,10 @@ class Hopped(Message):
 
 @record("Unmoved")
 class Unmoved(Message):
-    """The model could not be had from where it is.
+    """The answer to a hop whose model could not be fetched.
 
     Args:
-        reason: In words.
+        reason: The reason.
     """
 
     reason: str
@@ -257,12 +256,12 @@ class Unmoved(Message):
 
 @record("Fetch")
 class Fetch(Message):
-    """Send the model that a hop left at this site.
+    """A request for the model after a hop at this site.
 
     Args:
-        relay_id: Which relay.
-        hop: Which hop.
-        ticket: That of the hop.
+        relay_id: The number of the relay.
+        hop: The hop.
+        ticket: The ticket of the hop.
     """
 
     relay_id: int
@@ -272,10 +271,10 @@ class Fetch(Message):
 
 @record("Save")
 class Save(Message):
-    """Write the clients' states to the site's own disk.
+    """A request to write the clients' states to the site's disk.
 
     Args:
-        round: The round that is complete.
+        round: The last complete round.
     """
 
     round: int
@@ -283,16 +282,16 @@ class Save(Message):
 
 @record("Done")
 class Done(Message):
-    """Nothing more to say."""
+    """An answer without content."""
 
 
 @record("Refused")
 class Refused(Message):
-    """The site cannot do it.
+    """The answer to a message that a site refuses.
 
     Args:
-        reason: In words.
-        for_good: Whether nothing else will be answered either as long as this job lives: its policy says so.
+        reason: The reason.
+        for_good: Whether the site's policy refuses everything for as long as this job lives.
     """
 
     reason: str
@@ -301,13 +300,13 @@ class Refused(Message):
 
 @record("Part")
 class Part(Message):
-    """What the clients of one site bring to a sum over a group.
+    """The terms of one site's clients in a sum over a group.
 
     Args:
-        group: Its name.
-        places: Of the clients among the members.
-        tensors: What each brings.
-        step: Counts the sums of this site's clients; asked again, the same total comes. 0 for none.
+        group: The name of the group.
+        places: The places of the clients among the members.
+        tensors: The term of each client.
+        step: The number of the sum, so that a repeated part gets the same total; 0 for none.
     """
 
     group: str
@@ -328,9 +327,10 @@ class Envelope(Message):
     """A message of the server to a site.
 
     Args:
-        acks: What became of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``); again until an answer has come.
+        acks: Acknowledgements of earlier answers (``Commit``, ``HopCommit``, ``RelayEnd``), repeated until the site has
+            answered.
         body: The message itself.
-        number: Ascending; a site that is asked the same number again gives the same answer again. 0 for none.
+        number: The number of the message, ascending. A site repeats its answer to the same number. 0 for none.
     """
 
     acks: list[Any]
@@ -339,11 +339,15 @@ class Envelope(Message):
 
 
 def read(data: object, *kinds: type[Message]) -> Any:
-    """The message in ``data``.
+    """Decode a message.
+
+    Args:
+        data: The bytes.
+        kinds: The expected kinds.
 
     Raises:
-        WireError: It is no bytes of ours, or of another kind than expected.
-        SiteRefusedError: It is ``Refused``.
+        WireError: The data are damaged, or of another kind.
+        SiteRefusedError: The message is ``Refused``.
     """
     if not isinstance(data, bytes):
         raise WireError(f"a {type(data).__name__} arrived where bytes were expected")
