@@ -21,6 +21,7 @@ from fedstrata.runs.simulation import Simulation
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.guard import Guard
 from fedstrata.sites.ledger import Ledger
+from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
@@ -74,13 +75,15 @@ def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, flo
     )
 
     class Transport:
-        def there(self, site: str) -> bool:
+        def is_reachable(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
             return site_server.call(SERVER, data)
 
-    engine = NVFlareEngine(prepared.config, Transport(), ["a"] * 10, Sums(60.0), spec=spec.to_toml(), run="run")
+    engine = NVFlareEngine(
+        prepared.config, Messenger(Transport(), ["a"] * 10), Sums(60.0), spec=spec.to_toml(), run="run"
+    )
     found: list[tuple[float, float, float]] = []
     with Simulation(prepared, engine) as simulation:
         guard: Guard = site_server._running().guard

@@ -173,7 +173,7 @@ class _Line:
             name: SiteServer(name, folder / name, lambda target, data: b"", patience=1.0) for name in ("a", "b", "c")
         }
 
-    def there(self, site: str) -> bool:
+    def is_reachable(self, site: str) -> bool:
         return True
 
     def struck(self, site: str) -> bool:
@@ -215,7 +215,7 @@ def test_a_server_writes_down_which_sites_are_gone_though_nothing_is_heard_of_an
     found: list[list[str]] = []
 
     class Silent(_Line):
-        def there(self, site: str) -> bool:
+        def is_reachable(self, site: str) -> bool:
             return site != "c"
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
@@ -246,7 +246,7 @@ def test_a_run_that_is_over_is_there_for_whoever_fetches_it_though_its_sites_are
     from fedstrata.sites.job import Server
 
     class Empty(_Line):
-        def there(self, site: str) -> bool:
+        def is_reachable(self, site: str) -> bool:
             raise AssertionError("nobody need be there")
 
     spec, folder = fs.Experiment.from_table(tomllib.loads(SPEC)).to_toml(), tmp_path / "run"

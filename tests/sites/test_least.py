@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from site_engine import make_site_engine
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -32,7 +33,7 @@ class Transport:
         self.gone: set[str] = set()
         self.hook: Callable[[str, Any], None] = lambda site, body: None
 
-    def there(self, site: str) -> bool:
+    def is_reachable(self, site: str) -> bool:
         return site not in self.gone
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
@@ -79,7 +80,7 @@ def run(
 
         transport.site_servers[name] = SiteServer(name, place / name, carry, patience=60.0, allow=None, frank=True)
     common = {"spec": spec.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
-    engine = NVFlareEngine(prepared.config, transport, list("abc"), sums, **common)
+    engine = make_site_engine(prepared.config, transport, list("abc"), sums, **common)
     if made is not None:
         made.append(engine)
     return run_prepared(prepared, None, engine)
@@ -190,7 +191,7 @@ def own_data(transport: Transport, place: Path, least: int, fewer: Any) -> tuple
             name, place / name, lambda to, data: b"", patience=60.0, data=place / f"{name}.csv"
         )
     common = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
-    engine = NVFlareEngine(prepared.config, transport, list("ab"), sums, **common)
+    engine = make_site_engine(prepared.config, transport, list("ab"), sums, **common)
     return run_prepared(surveyed(prepared, engine, place / "out", resume=False), None, engine), engine
 
 
@@ -224,7 +225,7 @@ def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: 
         own: dict[str, Any] = {"data": tmp_path / f"{name}.csv", "policy": Policy(jobs="within-policy", min_samples=5)}
         transport.site_servers[name] = SiteServer(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
     common: dict[str, Any] = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": 2, "fewer": fewer}
-    engine = NVFlareEngine(prepared.config, transport, list("ab"), sums, **common)
+    engine = make_site_engine(prepared.config, transport, list("ab"), sums, **common)
     history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)
     assert [record["clients_returned"] for record in history] == [2, 2, 2, 2]
     assert engine.directory.status("b") == ("in", "")

@@ -11,13 +11,13 @@ import time
 from pathlib import Path
 
 import pytest
+from site_engine import make_site_engine
 
 import fedstrata as fs
 from fedstrata.base.errors import DataError
 from fedstrata.cli import main
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
-from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.site_server import SERVER, SiteServer
@@ -307,14 +307,14 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
     }
 
     class Transport:
-        def there(self, site: str) -> bool:
+        def is_reachable(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
             return site_servers[site].call(SERVER, data)
 
     folder, prepared = tmp_path / "run", prepare(spec)
-    engine = NVFlareEngine(
+    engine = make_site_engine(
         prepared.config, Transport(), list("aab"), Sums(60.0), spec=spec.to_toml(), run="run", log_heads=folder / HEADS
     )
     history = run_prepared(prepared, folder, engine)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from site_engine import make_site_engine
 
 import fedstrata as fs
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
-from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
@@ -33,7 +33,7 @@ class Transport:
         self.hook, self.stop = hook, threading.Event()
         self._pool = ThreadPoolExecutor(16)
 
-    def there(self, site: str) -> bool:
+    def is_reachable(self, site: str) -> bool:
         return True
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:
@@ -61,7 +61,7 @@ def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> 
 
         transport.site_servers[name] = SiteServer(name, place / name, carry, patience=patience, allow=None, frank=True)
     toml, site_of_client = spec.to_toml(), list("abc")
-    engine = NVFlareEngine(prepared.config, transport, site_of_client, sums, spec=toml, run="run", patience=patience)
+    engine = make_site_engine(prepared.config, transport, site_of_client, sums, spec=toml, run="run", patience=patience)
     try:
         return run_prepared(prepared, None, engine)
     finally:

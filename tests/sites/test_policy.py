@@ -12,6 +12,7 @@ import combinations
 import pytest
 import torch
 from asked import MemoryLedger, Site
+from site_engine import make_site_engine
 
 import fedstrata as fs
 from fedstrata.base.errors import FedstrataError, SpecError
@@ -20,7 +21,6 @@ from fedstrata.cli import main
 from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.runs.simulation import run_prepared
-from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.policy import FILE, Policy, approve
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
@@ -250,7 +250,7 @@ def _at_sites(
     keys, site_servers = KeyRing(folder / "keys", create=True), dict[str, SiteServer]()
 
     class Transport:
-        def there(self, site: str) -> bool:
+        def is_reachable(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
@@ -264,7 +264,7 @@ def _at_sites(
         own = strict if strict is not None and name == "c" else policy
         settings: dict[str, Any] = {"policy": own, "ledger": ledger, "keys": keys, "allow": ["combinations"]}
         site_servers[name] = SiteServer(name, folder / name, carry, patience=60.0, **settings)
-    engine = NVFlareEngine(
+    engine = make_site_engine(
         prepared.config, Transport(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0
     )
     return run_prepared(prepared, out, engine), ledgers

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from limits import within
+from site_engine import make_site_engine
 
 import fedstrata as fs
 from fedstrata.base import records
@@ -30,7 +31,6 @@ from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sampling.messages import SizeReply, SizeReport
 from fedstrata.sites.data_schema import prepare_server, surveyed
-from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import (
@@ -76,7 +76,7 @@ class Sites:
             name: self._site_server(name, data.get(name), keys) for name in sorted(set(site_of_client))
         }
         spec = prepared.spec.to_toml()
-        self.engine = NVFlareEngine(
+        self.engine = make_site_engine(
             prepared.config, self, site_of_client, self.sums, spec=spec, run="run", patience=PATIENCE, **options
         )
 
@@ -90,7 +90,7 @@ class Sites:
 
         return SiteServer(name, self.folder / name, send, patience=PATIENCE, data=data, keys=keys, **self.settings)
 
-    def there(self, site: str) -> bool:
+    def is_reachable(self, site: str) -> bool:
         return True
 
     def send(self, site: str, data: bytes, patience: float, number: int) -> object:

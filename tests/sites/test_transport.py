@@ -88,7 +88,7 @@ def test_a_site_that_dies_at_work_is_noticed_within_seconds_and_costs_nothing_th
     with pytest.raises(SiteLostError, match="nothing was heard of it"):
         site.send()
     assert site.clock() - begun < 20  # ten, on a machine that does nothing else
-    assert not site.transport.there("a")
+    assert not site.transport.is_reachable("a")
     asked, begun = site.asked, time.monotonic()
     for _ in range(100):
         with pytest.raises(SiteLostError, match="nothing was heard"):
@@ -111,7 +111,7 @@ def test_what_is_no_heartbeat_is_none(site: Site, heartbeat: Any) -> None:
     site.transport.hear("a", *heartbeat)
     time.sleep(0.6)
     site.transport.hear("a", *heartbeat)
-    assert not site.transport.there("a")
+    assert not site.transport.is_reachable("a")
     with pytest.raises(SiteLostError, match="nothing was heard"):
         site.send()
 
@@ -123,7 +123,7 @@ def test_a_site_that_is_busy_is_waited_for_and_asked_once(site: Site) -> None:
     site.work = lambda: time.sleep(0.6) or b""  # type: ignore[func-returns-value]
     with pytest.raises(SiteLostError, match="no answer within 10 s"):
         site.send(10)
-    assert site.transport.there("a")
+    assert site.transport.is_reachable("a")
 
 
 @pytest.mark.parametrize("what", ["lost", "lost_answers"])
@@ -239,7 +239,7 @@ def test_an_answer_of_a_site_that_is_struck_off_meanwhile_counts_no_more(site: S
     with pytest.raises(SiteLostError, match="struck off the server's list"):
         site.send()
     assert site.asked == asked, "it is asked nothing more"
-    assert not site.transport.there("a")
+    assert not site.transport.is_reachable("a")
     struck.clear()
     site.work = lambda: b"again"
     assert site.send() == b"again"
@@ -272,7 +272,7 @@ def test_a_call_that_fails_is_made_again_while_the_site_lives(site: Site) -> Non
 def test_who_waits_for_a_site_learns_that_the_job_is_over(site: Site) -> None:
     site.signal.triggered = True
     with pytest.raises(OverError):
-        site.transport.there("a")
+        site.transport.is_reachable("a")
 
 
 def test_a_question_is_answered_once_however_often_it_comes() -> None:

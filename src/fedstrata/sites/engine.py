@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from fedstrata.data.fitting import Statistics, Unfitted
 from fedstrata.engines.local import refuse_random
 from fedstrata.federation.engine import Engine, EngineEvent, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
-from fedstrata.sites.directory import Fewer, SiteDirectory
-from fedstrata.sites.messenger import Messenger, Transport
+from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.relay import SiteRelay, reply_of
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Answers, Ask, Begin, Begun, Commit, Done, Failed, Hop, Hopped, Save, Survey, Surveyed
@@ -32,16 +30,12 @@ class NVFlareEngine(Engine):
 
     Args:
         config: What server and clients agreed on; ``sizes`` may be unknown.
-        transport: How sites are reached.
-        site_of_client: The site of every client.
-        sums: Where sites bring their parts of a group's sums.
+        messenger: How sites are asked.
+        sums: The barrier to which sites send their parts of a group's sums.
         spec: The experiment as TOML.
         run: The name of the run at the sites.
-        patience: Seconds that a site has for an answer.
         direct: Whether the model of a relay goes from site to site; otherwise it goes through the server.
         log_heads: A file for the heads of the sites' ledgers, round by round; optional.
-        least: Fewest sites that must answer, before the first round and in every round.
-        fewer: What to do when fewer sites answer.
     """
 
     keeps_states = True
@@ -49,21 +43,16 @@ class NVFlareEngine(Engine):
     def __init__(
         self,
         config: FederationConfig,
-        transport: Transport,
-        site_of_client: Sequence[str],
+        messenger: Messenger,
         sums: Sums,
         *,
         spec: str,
         run: str,
-        patience: float = math.inf,
         direct: bool = True,
         log_heads: Path | None = None,
-        least: int = 1,
-        fewer: Fewer = "go-on",
     ) -> None:
         self.config, self.sums, self.direct = config, sums, direct
-        self.directory = SiteDirectory(site_of_client, transport.there, least, fewer)
-        self.messenger = Messenger(transport, self.directory, patience)
+        self.messenger, self.directory = messenger, messenger.directory
         self._run, self._spec = run, spec
         self._log_heads_file, self._log_heads_written = log_heads, dict[str, str]()
         self.statistics: Statistics | None = None

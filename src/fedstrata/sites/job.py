@@ -27,6 +27,7 @@ from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.idempotency import RequestCache, heartbeat
 from fedstrata.sites.ledger import HEADS, PLACE, Ledger
 from fedstrata.sites.members import Members
+from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.nvflare_workarounds import JobEnd, bound_growth, survive_kill
 from fedstrata.sites.policy import Policy
 from fedstrata.sites.progress import FEDSTRATA, STATUS, Progress, SiteProgress
@@ -128,18 +129,10 @@ class Server(FLComponent):  # type: ignore[misc]  # NVFlare has no types
         site_of_client = plan.site_of_client(sorted(transport.sites))
         prepared = prepare_server(spec, settings.data, len(site_of_client)) if plan.own_data else prepare(spec)
         self._sums = Sums(plan.patience)
+        messenger = Messenger(transport, site_of_client, patience=plan.patience, least=plan.least, fewer=plan.fewer)
+        heads, direct = folder / HEADS, plan.direct
         engine = NVFlareEngine(
-            prepared.config,
-            transport,
-            site_of_client,
-            self._sums,
-            spec=text,
-            run=run_of(text),
-            patience=plan.patience,
-            direct=plan.direct,
-            log_heads=folder / HEADS,
-            least=plan.least,
-            fewer=plan.fewer,
+            prepared.config, messenger, self._sums, spec=text, run=run_of(text), direct=direct, log_heads=heads
         )
         before = read_jsonl(folder / METRICS) if resume and (folder / METRICS).exists() else []
         path = None if settings.simulated else Path(collab.workspace.get_root_dir()) / STATUS

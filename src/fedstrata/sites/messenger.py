@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, WireError
 from fedstrata.base.records import Message
-from fedstrata.sites.directory import SiteDirectory
+from fedstrata.sites.directory import Fewer, SiteDirectory
 from fedstrata.sites.wire import (
     Answers,
     Begin,
@@ -47,7 +48,7 @@ class Transport(Protocol):
             SiteLostError: The site cannot be reached, or does not answer within ``patience`` seconds.
         """
 
-    def there(self, site: str) -> bool:
+    def is_reachable(self, site: str) -> bool:
         """Return whether it is worth asking a site.
 
         Raises:
@@ -60,12 +61,23 @@ class Messenger:
 
     Args:
         transport: How sites are reached.
-        directory: The sites; it learns which of them answer.
+        site_of_client: The site of every client.
         patience: Seconds that a site has for an answer.
+        least: Fewest sites that must answer, before the first round and in every round.
+        fewer: What to do when fewer sites answer.
     """
 
-    def __init__(self, transport: Transport, directory: SiteDirectory, patience: float) -> None:
-        self.directory, self.exchange = directory, 0
+    def __init__(
+        self,
+        transport: Transport,
+        site_of_client: Sequence[str],
+        *,
+        patience: float = math.inf,
+        least: int = 1,
+        fewer: Fewer = "go-on",
+    ) -> None:
+        self.directory = directory = SiteDirectory(site_of_client, transport.is_reachable, least, fewer)
+        self.exchange = 0
         self.log_heads: dict[str, str] = {}
         """The newest head of each site's ledger."""
         self._transport, self._patience = transport, patience

@@ -13,7 +13,7 @@ from fedstrata.runs.simulation import Watcher, run_prepared
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.federation import Sites, policy_of
-from fedstrata.sites.messenger import Transport
+from fedstrata.sites.messenger import Messenger, Transport
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.spec.callbacks import Callback
@@ -31,7 +31,7 @@ class _Transport(Transport):
         self.site_servers = site_servers
 
     @override
-    def there(self, site: str) -> bool:
+    def is_reachable(self, site: str) -> bool:
         return True
 
     @override
@@ -94,18 +94,11 @@ def rehearse(
             catalog=site.catalog,
         )
     prepared = prepare_server(spec, path(sites.server.data), len(site_of_client)) if sites.own_data else prepare(spec)
-    engine = NVFlareEngine(
-        prepared.config,
-        transport,
-        site_of_client,
-        sums,
-        spec=spec.to_toml(),
-        run="run",  # the folder has no other run
-        patience=sites.patience,
-        direct=sites.relay == "direct",
-        least=sites.least,
-        fewer="abort" if sites.fewer == "wait" else sites.fewer,  # sites of this process do not come back
-    )
+    fewer = "abort" if sites.fewer == "wait" else sites.fewer  # sites of this process do not come back
+    messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
+    direct = sites.relay == "direct"
+    # The folder has no other run, so that any name will do.
+    engine = NVFlareEngine(prepared.config, messenger, sums, spec=spec.to_toml(), run="run", direct=direct)
     if sites.own_data:
         prepared = surveyed(prepared, engine, out, resume=resume)
     return run_prepared(prepared, out, engine, callbacks, resume=resume)

@@ -155,7 +155,7 @@ class CollabTransport:
             with self._lock:
                 heart.record(self._clock(), number, size)
 
-    def there(self, site: str) -> bool:
+    def is_reachable(self, site: str) -> bool:
         """Return whether a site sent a heartbeat lately."""
         if self._signal.triggered:
             raise self._over("the job is over")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from site_engine import make_site_engine
+
 from fedstrata.federation.engine import Engine
 from fedstrata.runs.preparation import Prepared
-from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
@@ -18,7 +19,7 @@ def near_sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = 
     sums, site_servers = Sums(patience), {}
 
     class Transport:
-        def there(self, site: str) -> bool:
+        def is_reachable(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
@@ -33,7 +34,7 @@ def near_sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = 
             name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True
         )
     spec, site_of_client = prepared.spec.to_toml(), list("aabb")
-    engine = NVFlareEngine(
+    engine = make_site_engine(
         prepared.config, Transport(), site_of_client, sums, spec=spec, run="run", patience=patience, direct=direct
     )
     engine.restore(0)

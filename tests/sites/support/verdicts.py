@@ -24,6 +24,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from site_engine import make_site_engine
 from torch import Tensor
 
 import fedstrata as fs
@@ -33,7 +34,6 @@ from fedstrata.federation.messages import Request
 from fedstrata.runs.identity import environment
 from fedstrata.runs.preparation import Prepared
 from fedstrata.sites.disclosure import declaration_of
-from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.guard import Guard, Quota
 from fedstrata.sites.policy import RuleError
 from fedstrata.sites.site_server import SERVER, SiteServer
@@ -172,7 +172,7 @@ def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
     site_server = SiteServer("a", folder, lambda target, data: sums.add_up("a", data), patience=60.0)
 
     class Transport:
-        def there(self, site: str) -> bool:
+        def is_reachable(self, site: str) -> bool:
             return True
 
         def send(self, site: str, data: bytes, patience: float, number: int) -> object:
@@ -185,7 +185,7 @@ def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
                 tape.append(Asked(asked["client"], asked["task"], said.get("reply"), True, False))
             return answer
 
-    engine = NVFlareEngine(prepared.config, Transport(), ["a"] * CLIENTS, sums, spec=spec.to_toml(), run="run")
+    engine = make_site_engine(prepared.config, Transport(), ["a"] * CLIENTS, sums, spec=spec.to_toml(), run="run")
     with fs.Simulation(prepared, engine) as simulation:
         for _ in simulation:
             pass
