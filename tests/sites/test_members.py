@@ -31,7 +31,7 @@ def test_a_list_with_a_slip_leaves_the_last_that_could_be_read(
     for _ in range(3):
         assert [list_.struck(name) for name in "abc"] == [False, False, True]
     assert caplog.text.count("no list of who may connect") == 1
-    assert "may: a, b" in caplog.text
+    assert "may connect: a, b" in caplog.text
     assert main(["revoke", str(kit), "a"]) == 2
     assert "no list of who may connect" in capsys.readouterr().err
     write_members(kit, ["a"])

@@ -429,7 +429,7 @@ def invert(
 
     Args:
         model: With ``params`` loaded.
-        params: What ``Model.loaded`` yielded.
+        params: The parameters, from ``Model.loaded``.
         pixels: The map from images to inputs.
         gradient: g, of the summed or the mean loss.
         labels: y, shape (n,).

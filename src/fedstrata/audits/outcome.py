@@ -96,10 +96,10 @@ def cells(row: Row) -> list[str]:
 
 def caption(audit: Audit) -> str:
     """Return a sentence about the audit."""
-    who = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
+    clients = ", ".join(f"{one.client} (round {one.round})" for one in audit.sent)
     source = "the test set" if audit.held_out == "test" else "training samples that no client holds"
     return (
-        f"{audit.method} on {audit.data}: prototypes of clients {who}; the attacker has {audit.held_out_images:,} "
+        f"{audit.method} on {audit.data}: prototypes of clients {clients}; the attacker has {audit.held_out_images:,} "
         f"images from {source}; {audit.steps} steps an attack, seed {audit.seed}."
     )
 

@@ -51,12 +51,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A feature to be attacked, and what only the audit knows about it.
+    """A feature to attack, with its images, which only the audit knows.
 
     Args:
-        client: Whose.
+        client: The client.
         label: Its class.
-        size: Images that it is the mean feature of.
+        size: The number of images whose mean feature it is.
         sent: Whether it is a prototype that was sent, not a control.
         feature: h, (d,).
         own: The images behind the feature, (n, C, H, W) in [0, 1].

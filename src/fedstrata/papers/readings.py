@@ -266,13 +266,17 @@ def _prototype_operations() -> Reading:
 
 def _clusters() -> Reading:
     cases = {"[90, 5, 5]": [90, 5, 5], "[34, 33, 33]": [34, 33, 33], "[7, 5, 3, 2, 2, 1]": [7, 5, 3, 2, 2, 1]}
-    found = {name: 100 * fedssar_bias(sizes) for name, sizes in cases.items()}
-    text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in found.items())
+    biases = {name: 100 * fedssar_bias(sizes) for name, sizes in cases.items()}
+    text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in biases.items())
     whole = 100 * fedssar_bias([50, 30, 20])
     description = "Bias of FedSSAR's mean for ten places, clusters with orthogonal updates"
     text = f"{text}; {whole:.0f} % for [50, 30, 20], where it is whole"
     return Reading(
-        "fedssar-bias", description, text, found, verdict([value <= 100 * EXACT for value in [*found.values(), whole]])
+        "fedssar-bias",
+        description,
+        text,
+        biases,
+        verdict([value <= 100 * EXACT for value in [*biases.values(), whole]]),
     )
 
 
@@ -313,14 +317,14 @@ def _weight_variance() -> Reading:
 
 
 def _less_variance() -> Reading:
-    found = weight_variances()
+    variances = weight_variances()
     text = (
-        f"{found['strata']:.2e} with strata; {found['returning']:.2e} by draws with replacement, with which the paper "
-        f"compares (Eq. 10); {found['plain']:.2e} by draws without, which is how FedAvg draws"
+        f"{variances['strata']:.2e} with strata; {variances['returning']:.2e} by draws with replacement, with which "
+        f"the paper compares (Eq. 10); {variances['plain']:.2e} by draws without, which is how FedAvg draws"
     )
     description = "The same beside draws without strata; N = 100, m = 10"
-    holds = verdict([found["strata"] <= (1 - DRAWN) * found[other] for other in ("returning", "plain")])
-    return Reading("fedssar-less-variance", description, text, found, holds)
+    holds = verdict([variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")])
+    return Reading("fedssar-less-variance", description, text, variances, holds)
 
 
 def _neyman() -> Reading:
@@ -390,8 +394,8 @@ def _limit() -> Reading:
         f"sizes are cut at {bound - 1} and it tends to {clipped:.3f}"
     )
     description = "Lemma 2.2: root mean square of p̃ − p at ε = 3, M = 100, n* = 0.1 n"
-    values = {f"{size}, {m}": error for size, found in errors.items() for m, error in zip(counts, found, strict=True)}
-    holds = verdict([found[-1] <= DRAWN * wanted for found in errors.values()])
+    values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
+    holds = verdict([row[-1] <= DRAWN * wanted for row in errors.values()])
     return Reading("ldp-limit", description, text, values, holds)
 
 

@@ -211,14 +211,14 @@ def prepare_server(spec: Experiment, test: Path | None, clients: int) -> Prepare
     empty = _empty(spec.data)
     _refuse_disclosure(spec, empty, tests=test is not None)
     at_sites = test is None or evaluation.client_test is not None or evaluation.validation is not None
-    if at_sites and (alone := [metric.label for metric in evaluation.metrics if not metric.adds_up]):
+    if at_sites and (unsummed := [metric.label for metric in evaluation.metrics if not metric.adds_up]):
         added = ", ".join(name for name in METRICS if METRICS.find(name).of_sums is not Metric.of_sums)
         problem = f"cannot be computed from sums, which is what sites send; accepted: {added}, or of_sums of its own"
-        raise SpecError("evaluation.metrics", problem, alone[0])
-    nobody = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
+        raise SpecError("evaluation.metrics", problem, unsummed[0])
+    unassigned = Assignment(np.empty(0, dtype=np.int64), np.zeros(clients + 1, dtype=np.int64))
     data = empty if test is None else read_own(spec.data, test, client=None, seed=spec.seed)
-    brought = nobody if test is None and evaluation.client_test is None else None
-    return assemble(spec, data, nobody, sizes_known=False, brought=brought)
+    brought = unassigned if test is None and evaluation.client_test is None else None
+    return assemble(spec, data, unassigned, sizes_known=False, brought=brought)
 
 
 def surveyed(prepared: Prepared, engine: NVFlareEngine, folder: Path, *, resume: bool) -> Prepared:

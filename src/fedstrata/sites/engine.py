@@ -1,4 +1,4 @@
-"""The engine whose clients live at sites: requests go to the sites, to all at the same time."""
+"""The engine of clients at sites: requests go to all sites at the same time."""
 
 from __future__ import annotations
 

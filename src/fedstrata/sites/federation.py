@@ -26,11 +26,11 @@ class SiteEntry(Setting):
     """A site.
 
     Args:
-        data: Its own data file, as that site sees it; it can be named in the site's own settings instead.
-        keys: The folder of the sites' shared keys there, for masked labels.
-        allow: Top-level packages from which a spec may name ``module:Class`` there.
-        catalog: Data sets and files there that a spec may name, for a trial in which sites bring none.
-        tells: Whether the server may learn how good a model is on its own samples, beside sums that add up.
+        data: The path of its data file at the site; the site's own settings can name it instead.
+        keys: The folder of the sites' shared keys at the site, for masked labels.
+        allow: Top-level packages from which a spec may name ``module:Class`` at the site.
+        catalog: Data sets and files at the site that a spec may name, for a trial without own data.
+        tells: Whether the server may see metrics on its own samples, beside sums over all sites.
     """
 
     data: str | None = None
@@ -44,11 +44,11 @@ class ServerEntry(Setting):
     """The server.
 
     Args:
-        host: Its name, as the sites reach it.
-        port: The one port that must be open, for sites and administrators.
-        data: Its own file of test samples, where sites bring their own data; without one each site measures the model
-            on a part of its own (``evaluation.client_test``).
-        allow: Top-level packages from which a spec may name ``module:Class`` there.
+        host: The host name by which sites reach it.
+        port: The port that must be open, for sites and administrators.
+        data: Its file of test samples, if sites have their own data. Without it each site measures the model on a part
+            of its own data (``evaluation.client_test``).
+        allow: Top-level packages from which a spec may name ``module:Class`` at the server.
     """
 
     host: str = "localhost"
@@ -61,21 +61,19 @@ class Sites(Setting):
     """A federation.
 
     Args:
-        federation: Its name, in the certificates.
+        federation: The name of the federation, in the certificates.
         patience: Seconds that a site has for an answer.
-        least: Fewest sites that must answer, before the first round and in every one.
-        fewer: What happens when there are fewer: ``wait`` until enough are there again, ``abort`` the run, or ``go-on``
-            with those that are there.
-        relay: Whether a travelling model goes from site to site, encrypted from end to end (``direct``), or is sent
-            back to the server after every hop.
-        days: How long the certificates are valid.
+        least: Fewest sites that must answer, before the first round and in every round.
+        fewer: What to do when fewer sites answer: ``wait`` until enough answer again, ``abort`` the run, or ``go-on``
+            with fewer.
+        relay: Whether the model of a relay goes from site to site, encrypted from end to end (``direct``), or back to
+            the server after every hop (``server``).
+        days: Days that the certificates are valid.
         server: The server.
-        own_data: Whether each site is a client and brings its own data, as the spec's ``[data]`` describes them.
-            Otherwise the sites share out the spec's data by its partition: a trial.
-        policy: What the policies in the sites' kits say at first, where it is not the cautious default; each site may
-            change its own.
-        site: The sites by name (letters, digits and hyphens); where they bring their own data, in the order of their
-            clients' numbers.
+        own_data: Whether each site is a client with its own data, as the spec's ``[data]`` describes them. Otherwise
+            the sites have the spec's data by its partition, as in a trial.
+        policy: The initial policies in the sites' kits, if not the cautious defaults; each site may change its own.
+        site: The sites by name (letters, digits and hyphens). With own data, their order is that of the clients.
     """
 
     federation: str = "fedstrata"

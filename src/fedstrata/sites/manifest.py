@@ -113,7 +113,7 @@ def verify(run: Path, kit: Path) -> dict[str, Any]:
         raise DataError(f"{run} is not as the administrator signed it: {', '.join(wrong)}")
     for name in files:
         if name not in signed:
-            LOG.warning("%s: nobody signed it", run / name)
+            LOG.warning("%s: is not signed", run / name)
     return table
 
 

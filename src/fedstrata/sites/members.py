@@ -66,7 +66,7 @@ class Members:
             except FedstrataError as error:
                 self._last = self._last or []
                 if not self._warned:
-                    LOG.warning("%s; who was on the last that could be read may: %s", error, ", ".join(self._last))
+                    LOG.warning("%s; these sites of the last valid list may connect: %s", error, ", ".join(self._last))
                 self._warned = True
         return self._last
 

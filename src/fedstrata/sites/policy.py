@@ -44,29 +44,29 @@ class RuleError(FedstrataError):
 
 
 class Policy(Setting):
-    """What a site accepts.
+    """A site's limits on jobs.
 
     Args:
-        jobs: Which jobs: those whose hash is ``approved``, or any (``within-policy``).
+        jobs: The jobs that may run: those whose hash is ``approved``, or any (``within-policy``).
         approved: Hashes of specs, as ``fedstrata asks`` prints them; ``fedstrata approve`` adds one.
-        methods: Names of the methods that may run; any that declares what it asks unless given.
-        min_samples: Fewest samples behind anything that leaves: a part of Stratify's batch, an update, a prototype, a
-            count. A spec may ask for more.
-        below: What becomes of a smaller part of Stratify's batch: ``hold-back`` merges it into a later part, ``refuse``
-            gives no answer. Anything else that is too small is not answered.
-        rounds: Rounds of a job at most.
-        exchanges: Questions and hops of a job that are answered at most.
-        megabytes: Of all answers of a job at most.
-        starts: How often a job may begin or go on. Each time it can go back to its last checkpoint, and repeat what was
-            asked since.
-        surveys: How many answers that differ the site gives to what its own data come to, over all jobs; one that was
-            approved is answered beyond that. Another seed, or another share, holds out other samples: two answers can
-            differ by a single one. As many descriptions (``[data]``) may be tried on the data, and as many questions
-            may fail at them: also an error tells something.
-        masking: Whether labels and their counts may leave masked alone.
-        ldp: Whether numbers of samples may leave under local differential privacy alone.
-        relay: ``direct``: a travelling model goes from site to site, and the server sees it at the end of the relay.
-            ``server``: it may see it after every hop.
+        methods: Names of the methods that may run. Default: all methods that declare their questions.
+        min_samples: Fewest samples behind anything that leaves the site: a part of Stratify's batch, an update, a
+            prototype, a count. A spec may require more.
+        below: Treatment of a smaller part of Stratify's batch: ``hold-back`` merges it into a later part, ``refuse``
+            gives no answer. Other questions about fewer samples are not answered.
+        rounds: Most rounds of a job.
+        exchanges: Most questions and hops of a job that are answered.
+        megabytes: Most megabytes of all answers of a job.
+        starts: Most times that a job may begin or be resumed. Each time it can return to its last checkpoint, and
+            repeat the questions since then.
+        surveys: Most different statistics of the site's own data, over all jobs, except approved jobs. Two answers can
+            differ by a single sample, because another seed or share holds out other samples. The same limit holds for
+            descriptions (``[data]``) that are tried on the data, and for questions that fail, because an error is
+            information too.
+        masking: Whether labels and their counts may leave the site only masked.
+        ldp: Whether numbers of samples may leave the site only under local differential privacy.
+        relay: ``direct``: the model of a relay goes from site to site, and the server sees it at the end of the relay.
+            ``server``: the server may see it after every hop.
     """
 
     jobs: Literal["approved", "within-policy"] = "approved"
@@ -147,7 +147,7 @@ def _commented(policy: Policy) -> Iterator[str]:
     from fedstrata.spec.reference import rows
 
     meanings = {key: meaning.replace("``", "'") for key, _, _, meaning in rows(Policy)}
-    yield "# What this site accepts, whatever a job says. The site may change any line; it is read when a job begins."
+    yield "# The limits of this site on jobs. The site may change any line; the file is read when a job begins."
     for key, value in policy.model_dump().items():
         comment = textwrap.fill(meanings[key], 100, initial_indent="# ", subsequent_indent="# ")
         yield f"{comment}\n# {key} = []" if value is None else f"{comment}\n{tomli_w.dumps({key: value}).strip()}"

@@ -103,22 +103,21 @@ class JobSpec:
 
 
 class SiteSettings(Setting):
-    """What a site, or the server, decides for itself; in ``local/fedstrata.toml`` of its folder.
+    """The settings of a site or the server, in ``local/fedstrata.toml`` of its folder.
 
     Args:
-        data: Its data file; None where the spec's data are used.
+        data: Its data file; None if the data are those of the spec.
         keys: The folder of the keys that the sites share, for masked labels; never at the server.
         patience: Seconds that it waits for another site.
-        secure: Whether what goes to another site is encrypted from end to end, so that the server that passes it on
-            cannot read it; needs certificates.
-        states: Where its clients' states are kept; inside its folder unless given.
+        secure: Whether messages to other sites are encrypted from end to end, so that the server cannot read them; this
+            needs certificates.
+        states: The folder of its clients' states. Default: inside its folder.
         allow: Top-level packages, installed at the site, from which a spec may name ``module:Class``.
-        catalog: Data sets and files that a spec may name here, as it names them; none unless listed, but for what comes
-            with scikit-learn.
-        tells: Whether the server may learn how good a model is on this site's own samples (``evaluation.client_test``),
-            metric by metric. Sums over them, which are added to the other sites', it is told in any case.
-        simulated: Whether all this is a simulation on one machine: the job may then say where its files are, and
-            clients may make the keys, specs may name any code, and errors are told to the server in full.
+        catalog: Data sets and files that a spec may name here, beside the data sets of scikit-learn.
+        tells: Whether the server may see metrics on this site's own samples (``evaluation.client_test``). It sees sums
+            over all sites in any case.
+        simulated: Whether this is a simulation on one machine. Then the job may name folders, clients may make the
+            keys, specs may name any code, and the server sees the full text of errors.
     """
 
     data: Path | None = None

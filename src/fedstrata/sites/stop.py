@@ -47,7 +47,9 @@ def stop(kit: Path) -> int:
         if process is None or process in roots or _began_after(process, path):
             path.unlink(missing_ok=True)
         else:
-            print(f"fedstrata: process {process.pid}, which {path} names, is left alone: whose is it?", flush=True)
+            print(
+                f"fedstrata: process {process.pid}, named in {path}, is not of this kit and is left alone", flush=True
+            )
     if not roots:
         print(f"fedstrata: nothing that was started from {kit} runs here", flush=True)
         return 1
