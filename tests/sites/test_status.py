@@ -16,7 +16,7 @@ from processes import started
 
 from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import main
-from fedstrata.sites.cli.deploy import _tell
+from fedstrata.sites.cli.deploy import _report
 from fedstrata.sites.configuration import ERROR, described
 from fedstrata.sites.live import serving
 from fedstrata.sites.progress import STATUS
@@ -250,7 +250,7 @@ def test_a_run_is_waited_for_when_nobody_reads_its_progress_any_more(monkeypatch
         def write(self, text: str) -> NoReturn:
             raise BrokenPipeError
 
-    tell = _tell(SimpleNamespace(json=False))
+    tell = _report(SimpleNamespace(json=False))
     monkeypatch.setattr("sys.stdout", Closed())
     tell("round 1 of 9")
 

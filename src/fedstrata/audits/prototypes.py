@@ -224,8 +224,8 @@ def _targets(prepared: Prepared, view: View, sent: Sent, theirs: Ints, seed: int
                 feature = features_of(view.model, view.params, view.pixels, images).mean(dim=0)
             if len(images) > COMPARED:
                 images = images[np.sort(generator.choice(len(images), COMPARED, replace=False))]
-            strangers = torch.from_numpy(generator.permutation(unseen)[: len(images)])
-            targets.append(Target(sent.client, label, size, is_sent, feature, images, view.pixels.images(strangers)))
+            compared = torch.from_numpy(generator.permutation(unseen)[: len(images)])
+            targets.append(Target(sent.client, label, size, is_sent, feature, images, view.pixels.images(compared)))
     return targets
 
 
