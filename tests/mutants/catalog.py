@@ -426,7 +426,9 @@ MUTANTS = [
     fitting("the upper median", "counts.sum() / 2)", "counts.sum() / 2, side='right')"),
     fitting("no step", "np.round(values / column.step) * column.step", "values"),
     sites_data("a site's test rows are another client's", "first=client)", "first=0)"),
-    sites_data("held-out rows are counted", "trained_on(own, whole, held)", "trained_on(own, whole, type(held)())"),
+    sites_data(
+        "held-out rows are counted", "trained_on(data_set, whole, held)", "trained_on(data_set, whole, type(held)())"
+    ),
     sites_data("a single sample will do", "FEWEST = 2", "FEWEST = 1"),
     sites_data("an error that leaves tells a cell", 'getattr(error, "public", "") or', "str(error) or"),
     data("normalised by the training set and not", "varies = deviation > 1e-7", "varies = deviation > 1e7"),
