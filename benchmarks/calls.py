@@ -130,17 +130,13 @@ def code_lines(text: str) -> int:
     return len(lines)
 
 
-def parts_of(name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
+def parts_of(node: ast.ClassDef, classes: Sequence[ast.ClassDef]) -> list[ast.ClassDef]:
     """A class with its private bases and mixins, and theirs."""
-    found, waiting = [], [name]
-    while waiting:
-        node = classes.get(waiting.pop())
-        if node is None or node in found:
-            continue
-        found.append(node)
-        bases = [ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases]
-        waiting += [base for base in bases if base.startswith("_") or base.endswith("Mixin")]
-    return found
+    names = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+    private = [
+        each for each in classes if each.name in names and each.name.startswith("_") | each.name.endswith("Mixin")
+    ]
+    return [node, *(part for base in private for part in parts_of(base, classes))]
 
 
 def reassigned(node: ast.ClassDef) -> set[str]:
@@ -160,7 +156,7 @@ def parameters(node: Any) -> int:
 
 def size_of_package() -> dict[str, Any]:
     """Lines, statements, and what is large."""
-    packages, lengths, statements, classes = Counter[str](), [], 0, dict[str, ast.ClassDef]()
+    packages, lengths, statements, classes = Counter[str](), [], 0, list[ast.ClassDef]()
     files = sorted(PACKAGE.rglob("*.py"))
     for file in files:
         text, inside = file.read_text(encoding="utf-8"), file.relative_to(PACKAGE)
@@ -168,15 +164,15 @@ def size_of_package() -> dict[str, Any]:
         lengths.append(len(text.splitlines()))
         nodes = list(ast.walk(ast.parse(text)))
         statements += sum(isinstance(node, ast.stmt) for node in nodes)
-        classes |= {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+        classes += [node for node in nodes if isinstance(node, ast.ClassDef)]
     functions = list(function_lengths({str(file) for file in files}))
-    whole = {name: parts_of(name, classes) for name in classes if not name.startswith("_")}
-    tall = {name: sum(map(lines_of, parts)) for name, parts in whole.items()}
-    moving = {name: len(set[str]().union(*map(reassigned, parts))) for name, parts in whole.items()}
-    wide = {
-        f"{Path(place[0]).relative_to(PACKAGE)}:{node.name}": parameters(node)  # type: ignore[attr-defined]
+    whole = [(node.name, parts_of(node, classes)) for node in classes]
+    tall = [(name, sum(map(lines_of, parts))) for name, parts in whole]
+    moving = [(name, len(set[str]().union(*map(reassigned, parts)))) for name, parts in whole]
+    wide = [
+        (f"{Path(place[0]).relative_to(PACKAGE)}:{node.name}", parameters(node))  # type: ignore[attr-defined]
         for place, node, _ in functions
-    }
+    ]
     return {
         "code lines": sum(packages.values()),
         "statements": statements,
@@ -189,9 +185,10 @@ def size_of_package() -> dict[str, Any]:
     }
 
 
-def over(counts: Mapping[str, int], limit: int) -> dict[str, int]:
-    """Those above a limit, the largest first."""
-    return dict(sorted(((k, v) for k, v in counts.items() if v > limit), key=lambda pair: (-pair[1], pair[0])))
+def over(counts: Iterable[tuple[str, int]], limit: int) -> dict[str, int]:
+    """Those above a limit, the largest first; of equal names the largest."""
+    largest = dict(sorted(counts, key=lambda pair: pair[1]))
+    return {name: count for name, count in reversed(largest.items()) if count > limit}
 
 
 def flat(content: Mapping[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Counts what makes our texts hard to read, and fails where a count rose above its baseline.
+"""Counts what makes our texts and classes hard to read, and fails where a count rose above its baseline.
 
 python tools/prose.py            # prints each count beside its baseline
 python tools/prose.py --write    # lowers the baselines to today's counts
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -34,12 +35,20 @@ GENERATED = (
 
 IDIOMS = ("is no", "unless given", "anew", "come to", "comes to", "but for")
 QUESTION = re.compile(r"(?:^|(?<=[.!?:] ))(?:Who|Whoever|Whose|What)\b[^.!?\n]*[.!]", re.MULTILINE)
+WRAP = re.compile(r"\n(?![ \t]*(?:\n|$|[-*|#>`:]|\d+\.|\w+: ))[ \t]*")
+"""The end of a line after which its paragraph goes on."""
+COMMENT = re.compile(r"(?:^[ \t]*# .*\n?)+|(?<=\S)[ \t]+# .*", re.MULTILINE)
+"""Lines that follow one another, or the end of a line of code."""
+SUBJECT = re.compile(r"(?=.{1,72}$)[a-z][\w, -]*: (?!\w+(?:[^e]ed|ing)\b)\w.*[^.]")
+CHECKED = "8fccbc4c8849e297"
+"""The commit after which subjects are checked; the last 50 of them."""
 SHORT = 3
 """Words of a docstring's summary that say too little."""
 
 
 def counts_of_text(text: str) -> Counter[str]:
     """Count the house idioms, and the sentences that begin like a question and are none."""
+    text = WRAP.sub(" ", text)
     count = Counter({f"'{idiom}'": len(re.findall(rf"\b{idiom}\b", text)) for idiom in IDIOMS})
     count["statements that begin with a question word"] = len(QUESTION.findall(text))
     return +count
@@ -55,13 +64,14 @@ def counts_of_module(source: str) -> Counter[str]:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             summary = (ast.get_docstring(node) or "").partition("\n")[0]
             count["docstring summaries of three words or fewer"] += 0 < len(summary.split()) <= SHORT
-        count["identifiers called 'found'"] += isinstance(node, ast.Name) and node.id == "found"
+        names = (getattr(node, field, None) for field in ("id", "arg", "attr", "name"))
+        count["identifiers called 'found'"] += "found" in names
     return +count
 
 
 def comments(source: str) -> Iterator[str]:
-    """Find each comment of a module."""
-    return (line.partition("# ")[2] for line in source.splitlines() if "# " in line)
+    """Find each comment of a module; lines that follow one another are one."""
+    return (re.sub(r"^[ \t]*# ", "", each, flags=re.MULTILINE) for each in COMMENT.findall(source))
 
 
 def texts(tree: ast.Module) -> Iterator[str]:
@@ -70,14 +80,32 @@ def texts(tree: ast.Module) -> Iterator[str]:
 
 
 def today() -> Counter[str]:
-    """Count over the pages and over the package."""
-    count = Counter[str]()
+    """Count over the pages, the package and the last commits."""
+    count = large()
+    count["commit subjects that are not 'area: imperative'"] = sum(not SUBJECT.fullmatch(line) for line in subjects())
     for page in sorted({page for pattern in PAGES for page in ROOT.glob(pattern)}):
         if not page.relative_to(ROOT).as_posix().startswith(GENERATED):
             count += counts_of_text(page.read_text(encoding="utf-8"))
     for module in sorted((ROOT / "src").rglob("*.py")):
         count += counts_of_module(module.read_text(encoding="utf-8"))
-    return count
+    return +count
+
+
+def large() -> Counter[str]:
+    """Measure the classes and functions that are above their limit."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    from calls import size_of_package
+
+    rules = {rule: sizes for rule, sizes in size_of_package().items() if isinstance(sizes, dict) and " by " not in rule}
+    return Counter({f"{rule}: {name}": size for rule, sizes in rules.items() for name, size in sizes.items()})
+
+
+def subjects() -> list[str]:
+    """List the subjects of the last commits; none where their history is absent."""
+    if not (ROOT / ".git").exists():
+        return []
+    command = ["git", "log", "--no-merges", "--max-count=50", "--format=%s", f"{CHECKED}.."]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 def risen(count: Counter[str], baseline: dict[str, int]) -> list[str]:
