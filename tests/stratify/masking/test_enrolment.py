@@ -36,6 +36,7 @@ from fedstrata.stratify.masking.messages import (
 )
 from fedstrata.stratify.masking.public_keys import Public
 from fedstrata.stratify.masking.slot_layout import SlotLayout
+from fedstrata.stratify.masking.unique_list import UniqueList
 from fedstrata.stratify.messages import LabelReport
 
 MODES = ("none", "prf", "ckks", "ckks-paper")
@@ -96,6 +97,7 @@ def test_every_mode_finds_who_holds_what(masking: str, site: Sites) -> None:
     assert federation.reasons("enrolled") == [f"5 of 5 clients, 5 placeholders, masking {masking}"]
 
 
+@pytest.mark.slow
 def test_all_modes_number_the_labels_alike(site: Sites) -> None:
     rolls, maps = [], []
     for masking in MODES:
@@ -140,6 +142,7 @@ def test_labels_and_holdings_of_all_kinds(masking: str, holdings: list[dict[Any,
     check_against(federation, roll_of(federation, masking), holdings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", ["prf", "ckks"])
 def test_thousands_of_classes(masking: str, site: Sites) -> None:
     """More than a ciphertext has slots, so that list and counts have several pages."""
@@ -165,6 +168,7 @@ def test_the_unique_list_stops_when_it_is_complete(site: Sites) -> None:
     assert federation.log.exchanges < 2 + 3 * 2 + 2 * 2 + 2 + 2  # the ten others are asked together
 
 
+@pytest.mark.slow
 def test_packing_takes_one_ciphertext_for_a_hundred_comparisons(site: Sites) -> None:
     holdings = [dict.fromkeys(range(10), 1), dict.fromkeys(range(10), 1)]
     sent: dict[type, int] = Counter()
@@ -266,6 +270,7 @@ VANISHING = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("masking", "kind", "who"), VANISHING)
 def test_clients_that_vanish_are_left_out_and_the_counts_are_those_of_the_others(
     masking: str, kind: type, who: tuple[int, ...], site: Sites
@@ -347,6 +352,36 @@ def test_a_well_formed_ciphertext_under_a_foreign_key_never_gives_a_count(maskin
     federation.engine.tamper[2, CountReport] = lambda reply: dataclasses.replace(reply, pages=(foreign,))
     with pytest.raises(QuorumError, match=r"decrypt the totals.*another key"):
         roll_of(federation, masking)
+
+
+class Claimed(UniqueList):
+    """A list of two labels, with what each client claims to be on it."""
+
+    def __init__(self, federation: Any, claims: dict[int, list[int]]) -> None:
+        super().__init__(federation, None)  # type: ignore[arg-type]
+        self.claims = claims
+
+    def __len__(self) -> int:
+        return 2
+
+    def sealed(self, clients: Any) -> Any:
+        return dict.fromkeys(clients)
+
+    def match(self, clients: Any) -> Any:
+        return {client: np.array(self.claims[client]) for client in clients}
+
+    def enlist(self, client: int, sealed: Any, labels: Any) -> bool:
+        return True
+
+
+def test_places_that_cannot_be_true_leave_their_client_out(site: Sites) -> None:
+    federation = site(HOLDINGS[:3], names=["cat", "dog", "emu"])
+    claimed = Claimed(federation, {0: [0, 1], 1: [1, 1], 2: [0, -1]})
+    assert claimed.locate([0, 1, 2]).keys() == {0}
+    same, unknown = federation.reasons("refused")
+    assert "two labels that are the same entry" in same
+    assert "room for 0" in unknown
+    assert claimed.discover([1, 2])[0].keys() == {2}
 
 
 def test_a_client_that_claims_matches_where_there_is_nothing_is_left_out(site: Sites) -> None:
