@@ -50,7 +50,7 @@ package:  ## Wheel and sdist, checked; then the demo from the wheel in an empty 
 test: $(DEV) check  ## All checks, and all tests but those that take minutes each.
 	$(PYTEST) -n $$(($(CORES) + 1))
 
-test-fast: $(DEV)  ## Tests that start no processes and take no seconds: for the time between two changes.
+test-fast: $(DEV)  ## Tests that start no processes and take a third of a second at most: for the time between two changes.
 	$(PYTEST) -n $(CORES) -m 'not slow and not long'
 
 test-long: $(DEV)  ## Tests that take long: kills, faults, every method on every engine.

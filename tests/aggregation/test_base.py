@@ -164,6 +164,7 @@ class TestBias:
         assert abs(self.deviations(totals, self.UPDATES.mean())) < 4
         assert totals.std() > 0.1  # it is the mean that agrees, not every draw
 
+    @pytest.mark.slow
     def test_the_papers_weights_are_not(self):
         totals = self.totals(StratumMean(), replacement=True)
         assert self.deviations(totals, self.UPDATES.mean()) > 10
@@ -172,6 +173,7 @@ class TestBias:
         share = np.bincount(self.STRATA)[self.STRATA] / 12
         assert abs(self.deviations(totals, float(share @ (p * self.UPDATES)))) < 4
 
+    @pytest.mark.slow
     def test_without_replacement_the_papers_weights_are_biased_too(self):
         assert self.deviations(self.totals(StratumMean(), replacement=False), self.UPDATES.mean()) > 10
 

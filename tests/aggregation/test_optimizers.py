@@ -81,6 +81,7 @@ def test_plain_sgd_applies_the_update_as_it_is():
     np.testing.assert_allclose(half["w"].numpy(), W0 + UPDATES[0] / 2)
 
 
+@pytest.mark.slow
 def test_a_stepper_of_many_steps_is_many_steppers_of_one():
     rule = settings("adam")
     long = Stepper(rule, {"w": torch.tensor(W0)}, None)

@@ -74,6 +74,7 @@ def test_what_the_attacker_has():
     torch.testing.assert_close(v.seen(v.images[:3]), v.features[:3])
 
 
+@pytest.mark.slow
 def test_matching_finds_the_image_of_a_feature_that_determines_it():
     v = view()
     start = v.class_means[v.labels[:4]]
@@ -81,6 +82,7 @@ def test_matching_finds_the_image_of_a_feature_that_determines_it():
     assert error(found, v.images[:4]) < 0.02 * error(start, v.images[:4])
 
 
+@pytest.mark.slow
 def test_matching_treats_every_image_alone():
     v = view()
     both = match(v, v.features[:2], v.class_means[v.labels[:2]], steps=20, alpha=0.01)
@@ -88,6 +90,7 @@ def test_matching_treats_every_image_alone():
     torch.testing.assert_close(both[1:], alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_prior_smooths():
     v = view()
     start = v.class_means[v.labels[:2]]
@@ -140,6 +143,7 @@ def test_the_variational_bound_by_hand():
     assert decoder.loss(torch.ones(3, 1), black).item() == pytest.approx(32 + divergence, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_training_a_decoder_lowers_its_loss():
     v = view()
     with torch_seeded(0, "decoder"):

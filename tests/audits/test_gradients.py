@@ -101,6 +101,7 @@ def test_which_layers_are_read() -> None:
         Layers.of(Model(nn.Sequential(nn.Linear(6, 3, bias=False))), 6)
 
 
+@pytest.mark.slow
 def test_inversion_finds_a_single_image() -> None:
     prepared = prepare(spec())
     data, model = prepared.data, prepared.config.model
@@ -115,6 +116,7 @@ def test_inversion_finds_a_single_image() -> None:
     assert error < 0.02 < mean
 
 
+@pytest.mark.slow
 def test_of_single_samples_everything_is_read_off(audit: GradientAudit) -> None:
     one = audit.findings[0]
     assert (one.size, one.attacked, one.labels, one.rows) == (1, 4, 1.0, 1.0)
@@ -124,6 +126,7 @@ def test_of_single_samples_everything_is_read_off(audit: GradientAudit) -> None:
     assert four.error > two.error * 0.5 > 0
 
 
+@pytest.mark.slow
 def test_parts_are_counted_as_they_were_sent(audit: GradientAudit, folder: Path) -> None:
     history = fs.History.load(folder)
     assert audit.rounds == (2, 2)
@@ -134,6 +137,7 @@ def test_parts_are_counted_as_they_were_sent(audit: GradientAudit, folder: Path)
         assert finding.attacked == min(finding.sent, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 def test_playing_again_changes_nothing_and_a_minimum_shows(execution: str) -> None:
     private = spec(4, training={"rounds": 1, "lr": 0.1, "execution": execution})
@@ -143,6 +147,7 @@ def test_playing_again_changes_nothing_and_a_minimum_shows(execution: str) -> No
     assert found == attack(prepare(private), None, 1, sizes=[1, 4], parts=2, steps=2)
 
 
+@pytest.mark.slow
 def test_the_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["audit", "gradients", str(folder), "--out", str(tmp_path), "--quiet", "--steps", "3", "--parts", "1"]
     assert main([*arguments, "--sizes", "1", "11"]) == 0

@@ -28,6 +28,7 @@ RECORDS = [
 ]
 
 
+@pytest.mark.slow
 def test_log_survives_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
@@ -105,6 +106,7 @@ replace_file(Path("spec.toml"), b"half")
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", KILLED], cwd=tmp_path, check=False).returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()

@@ -98,6 +98,7 @@ trees = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(trees)
 @settings(max_examples=150, deadline=None)
 def test_a_tree_comes_back_as_it_was_and_its_size_is_known_without_encoding(tree):

@@ -79,6 +79,7 @@ def test_settings_as_a_page(capsys):
     assert "### `bernoulli`" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_partition_prints_its_table_and_draws_it(capsys):
     assert main(["partition", "--set", "partition.clients=4", "--set", "partition.name=iid"]) == 0
     out = capsys.readouterr().out

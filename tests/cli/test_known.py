@@ -14,6 +14,7 @@ def test_the_table_is_what_the_code_says_now():
     assert known() == collect(), "src/fedstrata/cli/known.json is out of date: run 'make reference'"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -150,6 +150,7 @@ def test_a_pipe_that_is_not_the_readers_is_an_error(monkeypatch, capsys):
     assert "a worker's pipe" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_terminal_of_ascii_alone_is_no_error(monkeypatch):
     shown = subprocess.run(
         [sys.executable, "-m", "fedstrata", "settings", "training"],

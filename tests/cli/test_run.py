@@ -14,6 +14,7 @@ clients = 10
 """
 
 
+@pytest.mark.slow
 def test_run_writes_prints_and_draws(capsys, tmp_path):
     Path("s.toml").write_text(BASE)
     assert main(["run", "s.toml", "--out", "runs/one", "--set", "method=scaffold", "--set", "seed=3"]) == 0
@@ -29,6 +30,7 @@ def test_run_writes_prints_and_draws(capsys, tmp_path):
     assert "out = 'runs/one': holds a run already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_without_out_gets_a_folder_of_its_own(capsys):
     assert main(["run", "--set", "training.rounds=1", "--set", "partition.clients=5", "--quiet"]) == 0
     [folder] = Path("runs").iterdir()
@@ -53,6 +55,7 @@ def test_failing_clients_are_told_in_one_line(capsys, tmp_path, monkeypatch):
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_what_a_client_says_is_shown_as_it_is(tmp_path, monkeypatch, capsys):
     """Brackets in it are no markup, and nor are those in the name of a folder."""
     (tmp_path / "code").mkdir()
@@ -89,6 +92,7 @@ def test_runs_that_start_within_a_second_have_folders_of_their_own(monkeypatch):
 WILD = "[partition]\nclients = 4\n[training]\nrounds = 2\nlr = 1e9\nlocal_epochs = 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default:.*never took a step")
 def test_a_run_that_never_took_a_step_says_so_and_exits_with_3(capsys):
     Path("wild.toml").write_text(WILD)

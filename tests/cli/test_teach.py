@@ -66,6 +66,7 @@ def test_a_new_partition_is_drawn_as_its_file_says(capsys):
     assert Path("partition.png").is_file()
 
 
+@pytest.mark.slow
 def test_a_metric_is_measured(capsys):
     assert main(["new", "metric"]) == 0
     metrics = 'evaluation.metrics=["accuracy", "metric:worst_recall"]'
@@ -89,6 +90,7 @@ def test_a_new_spec_and_the_demo_run(capsys):
     assert Path(told["report"]).is_file()
 
 
+@pytest.mark.slow
 def test_the_demo_is_that_of_the_repository(capsys):
     assert main(["new", "demo"]) == 0
     example = Path(__file__).parents[2] / "examples" / "specs" / "demo.toml"
@@ -98,6 +100,7 @@ def test_the_demo_is_that_of_the_repository(capsys):
     assert own == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +117,7 @@ def test_mistakes(arguments, message, capsys):
     assert not list(Path().iterdir())
 
 
+@pytest.mark.slow
 def test_nothing_is_written_over(capsys):
     Path("sampler.py").write_text("mine")
     assert main(["new", "sampler"]) == 2
@@ -124,6 +128,7 @@ def test_nothing_is_written_over(capsys):
     assert "LongestAway" in Path("sampler.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_key_is_explained_with_all_who_have_it(capsys):
     assert main(["explain", "alpha"]) == 0
     shown = capsys.readouterr().out
@@ -138,11 +143,13 @@ def test_a_key_is_explained_with_all_who_have_it(capsys):
     assert {entry["key"] for entry in json.loads(capsys.readouterr().out)} == {"lr"}
 
 
+@pytest.mark.slow
 def test_everything_in_a_spec_can_be_explained():
     for word in dict.fromkeys(words(known())):
         assert explanations(word), word
 
 
+@pytest.mark.slow
 def test_every_help_has_examples_that_can_be_parsed():
     whole = parser()
     commands = next(action for action in whole._actions if action.choices)
@@ -155,6 +162,7 @@ def test_every_help_has_examples_that_can_be_parsed():
             whole.parse_args([word.strip("'") for word in call])
 
 
+@pytest.mark.slow
 def test_every_command_has_json_but_the_one_that_prints_a_script():
     def ends(name, command):
         inner = [action for action in command._actions if isinstance(action, argparse._SubParsersAction)]
@@ -163,12 +171,14 @@ def test_every_command_has_json_but_the_one_that_prints_a_script():
     assert {name for name, end in ends("", parser()) if "--json" not in end.format_help()} == {"completion"}
 
 
+@pytest.mark.slow
 def test_keys_as_json(capsys):
     assert main(["keys", "--out", "keys", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert Path(told["file"]).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["methods", "datasets", "settings", "settings availability", "settings method moon"]
 )
@@ -177,6 +187,7 @@ def test_what_there_is_as_json(command, capsys):
     assert json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_who_holds_what_as_json(capsys):
     assert main(["partition", "--set", "partition.clients=5", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -205,6 +216,7 @@ def candidates(line: str) -> set[str]:
     return {word.strip() for word in done.stdout.splitlines()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -222,6 +234,7 @@ def test_completion(line, expected):
     assert candidates(line) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_code_for_a_shell(shell, capsys):
     assert main(["completion", shell]) == 0

@@ -161,6 +161,7 @@ def test_a_client_without_a_sample_does_not_hold_up_the_rest(start, seven):
         torch.testing.assert_close(started.state.weights.params[name], w, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(20, 20, 23, 1), (16, 1, 0)], ids=str)
 def test_a_client_of_one_sample_does_not_hold_up_the_rest_for_ever(start, sizes):
     """BatchNorm has no statistics of one sample, so that its holder takes no step; but it takes part in the sums."""
@@ -191,6 +192,7 @@ def test_a_round_of_those_who_have_no_batch_changes_nothing(start, seven):
     assert all(torch.equal(b, before.buffers[name]) for name, b in started.state.weights.buffers.items())
 
 
+@pytest.mark.slow
 def test_it_learns(start):
     spec = fs.Experiment.from_table(
         {

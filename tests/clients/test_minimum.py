@@ -52,6 +52,7 @@ def test_who_has_too_few_does_not_answer_and_the_others_do(tiny, what):
     assert sorted(free.ask(range(3), question)) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_of_a_travelling_model_too(tiny):
     federation = with_minimum(tiny(3, sizes=[5, 6, 9]), 6)
     relayed = federation.relay([(k, Visit(1)) for k in range(3)], federation.weights)

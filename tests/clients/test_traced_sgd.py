@@ -55,6 +55,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_sgd(case, decay):
@@ -88,6 +89,7 @@ def test_the_same_bits_in_one_go_or_in_many():
     assert all(torch.equal(whole[name], params[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_weights_gradients_are_never_stored():
     model = Model(MLP(hidden=(9, 7)).build((6,), 3))
     x, y = torch.randn(1, 6), torch.zeros(1, dtype=torch.int64)

@@ -45,6 +45,7 @@ def test_mixes_are_renormalised_when_a_class_runs_out():
     assert (lone[10:] == 1).all()
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=15), st.integers(0, 99))
 def test_holders_are_balanced_and_distinct(each, seed):
     owner, held = hold_classes(np.array(each), 6, np.random.default_rng(seed))

@@ -46,6 +46,7 @@ def close(first, second):
     assert all(torch.equal(first.counts[name], second.counts[name]) for name in first.counts)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 999), st.lists(st.integers(0, 40), min_size=2, max_size=4), st.sampled_from(["unit", "standard"]))
 def test_statistics_of_clients_add_up(seed, cuts, normalize):
     whole = of(known(np.random.default_rng(seed), 40), normalize, COLUMNS)
@@ -71,6 +72,7 @@ def test_by_hand():
     assert scale.tolist() == pytest.approx(torch.where(spread > 0, 1 / spread, 1.0).tolist())
 
 
+@pytest.mark.slow
 @given(st.integers(0, 999), st.sampled_from(["unit", "standard"]))
 def test_what_is_normal_by_statistics_alone_is_what_the_features_say(seed, normalize):
     draw = np.random.default_rng(seed)
@@ -82,6 +84,7 @@ def test_what_is_normal_by_statistics_alone_is_what_the_features_say(seed, norma
     torch.testing.assert_close(scale.double(), expected[1].double(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 999), st.sampled_from([torch.uint8, torch.float32, torch.float64]))
 def test_images_by_channel(seed, dtype):
     images = torch.from_numpy(np.random.default_rng(seed).integers(0, 255, (12, 4, 5, 3))).to(dtype)
@@ -97,6 +100,7 @@ def test_a_large_mean_does_not_swallow_a_small_deviation():
     assert found.squares.tolist() == [5.0]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.sampled_from([0.5, 1, 10, 64]))
 def test_a_median_of_steps_is_within_half_a_step(values, step):
     column = Column(impute="median", step=step)

@@ -80,6 +80,7 @@ def schemes(draw):
     return partition, labels, domains
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(schemes(), st.integers(0, 2**32))
 def test_nothing_is_lost_or_repeated_and_the_seed_decides(labelled, scheme, seed):
@@ -323,6 +324,7 @@ def test_every_registered_name_is_a_scheme_with_that_name():
         PARTITIONS.parse("dirichlett")
 
 
+@pytest.mark.slow
 def test_many_clients_are_quick(labelled):
     """100,000 clients: seconds would mean a Python loop over clients."""
     dataset = labelled(np.arange(60_000) % 10, np.arange(60_000) % 3)

@@ -188,6 +188,7 @@ def test_classes_are_closed_and_in_their_order():
         ids(table(sick=["1", "0", "0", "2"]), "sick", meaning)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2)), min_size=2, max_size=60),
     st.floats(0.05, 0.9),

@@ -229,6 +229,7 @@ def test_an_encrypted_archive_a_pipe_and_a_home_of_nobody(folder):
             Data(name).load()
 
 
+@pytest.mark.slow
 def test_no_damaged_byte_ends_in_a_traceback(folder):
     write(folder / "mine.npz")
     content, chance = (folder / "mine.npz").read_bytes(), np.random.default_rng(0)
@@ -241,6 +242,7 @@ def test_no_damaged_byte_ends_in_a_traceback(folder):
             Data("damaged").load()
 
 
+@pytest.mark.slow
 def test_threads_read_files_at_once(tmp_path: Path) -> None:
     """CPython's issue 106905: sound files were said to be damaged, where the collector let another thread in."""
     np.savez(tmp_path / "x.npz", x_train=np.zeros(4), y_train=np.zeros(4))

@@ -128,6 +128,7 @@ def federation(tiny, eager):
     assert multiprocessing.active_children() == []
 
 
+@pytest.mark.slow
 def test_workers_share_in_the_work_and_states_are_kept(federation):
     replies = asked(federation)
     assert list(replies) == list(range(40)) == [reply.client for reply in replies.values()]
@@ -143,6 +144,7 @@ def test_a_failure_in_a_worker_is_raised_where_it_can_be_seen(federation):
     assert "client of a test" in reason
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_loses_nobody(federation):
     asked(federation)
     replies = asked(federation, dies=20)
@@ -151,6 +153,7 @@ def test_a_worker_that_dies_loses_nobody(federation):
     assert [federation.store.get(client)["asked"] for client in range(40)] == [3] * 40
 
 
+@pytest.mark.slow
 def test_an_interrupted_question_leaves_nothing_behind(federation, monkeypatch):
     asked(federation)
 

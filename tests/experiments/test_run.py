@@ -35,6 +35,7 @@ def timeless(records):
 HARD = {"availability": {"name": "bernoulli", "p": 0.6, "deadline": 0.3, "speed_spread": 0.5}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedstas", "stratify"])
 def test_the_same_spec_twice_gives_the_same_bytes(tmp_path, method):
     for name in ("one", "two"):
@@ -96,6 +97,7 @@ def test_one_client_more_in_a_given_partition_leaves_the_others_their_data():
     assert all(torch.equal(w, params[1][name]) for name, w in params[0].items())
 
 
+@pytest.mark.slow
 def test_the_run_folder(tmp_path, drawn):
     history = fs.run(spec(evaluation={"targets": [0.05, 1.0], "per_class": True}), out=tmp_path / "a" / "run")
     folder = tmp_path / "a" / "run"
@@ -128,6 +130,7 @@ def test_the_run_folder(tmp_path, drawn):
     assert int(hits.sum()) / len(hits) == records[-1]["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_run_learns():
     history = fs.run(spec(training={"rounds": 8, "local_epochs": 2}, partition={"name": "iid", "clients": 10}))
     assert history.final_accuracy > 0.85
@@ -145,6 +148,7 @@ def test_callbacks_see_every_round():
     assert seen == list(history)
 
 
+@pytest.mark.slow
 def test_a_spec_may_be_a_file_or_a_table(tmp_path):
     path = tmp_path / "spec.toml"
     path.write_text(spec().to_toml())
@@ -159,6 +163,7 @@ def blobs():
     return x[:160], y[:160], x[160:], y[160:]
 
 
+@pytest.mark.slow
 def test_data_and_a_model_of_ones_own():
     x_train, y_train, x_test, y_test = blobs()
     torch.manual_seed(0)
@@ -269,6 +274,7 @@ def test_two_processes_never_write_into_one_folder(tmp_path):
     assert fs.run(table, out=tmp_path / "run", resume=True).final_accuracy == history.final_accuracy
 
 
+@pytest.mark.slow
 def test_a_spec_says_the_same_however_it_is_written(tmp_path):
     """A version with a new setting still resumes older runs, and a comment does no harm."""
     fs.run(spec(training={"rounds": 2}), out=tmp_path)
@@ -281,6 +287,7 @@ def test_a_spec_says_the_same_however_it_is_written(tmp_path):
         fs.run(spec(training={"rounds": 3, "lr": 0.07}), out=tmp_path, resume=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_no_result_yet(tmp_path):
     """Whoever looks for the model or the summary must not take those of the rounds before for the end."""
     fs.run(spec(training={"rounds": 2}), out=tmp_path)

@@ -123,6 +123,7 @@ def test_qsgd_by_hand() -> None:
     assert torch.equal(codec.decode({"all": payload}, change)["a"], change["a"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [QSGD(levels=1, bucket=16), QSGD(levels=7)], ids=repr)
 def test_qsgd_is_unbiased_and_its_variance_is_bounded(codec: QSGD) -> None:
     change, trials = {"a": normal(64)}, 4000
@@ -198,6 +199,7 @@ def added(trees: list[Any]) -> Any:
     return total
 
 
+@pytest.mark.slow
 def test_ten_thousand_damaged_payloads_are_refused_or_read() -> None:
     like = {"w": normal(12, 10), "b": normal(12)}
     dice = random.Random(0)

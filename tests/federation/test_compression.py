@@ -268,6 +268,7 @@ BOTH = {"up": CODECS["powersgd"], "down": CODECS["top-k"]}
 METHODS: list[Any] = ["fedavg", "scaffold", "feddyn", "rebafl", {"name": "stratify", "cap": 10}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS, ids=str)
 def test_a_run_that_goes_on_ends_in_the_same_bytes(method: Any) -> None:
     spec = fs.Experiment.from_table({**BASE, "method": method, "communication": BOTH})
@@ -346,6 +347,7 @@ def test_nothing_is_said_of_codecs_where_there_are_none() -> None:
     assert Communication().plain
 
 
+@pytest.mark.slow
 def test_codecs_learn_as_much_on_digits_with_a_fraction_of_the_bytes() -> None:
     spec = {
         "partition": {"name": "dirichlet", "alpha": 0.3, "clients": 8},

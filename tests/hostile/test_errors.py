@@ -23,6 +23,8 @@ from fedstrata.sites.policy import Policy
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.wire import Begin, Begun, Envelope, Refused, Survey, Surveyed
 
+pytestmark = pytest.mark.slow
+
 PATIENTS = 40
 MIN_SAMPLES = 5
 SCHEMA = {"label": "disease", "classes": ["no", "yes"], "columns": {"age": "number"}}

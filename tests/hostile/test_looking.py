@@ -101,6 +101,7 @@ def test_each_command_looks_or_imports() -> None:
     assert sorted(names(parser())) == sorted([*LOOK, *IMPORT])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [*LOOK.values(), *MORE], ids=" ".join)
 def test_a_command_that_looks_imports_nothing(
     words: list[str], marker: Path, capsys: pytest.CaptureFixture[str]
@@ -124,6 +125,7 @@ def test_a_spec_that_is_trusted_is_imported(words: list[str], marker: Path) -> N
     assert marker.exists()
 
 
+@pytest.mark.slow
 def test_a_command_that_trains_finds_modules_in_the_working_directory(marker: Path) -> None:
     assert main(["run", "job.toml", "--quiet", "--out", "trained", "--set", "training.rounds=1"]) == 0
     assert marker.exists()

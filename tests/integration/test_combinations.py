@@ -16,6 +16,8 @@ from limits import within
 
 from fedstrata.methods.base import METHODS
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 120.0
 """Seconds that two rounds of a tiny run, compared with others, may take; they take a fraction of one."""
 

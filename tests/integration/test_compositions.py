@@ -13,6 +13,8 @@ import fedstrata as fs
 from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.spec.experiment import variants
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("optimizer", [{"optimizer": "sgd", "momentum": 0.9}, "adam", "adagrad", "yogi"])
 @pytest.mark.parametrize(

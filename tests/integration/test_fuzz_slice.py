@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.fuzz.cases import RAN, REFUSED
 from tests.fuzz.worker import FAMILIES, outcome_of
 
+pytestmark = pytest.mark.slow
+
 CASES = {"specs": 104, "data": 80, "messages": 60, "choices": 3, "questions": 5, "checkpoints": 5, "folders": 8}
 """The corpus, where a family has one, and a few more. Kills are no part of it: chance decides when they come."""
 

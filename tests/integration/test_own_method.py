@@ -104,6 +104,7 @@ def test_it_takes_under_forty_lines():
     assert len(inspect.getsource(SignVote).splitlines()) < 40
 
 
+@pytest.mark.slow
 def test_from_python_and_from_the_command_line_it_is_the_same_run(spec, tmp_path, monkeypatch):
     history = fs.run(
         fs.Experiment(
@@ -124,6 +125,7 @@ def test_from_python_and_from_the_command_line_it_is_the_same_run(spec, tmp_path
     assert [r["voters"] for r in records[0]] == [r["voters"] for r in records[1]]
 
 
+@pytest.mark.slow
 def test_its_settings_are_checked_like_any_others(spec, tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(HERE.parent))
     assert main(["run", str(spec), "--set", "method.step=-1", "--out", str(tmp_path / "run")]) == 2

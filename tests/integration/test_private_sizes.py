@@ -12,6 +12,7 @@ from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.messages import FitReply
 
 
+@pytest.mark.slow
 def test_under_privacy_no_reply_tells_a_size(monkeypatch):
     replies = []
     ask = LocalEngine.ask

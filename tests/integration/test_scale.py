@@ -47,6 +47,7 @@ def test_ten_thousand_clients_stay_under_a_gigabyte_and_a_half():
     assert int(done.stdout) < 1_500_000, "kilobytes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedstas"])
 def test_a_round_touches_only_who_takes_part(monkeypatch, method):
     """The same work, client for client, whether there are a thousand clients or ten thousand."""

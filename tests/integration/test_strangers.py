@@ -21,6 +21,8 @@ from fedstrata.runs.simulation import Simulation
 from fedstrata.stratify import client_single
 from fedstrata.stratify.client_single import AutogradStepper, TracedStepper
 
+pytestmark = pytest.mark.slow
+
 Note = Callable[[str, object], None]
 
 

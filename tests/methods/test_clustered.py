@@ -18,6 +18,7 @@ def spec(method: object, **changes: object) -> fs.Experiment:
     return fs.Experiment(**settings | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_it_learns(algorithm):
     history = fs.run(spec(ClusteredSampling(algorithm=algorithm)))
@@ -32,6 +33,7 @@ def test_groups_are_recorded():
     assert [sum(record["strata_sizes"]) for record in history] == [20] * 3
 
 
+@pytest.mark.slow
 def test_the_named_method_is_fedavg_with_another_sampler():
     """Also the aggregation: draws by size are not weighted by size again."""
     short = fs.Training(rounds=2, clients_per_round=6)

@@ -12,6 +12,7 @@ from fedstrata.methods.fedsampling import FedSampling
 from fedstrata.methods.power_of_choice import PowerOfChoice
 
 
+@pytest.mark.slow
 def test_a_round_trains_on_the_wanted_number_of_samples():
     """K = 300 of 1,437: the mean over 40 rounds within four standard deviations of a binomial mean."""
     spec = fs.Experiment(
@@ -39,6 +40,7 @@ def test_keeping_everything_in_one_step_is_centralised_gradient_descent():
     assert all(torch.allclose(apart[name], together[name], atol=2e-6) for name in apart)
 
 
+@pytest.mark.slow
 def test_it_learns_under_privacy():
     with pytest.warns(UserWarning, match="clips"):
         history = fs.run(
@@ -52,6 +54,7 @@ def test_it_learns_under_privacy():
     assert len({record["estimated_samples"] for record in history}) == 1
 
 
+@pytest.mark.slow
 def test_power_of_choice_learns():
     history = fs.run(
         fs.Experiment(

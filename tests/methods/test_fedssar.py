@@ -25,6 +25,7 @@ def one_label() -> fs.History:
     )
 
 
+@pytest.mark.slow
 def test_the_first_round_asks_everybody_and_the_others_only_participants(one_label):
     assert [record["clients_invited"] for record in one_label] == [30] + [10] * 5
     sketch = 4 * 2048
@@ -34,6 +35,7 @@ def test_the_first_round_asks_everybody_and_the_others_only_participants(one_lab
     assert one_label[1]["bytes_up"] < one_label[0]["bytes_up"]
 
 
+@pytest.mark.slow
 def test_clusters_and_places_are_recorded(one_label):
     for record in one_label:
         assert sum(record["strata_sizes"]) == 30
@@ -70,6 +72,7 @@ def test_the_recipe_is_fedprox_with_another_sampler():
     assert (data.name, objective.name, objective.mu, aggregator.name) == ("all", "fedprox", 0.3, "size")
 
 
+@pytest.mark.slow
 def test_a_stronger_proximal_term_keeps_clients_nearer():
     def moved(alpha: float) -> float:
         spec = fs.Experiment(
@@ -82,6 +85,7 @@ def test_a_stronger_proximal_term_keeps_clients_nearer():
     assert moved(5.0) < 0.5 * moved(0.0)
 
 
+@pytest.mark.slow
 def test_sampling_with_another_objective_and_dropout_resumes_to_the_same_bytes(tmp_path):
     """FedSSAR's sampler under SCAFFOLD, half of the clients away: killed and resumed, the result is the same."""
     spec = fs.Experiment(

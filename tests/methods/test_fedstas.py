@@ -71,6 +71,7 @@ def test_updates_have_no_centroids():
         fs.prepare(spec({**FEDSTAS, "compared": "centroids", "refresh": "participants"}))
 
 
+@pytest.mark.slow
 def test_about_the_requested_number_of_samples_is_used(start):
     started = start(spec({**FEDSTAS, "fraction": 0.3}))
     used, wanted, variance = 0, 0.0, 0.0
@@ -242,6 +243,7 @@ class UnpluggedError(Exception):
     """Pulls the plug."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [FEDSTAS, {**FEDSTAS, "refresh": "participants", "gradients": "asked", "epsilon": 3.0, "bound": 500}]
 )
@@ -269,6 +271,7 @@ def test_it_learns_digits():
     assert fs.run(wanted).final_accuracy > 0.7
 
 
+@pytest.mark.slow
 def test_fedstas_invites_only_those_who_answered_this_round():
     spec = fs.Experiment(
         method={"name": "fedstas", "fraction": 0.5},

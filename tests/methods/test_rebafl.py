@@ -87,6 +87,7 @@ def test_two_clients_are_averaged_by_class_counts(start, seven):
     torch.testing.assert_close(found["means"], torch.stack([(2 * one[0] + two[0]) / 3, one[1], two[2]]))
 
 
+@pytest.mark.slow
 def test_the_bytes_of_prototypes_are_counted():
     plain, rebafl = run("fedavg"), run("rebafl")
     for a, b in zip(plain, rebafl, strict=True):
@@ -137,6 +138,7 @@ def test_a_run_that_broke_off_goes_on_to_the_same_bytes(method, tmp_path):
     assert same(fs.run(table, out=tmp_path / "run", resume=True), fs.run(table))
 
 
+@pytest.mark.slow
 def test_what_an_audit_reads_is_in_the_checkpoint(tmp_path):
     fs.run({**SKEWED, "method": "rebafl"}, out=tmp_path / "kept")
     found = checkpoint.load(tmp_path / "kept" / "checkpoint")

@@ -60,6 +60,7 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sampler", "data", "aggregator", "objective"), COMBINATIONS)
 def test_every_combination_runs_from_a_spec(sampler, data, aggregator, objective, small):
     spec = fs.Experiment.from_table(table(sampler, data, objective, aggregator))

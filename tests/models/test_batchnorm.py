@@ -133,6 +133,7 @@ def small_cnn() -> nn.Module:
     )
 
 
+@pytest.mark.slow
 def test_fifty_steps_on_three_clients_are_centralised_sgd():
     steps, sizes = 50, [7, 2, 3]
     generator = torch.Generator().manual_seed(2)

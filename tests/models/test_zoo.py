@@ -135,6 +135,7 @@ def test_convolutions_are_channels_last():
     assert not weight.is_contiguous()
 
 
+@pytest.mark.slow
 def test_group_norm_takes_the_place_of_every_batch_norm():
     for cls in (ResNet9, ResNet18, ResNet20):
         assert has_batchnorm(cls(norm="bn").build((3, 8, 8), 2))

@@ -96,6 +96,7 @@ def test_others_do_learn_from_one_class(objective, logits, begun):
     assert gradient[0] < 0 < min(gradient[1:])
 
 
+@pytest.mark.slow
 @given(
     name=st.sampled_from(["fedrs", "fedlc", "bsm", "rebafl"]),
     counts=st.lists(st.integers(0, 10**6), min_size=3, max_size=3),

@@ -21,6 +21,7 @@ class Opaque(nn.Module):
         return self.head(self.inner(x) + 0 * x.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", list(OBJECTIVES))
 def test_dense_layers_train_like_any_others(objective):
     torch.manual_seed(0)

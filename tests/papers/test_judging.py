@@ -268,6 +268,7 @@ def test_an_interval_is_cut_at_what_is_possible(table):
     assert compared(table, cells_of(table, there))[0].difference.interval == (-100.0, 100.0)
 
 
+@pytest.mark.slow
 def test_nothing_is_stated_before_anything_is_run():
     for claim in judging.claims():
         verdict = judged(claim, {}).verdict

@@ -142,6 +142,7 @@ def test_the_first_page_has_every_claim_in_one_line():
     assert "not yet" in text
 
 
+@pytest.mark.slow
 def test_the_pages_of_the_documentation_are_those_of_the_results_beside_them():
     docs = Path(__file__).parents[2] / "docs" / "results"
     found = known(docs)
@@ -151,6 +152,7 @@ def test_the_pages_of_the_documentation_are_those_of_the_results_beside_them():
         assert (docs / name).read_text(encoding="utf-8") == text, "fedstrata reproduce --show --out docs/results"
 
 
+@pytest.mark.slow
 def test_no_page_states_an_order_of_fewer_than_three_seeds():
     found, orders = known(Path(__file__).parents[2] / "docs" / "results"), 0
     for paper in PAPERS:

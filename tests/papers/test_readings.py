@@ -96,6 +96,7 @@ def test_a_small_holder_is_used_up_while_a_large_one_is_not():
     assert uses_a_sample([900, 100], 1000) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_prototypes_take_two_forward_passes():
     # Products of an image's forward pass: two convolutions of 5×5, 28×28 and 14×14 pixels, then 1568 → 128 → 10.
     first, second, hidden, head = 25 * 784 * 16, 25 * 16 * 196 * 32, 1568 * 128, 128 * 10

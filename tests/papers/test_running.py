@@ -115,6 +115,7 @@ def test_results_are_added_to_those_that_are_there(table, tmp_path):
         known(tmp_path)
 
 
+@pytest.mark.slow
 def test_what_is_missing_shows(table, tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "tables", lambda: {"rebafl/mine": table})
     run([table], tmp_path, tmp_path / "runs", show=quiet)

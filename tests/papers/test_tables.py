@@ -95,6 +95,7 @@ def test_what_is_no_table_is_refused(change, message):
         read("rebafl", "mine", TEXT.replace(*change))
 
 
+@pytest.mark.slow
 def test_every_cell_of_every_table_is_an_experiment():
     found = tables()
     assert {table.paper for table in found.values()} == set(PAPERS)

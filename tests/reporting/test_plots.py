@@ -88,6 +88,7 @@ def test_participation_stacks_to_the_invited() -> None:
     assert tops == [6, 9, 10]
 
 
+@pytest.mark.slow
 def test_pictures_of_a_run_and_of_one_without_rounds(make_run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     folder = make_run("run", rounds=3)
     files = plot_run(History.load(folder), folder)
@@ -124,6 +125,7 @@ def test_traffic_has_a_logarithmic_axis_on_which_nothing_has_no_place() -> None:
         fs.plot(run([0.5]), against="time")
 
 
+@pytest.mark.slow
 def test_pictures_of_a_comparison_are_png_and_pdf_and_the_same_again(tmp_path: Path) -> None:
     curves = {"two": [run([0.2, 0.4], bytes_up=9), run([0.4, 0.6], bytes_up=9)], "one": [run([0.5, 0.7], bytes_up=5)]}
     files = plot_comparison(curves, tmp_path)

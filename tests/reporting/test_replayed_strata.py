@@ -46,6 +46,7 @@ def test_purity_by_hand():
     assert view.purity() == (5 + 2) / 10
 
 
+@pytest.mark.slow
 def test_the_metrics_of_a_round_are_the_strata(tmp_path):
     """FedSSAR: what was recorded in round 2 are the clusters of the state after round 1."""
     history = fs.run(spec("fedssar"))
@@ -59,6 +60,7 @@ def test_methods_without_strata_say_so(method):
         strata_after(fs.prepare(spec(method)), 1)
 
 
+@pytest.mark.slow
 def test_folders_that_are_no_use(tmp_path):
     with pytest.raises(SpecError, match="no run folder"):
         strata_of_folder(tmp_path)
@@ -79,6 +81,7 @@ def test_the_plane_keeps_what_varies():
     assert plane(np.ones((1, 3), dtype=np.float32))[0].tolist() == [[0, 0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clients", [12, 300])
 def test_a_picture_of_pies_or_of_dots(clients, tmp_path):
     """Two strata far apart, each with a label of its own, in that label's colour on the right half."""

@@ -145,6 +145,7 @@ def test_killed_from_outside_and_resumed_by_command(tmp_path, undisturbed, capsy
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_changes_nothing(tmp_path, undisturbed):
     folder = tmp_path / "run"
     shutil.copytree(undisturbed["scaffold"], folder)

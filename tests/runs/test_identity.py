@@ -83,6 +83,7 @@ def test_an_edited_spec_file_is_not_what_the_run_was(folder: Path, edited: str, 
     assert "this run has" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_more_rounds_go_on_and_are_noted(folder: Path) -> None:
     assert main(["run", "--resume", str(folder), "--set", "training.rounds=4", "--quiet"]) == 0
     history = fs.History.load(folder)
@@ -294,6 +295,7 @@ def long_division(shift: int = 0) -> fs.Given:
     return fs.Given(indices=np.roll(np.arange(160), shift).reshape(4, 40))
 
 
+@pytest.mark.slow
 def test_long_lists_of_indices_lie_beside_the_spec(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """They were thousands of its lines."""
     own, out = spec(partition=long_division()), tmp_path / "run"

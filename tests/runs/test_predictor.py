@@ -88,6 +88,7 @@ RUNS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_it_finds_on_raw_samples_what_the_run_reported(case: str, tmp_path: Path) -> None:
     change, data = RUNS[case]
@@ -266,6 +267,7 @@ def test_samples_that_do_not_fit(trained) -> None:
         predictor.predict(np.full((2, 8, 8), "a"))
 
 
+@pytest.mark.slow
 def test_statistics_of_batches(tmp_path: Path) -> None:
     local = {"model": "resnet20", "training": {"rounds": 1, "local_steps": 3, "batch_norm": "local"}}
     history = fs.run(spec(**local), out=tmp_path / "run", data=IMAGES)

@@ -32,6 +32,7 @@ def exactly_unbiased(made, sizes: np.ndarray, m: int) -> None:
     np.testing.assert_allclose(probabilities(made, len(sizes)).sum(axis=1), 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.integers(1, 12), st.integers(0, 2**16))
 def test_the_expected_weight_is_the_share_of_the_data_exactly(sizes, m, seed):

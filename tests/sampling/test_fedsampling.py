@@ -56,6 +56,7 @@ def test_an_answer_is_kept_only_where_it_is_used_again(tiny, reuse, known):
     assert state.known.tolist() == known
 
 
+@pytest.mark.slow
 def test_the_estimate_is_unbiased_under_privacy(tiny):
     """Mean over 400 rounds within four standard errors of the truth, 60 clients of 8 samples."""
     federation = tiny(60)

@@ -70,6 +70,7 @@ def test_clipping_biases_it_to_what_the_bound_leaves():
     assert abs(found.mean() - np.minimum(sizes, 49).sum()) < 4 * error
 
 
+@pytest.mark.slow
 def test_a_mean_estimate_that_is_right_keeps_too_many_samples():
     """The figures of docs/sampling.md: ε = 3, M = 100, ten clients of 600 samples, a tenth of them wanted."""
     alpha = truth_probability(3.0, 100)

@@ -93,6 +93,7 @@ def test_with_replacement_counts_are_multinomial():
     close(counts(NORMS, [5, 3, 2], True), expected, allocation[STRATA])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [True, False])
 def test_clients_without_gradients_are_drawn_uniformly(replacement):
     allocation = np.array([2, 1, 1])
@@ -100,6 +101,7 @@ def test_clients_without_gradients_are_drawn_uniformly(replacement):
     close(found, (allocation / SIZES)[STRATA], allocation[STRATA])
 
 
+@pytest.mark.slow
 def test_one_without_replacement_is_importance_sampling():
     ones = np.array([1, 1, 1])
     close(counts(NORMS, [1, 1, 1], False), NORMS / np.array([8, 4, 3])[STRATA], ones[STRATA])

@@ -45,6 +45,7 @@ def test_what_is_known_of_a_client_stays_when_it_keeps_no_sample(name, tiny):
     assert (after[0] != before[0]).any()
 
 
+@pytest.mark.slow
 def test_nobody_is_starved():
     """Who once kept no sample had Z = 0, was never drawn again, and so could never show another Z."""
     spec = fs.Experiment.from_table(

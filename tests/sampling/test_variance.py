@@ -92,6 +92,7 @@ UNBIASED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", UNBIASED)
 def test_the_mean_aggregate_is_the_full_one(name, frozen):
     sizes, updates = frozen
@@ -148,6 +149,7 @@ def similar(clusters: np.ndarray, m: int):
     return select
 
 
+@pytest.mark.slow
 def test_fedssar_on_homogeneous_clusters_is_unbiased_and_without_variance(frozen):
     """Clusters of 12, 8 and 4 equal clients get 3, 2 and 1 of the 6 places: every draw is the full mean."""
     clusters = np.repeat([0, 1, 2], [12, 8, 4])[np.random.default_rng(1).permutation(N)]

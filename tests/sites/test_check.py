@@ -23,7 +23,7 @@ from fedstrata.sites.check import check
 from fedstrata.sites.members import members, revoke
 from fedstrata.sites.start import start
 
-pytestmark = pytest.mark.xdist_group("kits")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kits")]
 GOOD = "age,ill\n" + "".join(f"{20 + n},{'yes' if n % 2 else 'no'}\n" for n in range(40))
 
 

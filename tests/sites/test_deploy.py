@@ -34,6 +34,8 @@ from fedstrata.sites.settings import LOCAL, JobSpec, SiteSettings
 from fedstrata.sites.simulator import _sites_before
 from fedstrata.sites.site_server import SiteServer
 
+pytestmark = pytest.mark.slow
+
 needs_nvflare = pytest.mark.skipif(importlib.util.find_spec("nvflare") is None, reason="needs the extra nvflare")
 HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"
 EXAMPLE = HOSPITALS / "sites.toml"
@@ -183,6 +185,7 @@ class _Line:
         return self.sites[site].call("server", data)
 
 
+@pytest.mark.slow
 @needs_nvflare
 def test_a_server_does_not_answer_a_changed_spec_with_the_old_runs_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -647,6 +650,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "kits"
 
 
+@pytest.mark.slow
 @needs_nvflare
 def test_everybody_gets_a_folder_with_what_to_do(kits: Path) -> None:
     assert {path.name for path in kits.iterdir()} == {
@@ -662,6 +666,7 @@ def test_everybody_gets_a_folder_with_what_to_do(kits: Path) -> None:
             assert ("fedstrata submit" if path.name == "admin" else "bash startup/start.sh") in text
 
 
+@pytest.mark.slow
 @needs_nvflare
 def test_a_site_lets_a_job_name_our_classes_and_bring_no_code(kits: Path) -> None:
     for name in ("server", "cleveland"):

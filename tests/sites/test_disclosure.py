@@ -69,6 +69,7 @@ def _recorded(table: dict[str, Any], folder: Path) -> Recorder:
         return recorded(table, folder, data=combinations.data())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.long] if name == "stratify single" else []) for name in ROWS]
 )
@@ -159,6 +160,7 @@ class Losing(Recorder):
         return match
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "kind"), [*((codec, Gradient) for codec in CODECS), ("powersgd", Coefficients)], ids=str
 )

@@ -728,6 +728,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.slow
 def test_parts_of_a_group_are_counted_and_booked_also_when_it_breaks(tmp_path: Path) -> None:
     made = Site(tmp_path, TOGETHER, policy=Policy(jobs="within-policy", megabytes=3.0))
     made.begin()

@@ -19,7 +19,7 @@ from fedstrata.sites.kits import LOGGING, RESOURCES
 from fedstrata.sites.start import start
 from fedstrata.sites.stop import stop
 
-pytestmark = pytest.mark.xdist_group("kits")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kits")]
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from fedstrata.base.errors import DataError
 from fedstrata.cli import main
 from fedstrata.sites.manifest import CERTIFICATE, FINGERPRINTS, MANIFEST, SECRET, fingerprint, sign, verify
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_key_of_fingerprints_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.csv").write_bytes(b"1")

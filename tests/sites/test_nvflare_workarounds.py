@@ -144,6 +144,7 @@ print((before - psutil.Process().memory_info().rss) / 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library")
 def test_what_lies_free_goes_back_to_the_system() -> None:
     """The memory of a server's process grew for as long as messages came."""

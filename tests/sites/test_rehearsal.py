@@ -14,6 +14,8 @@ from fedstrata.base.jsonl import read_jsonl
 from fedstrata.cli import main
 from fedstrata.clients.training import local as training
 
+pytestmark = pytest.mark.slow
+
 HOSPITALS = Path(__file__).parents[2] / "examples" / "hospitals"
 MODEL = "model.safetensors"
 

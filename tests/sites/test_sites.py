@@ -155,6 +155,7 @@ def test_clients_at_sites_compute_what_they_compute_here(
     assert _same(sites(spec, site_of_client).run(), fs.run(spec))
 
 
+@pytest.mark.slow
 def test_the_books_are_those_of_the_local_engine(sites: Callable[..., Sites]) -> None:
     spec = _spec("stratify", method={"mode": "single", "cap": 8})
     there, here = sites(spec).run(), fs.run(spec)
@@ -163,6 +164,7 @@ def test_the_books_are_those_of_the_local_engine(sites: Callable[..., Sites]) ->
             assert one[key] == other[key], key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("table", [{"method": "sfl"}, {"method": "stratify", "mode": "single", "cap": 8}], ids=str)
 def test_a_relay_goes_through_the_server_where_sites_may_not_talk(
@@ -375,6 +377,7 @@ def test_a_site_that_has_answered_keeps_nobody_waiting_for_its_parts() -> None:
         read(within(60, lambda: sums.add_up("a", records.encode(Part("g", [0], [torch.ones(1)])))), Total)
 
 
+@pytest.mark.slow
 def test_a_group_that_loses_a_site_is_void_and_nobody_waits_for_it(sites: Callable[..., Sites], tmp_path: Path) -> None:
     spec = _spec("stratify", method={"cap": 4}, model={"name": "resnet20"}, training={"rounds": 1})
     made = sites(spec)
@@ -521,6 +524,7 @@ def test_a_run_does_not_go_on_where_its_clients_states_are_not(
         sites(spec).run(tmp_path / "here", resume=True)
 
 
+@pytest.mark.slow
 def test_clients_that_are_dealt_to_other_sites_have_lost_their_states_and_the_events_say_so(
     sites: Callable[..., Sites], tmp_path: Path
 ) -> None:
@@ -675,6 +679,7 @@ def _refusal(spec: fs.Experiment, files: dict[str, Path], test: Path | None, tmp
 X, Y = np.zeros((4, 8, 8)), np.zeros(4, int)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arrays", "private", "told"),
     [
@@ -781,6 +786,7 @@ def tables(tmp_path: Path) -> Tables:
     return spec, files, cells
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("normalize", ["standard", "unit", "none"])
 @pytest.mark.parametrize("evaluation", [{}, {"client_test": 0.25}, {"validation": 0.2, "client_test": 0.25}])
 def test_tables_at_sites_and_the_pooled_table_give_the_same_model(
@@ -841,6 +847,7 @@ def test_a_run_goes_on_with_what_it_began_with(tables: Tables, tmp_path: Path) -
     assert [record["clients_returned"] for record in history] == [3, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -869,6 +876,7 @@ def test_a_table_that_is_not_what_the_schema_says_is_refused_by_column_and_rule(
     assert re.search(problem, caplog.text), "the site's log has all of it"
 
 
+@pytest.mark.slow
 def test_a_site_with_too_few_rows_or_with_those_of_two_clients_is_refused(tables: Tables, tmp_path: Path) -> None:
     build, files, cells = tables
     spec = build(partition={"name": "natural", "min_size": 20})
@@ -962,6 +970,7 @@ def test_a_site_may_bring_test_samples(own: Any, tmp_path: Path) -> None:
     assert there[-1]["accuracy"] == here[-1]["accuracy"]
 
 
+@pytest.mark.slow
 def test_a_personal_model_is_measured_at_its_site(own: Any, tmp_path: Path) -> None:
     plain, _, test = own
     settings = fs.Evaluation(client_test=0.25, fine_tune=2, metrics=["accuracy", "log-loss"])

@@ -138,6 +138,7 @@ def test_the_best_model_is_left_where_the_rounds_run_out():
     assert history.summary["model_round"] == history.best_round
 
 
+@pytest.mark.slow
 def test_keep_best_keeps_the_best(tmp_path):
     history = fs.run(spec("keep-best"), out=tmp_path / "run")
     _, params = model_after(history.best_round)
@@ -186,6 +187,7 @@ def test_one_that_raises_loses_nothing(tmp_path):
     assert model_bytes(tmp_path / "run") == model_bytes(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_after_a_checkpoint_does_not_make_another(tmp_path):
     """The second one listed no states: clients of SCAFFOLD went on with those of an earlier round."""
 

@@ -264,6 +264,7 @@ def test_toml_that_python_trips_over_is_refused(tmp_path, text, message):
     assert caught.value.key == "spec"
 
 
+@pytest.mark.slow
 def test_arguments_that_toml_cannot_hold_are_refused():
     table = {"model": {"name": "torch.nn:Linear", "arguments": parse_toml(".".join(["a"] * 5000) + " = 1")}}
     with pytest.raises(SpecError, match="spec: nested too deeply"):

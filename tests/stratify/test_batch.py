@@ -51,6 +51,7 @@ def with_batchnorm() -> nn.Module:
         return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_fifty_steps_are_those_of_centralised_sgd(start, balanced, partition, execution):
@@ -65,6 +66,7 @@ def test_fifty_steps_are_those_of_centralised_sgd(start, balanced, partition, ex
     assert_same(started, sgd, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["fused", "per-client"])
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_with_batchnorm_too(start, balanced, partition, execution):
@@ -219,6 +221,7 @@ def test_labels_train_as_often_as_the_schedule_says(start, skewed, rule, frequen
         assert often.max() <= 75
 
 
+@pytest.mark.slow
 def test_weighted_selection_takes_more_from_larger_holders(start):
     """One label that matters, two holders of 90 and 9 samples, batches of one: ten in eleven go to the larger."""
     generator = np.random.default_rng(0)
@@ -343,6 +346,7 @@ def test_a_client_that_answers_a_reservation_with_garbage_is_done_without(start,
     assert all(bool(torch.isfinite(w).all()) for w in started.state.weights.params.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
@@ -549,6 +553,7 @@ def test_settings_of_batches_are_refused_where_there_are_none(balanced, settings
         prepare(spec_of("iid", **settings), data=balanced)
 
 
+@pytest.mark.slow
 def test_local_steps_with_batchnorm_are_the_same_however_sums_are_computed(balanced):
     """Statistics are those of the union batch in every step."""
     found = []

@@ -138,6 +138,7 @@ def test_an_epoch_is_that_of_centralised_sgd_on_the_batches_that_were_made(start
     assert_same(started, sgd, 1e-5)
 
 
+@pytest.mark.slow
 def test_with_batchnorm_too(start, balanced):
     def module():
         with torch_seeded(0, "module"):

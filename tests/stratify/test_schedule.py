@@ -35,6 +35,7 @@ def test_nobody_holds_anything(replies):
     assert len(schedule(frequencies(holders.totals()), np.random.default_rng(0))) == 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.dictionaries(st.integers(0, 9), st.integers(1, 50), max_size=6), min_size=1, max_size=8))
 def test_holders_lose_nothing(clients):
     holders = Holders.of({k: reply(counts) for k, counts in enumerate(clients)})
@@ -113,6 +114,7 @@ def test_only_holders_are_chosen(wanted, weighted, seed):
     assert len(set(zeros)) == len(zeros) or len(zeros) > 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "chances"), [(None, [0.25] * 4), ({0: np.array([1.0, 2.0, 5.0, 0.0])}, [1 / 8, 2 / 8, 5 / 8, 0])]
 )

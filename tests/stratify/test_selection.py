@@ -64,6 +64,7 @@ def brute_force(wanted: np.ndarray, available: np.ndarray, chunk_size: int, owne
             i += longest
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 5).flatmap(
         lambda p: st.tuples(

@@ -118,6 +118,7 @@ def trained_labels(started) -> np.ndarray:
     return np.bincount(labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("partition", "chunk_size"), [("#C=1", 5), ("dirichlet", 1), ("dirichlet", 5), ("dirichlet", 50), ("iid", 5)]
 )
@@ -142,6 +143,7 @@ def test_an_epoch_is_centralised_sgd_sample_by_sample(start, balanced, partition
     assert metrics["train_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [None, "dropout", "clip"])
 def test_one_pass_gives_the_same_bits_and_the_same_books(start, balanced, model):
     def module() -> nn.Module | None:
@@ -161,6 +163,7 @@ def test_one_pass_gives_the_same_bits_and_the_same_books(start, balanced, model)
         assert one == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["uniform", "weighted"])
 @pytest.mark.parametrize(
     ("rule", "frequencies"), [("capped", [50, 50, 10]), ("uncapped", [120, 50, 10]), ("uniform", [60, 60, 60])]
@@ -178,6 +181,7 @@ def test_labels_train_as_often_as_the_schedule_says(start, skewed, rule, frequen
     assert max(refills) >= (5 if rule == "uniform" else 0)
 
 
+@pytest.mark.slow
 def test_a_longer_chunk_saves_hops_and_a_task_never_leaves_its_chunk(start, balanced):
     hops = {}
     for chunk_size in (1, 5, 50):
@@ -350,6 +354,7 @@ class Lying(Listening):
         return moved, (dataclasses.replace(reply, **self.lie) if client == 1 else reply)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lie", "problem"),
     [
@@ -391,6 +396,7 @@ def test_planning_an_epoch_of_mnist_takes_no_time(start):
     assert sum(len(task.places) for task in route._queue) == 60_000
 
 
+@pytest.mark.slow
 def test_an_mlp_learns_digits_from_one_class_a_client():
     spec = fs.Experiment.from_table(
         {

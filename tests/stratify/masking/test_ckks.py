@@ -112,6 +112,7 @@ def decrypted(comparing: Pair, grid: SlotLayout, difference: int, ciphertexts: i
     return np.concatenate(found)
 
 
+@pytest.mark.slow
 def test_a_comparison_shows_zero_or_uniform_noise(comparing: Pair) -> None:
     grid = SlotLayout(100)
     assert TOLERANCE < 0.5

@@ -159,6 +159,7 @@ def test_a_class_that_nobody_holds_is_no_placeholder(masking: str, site: Sites) 
     check_against(federation, roll_of(federation, masking), HOLDINGS)
 
 
+@pytest.mark.slow
 def test_the_unique_list_stops_when_it_is_complete(site: Sites) -> None:
     holdings = [{"a": 1, "b": 1}, {"b": 1, "c": 2}, *[{"c": 1, "a": 1}] * 10]
     federation = site(holdings)

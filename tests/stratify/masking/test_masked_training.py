@@ -77,6 +77,7 @@ def test_what_can_be_set_aside_tells_how_many_samples_of_a_placeholder_there_are
     assert sorted(served.tolist()) == sorted(torch.unique(labels, return_counts=True)[1].tolist())
 
 
+@pytest.mark.slow
 def test_a_masked_run_resumes_without_enrolling_again(tmp_path: Path) -> None:
     whole = fs.run(spec("ckks"), out=tmp_path / "whole")
     half = spec("ckks").model_copy(update={"evaluation": fs.Evaluation(checkpoint_every=1)})
@@ -142,6 +143,7 @@ def secrets_of(keys: Keys) -> list[bytes]:
     return pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["uniform", "weighted"])
 @pytest.mark.parametrize("masking", ["prf", "ckks"])
 def test_the_server_receives_no_label_and_no_secret(
@@ -170,6 +172,7 @@ def test_the_scan_would_find_what_it_looks_for(listened: Callable[..., tuple[Any
     assert sum(found) >= len(found) - 1  # all but the key in hexadecimal
 
 
+@pytest.mark.slow
 def test_the_contexts_that_the_server_received_cannot_decrypt(listened: Callable[..., tuple[Any, KeyRing]]) -> None:
     wire, _ = listened("ckks")
     messages = [records.decode(message) for message in wire.received]
@@ -183,6 +186,7 @@ def test_the_contexts_that_the_server_received_cannot_decrypt(listened: Callable
             context.secret_key()
 
 
+@pytest.mark.slow
 def test_replies_to_comparisons_are_positions_only(listened: Callable[..., tuple[Any, KeyRing]]) -> None:
     wire, _ = listened("ckks")
     messages = [records.decode(message) for message in wire.received]
