@@ -7,7 +7,7 @@ Those of fedstrata are listed in ``runs.simulation.HANDLERS``, those of a user's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.client import Client
@@ -103,8 +103,8 @@ class Handlers:
         Raises:
             FedstrataError: There is no such handler.
         """
-        handler: Handler = self._required(kind, "alone", "answer")
-        return handler
+        handler: Handler | None = self._table.get((kind, "alone"))
+        return handler or _refuse(kind, "answer")
 
     def hop(self, kind: type[Request]) -> HopHandler:
         """Return the function with which a client works on a travelling model.
@@ -112,8 +112,8 @@ class Handlers:
         Raises:
             FedstrataError: There is no such handler.
         """
-        handler: HopHandler = self._required(kind, "hop", "pass on")
-        return handler
+        handler: HopHandler | None = self._table.get((kind, "hop"))
+        return handler or _refuse(kind, "pass on")
 
     def sum(self, kind: type[Request]) -> SumHandler | None:
         """Return the function that sums all answers in one pass, or None."""
@@ -123,8 +123,7 @@ class Handlers:
         """Return the factory of relays in one pass, or None."""
         return self._table.get((kind, "relay"))
 
-    def _required(self, kind: type[Request], way: str, verb: str) -> Any:
-        if (kind, way) not in self._table:
-            problem = f"clients do not know how to {verb} {kind.__name__}: name its handler in Method.handlers"
-            raise FedstrataError(problem)
-        return self._table[kind, way]
+
+def _refuse(kind: type[Request], verb: str) -> NoReturn:
+    problem = f"clients do not know how to {verb} {kind.__name__}: name its handler in Method.handlers"
+    raise FedstrataError(problem)

@@ -46,8 +46,8 @@ def starting_point(client: Client, request: Fit | Compress | LossReport | Evalua
     """Return the model of a request, with the client's own BatchNorm statistics if it keeps some."""
     local = client.context.config.training.batch_norm == "local"
     sent = request.weights
-    own = client.state.get(BUFFERS)
-    return Weights(sent.params, {**sent.buffers, **own}) if local and isinstance(own, dict) else sent
+    kept = client.state.get(BUFFERS)
+    return Weights(sent.params, {**sent.buffers, **kept}) if local and isinstance(kept, dict) else sent
 
 
 def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> FitReply:

@@ -19,7 +19,7 @@ from fedstrata.clients.context import ClientContext
 from fedstrata.clients.training.devices import CPU, moved, placed
 from fedstrata.clients.training.sgd import SGD, ManualSGD, Tensors
 from fedstrata.federation.messages import Extra, Params, Weights
-from fedstrata.federation.settings import Training
+from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
@@ -77,7 +77,7 @@ class LocalData:
             return
         full_batches = training.local_steps is not None
         batches = -(-n // size) - (pairs and size > 1 and n % size == 1)
-        steps = training.epochs * batches if training.local_steps is None else training.local_steps
+        steps = training.local_steps or (training.local_epochs or DEFAULT_EPOCHS) * batches
         done = 0
         while done < steps:
             order = generator.permutation(n)
