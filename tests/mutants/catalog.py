@@ -331,8 +331,8 @@ MUTANTS = [
     ),
     checks(
         "another dtype passes",
-        "if found.shape != tensor.shape or found.dtype != tensor.dtype:",
-        "if found.shape != tensor.shape:",
+        "if other.shape != tensor.shape or other.dtype != tensor.dtype:",
+        "if other.shape != tensor.shape:",
     ),
     messages("negative counts", "if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:", "if reply.samples < 0:"),
     there("periods begin a round late", "(round - 1) // self.period", "round // self.period"),

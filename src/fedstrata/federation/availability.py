@@ -1,7 +1,7 @@
-"""Who is there, and how fast: models of dropout and stragglers.
+"""Availability models: which clients drop out of a round, and how fast clients are.
 
-A client's fate in a round is a function of (seed, round, client) alone. One client more, or another set of invited
-clients, changes nobody else's.
+Whether a client is online in a round depends only on the seed, the round and the client: neither further clients nor
+another set of invited clients change it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, PrivateAttr, model_validator
 
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
@@ -37,13 +29,13 @@ Clients = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The clients of a federation, as far as whoever runs it knows them.
+    """The clients of a federation, and their samples if these are known.
 
     Args:
-        clients: N.
-        classes: C.
-        assignment: Whose the training samples are: known to a simulation, None where sites keep their own.
-        y: The label of every training sample.
+        clients: Number of clients, N.
+        classes: Number of classes, C.
+        assignment: The training samples of each client; None at real sites, where only a client knows its samples.
+        y: The label of every training sample; None at real sites.
     """
 
     clients: int
@@ -53,30 +45,30 @@ class Population:
 
     @property
     def sizes(self) -> NDArray[np.int64] | None:
-        """Training samples of each client, (N,); None where they are not known."""
+        """Number of training samples of each client, (N,); None if unknown."""
         return None if self.assignment is None else self.assignment.sizes
 
     @cached_property
     def labels(self) -> NDArray[np.int64] | None:
-        """Training samples of each class at each client, (N, C); None where they are not known."""
+        """Number of training samples of each class at each client, (N, C); None if unknown."""
         if self.assignment is None or self.y is None:
             return None
         return self.assignment.counts(self.y, self.classes)
 
 
 class Availability(Setting):
-    """When clients answer.
+    """A model of when clients answer.
 
     Args:
-        announced: Whether the server knows who is online and invites only among them. By default it does not, and
-            an invited client that is offline is simply absent.
-        deadline: Simulated seconds after which a reply comes too late; none by default.
-        seconds_per_sample: What one sample-gradient takes the median client, in simulated seconds.
-        speed_spread: Standard deviation of the logarithm of the clients' speeds; 0 makes all alike. A client keeps
-            its speed for the whole run.
-        bandwidth_up: Megabits that a client sends in a simulated second; transfers take no time unless given.
-        bandwidth_down: Megabits that it gets in one.
-        latency: Simulated seconds that a message is on its way besides, in each direction.
+        announced: Whether the server knows which clients are online, and invites only these. By default it does not
+            know, and an invited client that is offline is absent.
+        deadline: Simulated seconds after which a reply is too late. Default: no deadline.
+        seconds_per_sample: Simulated seconds that the median client takes for one sample-gradient.
+        speed_spread: Standard deviation of the logarithm of the clients' speeds; 0 makes all speeds equal. A client
+            keeps its speed for the whole run.
+        bandwidth_up: Megabits per simulated second that a client sends. Default: sending takes no time.
+        bandwidth_down: Megabits per simulated second that a client receives. Default: receiving takes no time.
+        latency: Simulated seconds that each message takes in addition, in each direction.
     """
 
     announced: bool = False
@@ -89,7 +81,7 @@ class Availability(Setting):
 
     @property
     def network(self) -> bool:
-        """Whether transfers take time."""
+        """Whether the transfer of a message takes time."""
         return self.bandwidth_up is not None or self.bandwidth_down is not None or self.latency > 0
 
     @property
@@ -98,7 +90,11 @@ class Availability(Setting):
         return self.deadline is not None or self.speed_spread > 0 or self.network
 
     def transfer(self, size: int, bandwidth: float | None) -> float:
-        """Simulated seconds in which a message of so many bytes arrives, over so many megabits a second.
+        """Return the simulated seconds that a message takes.
+
+        Args:
+            size: Size of the message in bytes.
+            bandwidth: Megabits per second; None for an unlimited bandwidth.
 
         >>> Always(bandwidth_down=10, latency=0.5).transfer(1_250_000, 10)
         1.5
@@ -106,21 +102,21 @@ class Availability(Setting):
         return self.latency + (0.0 if bandwidth is None else size * 8e-6 / bandwidth)
 
     def check(self, population: Population) -> None:
-        """Raise ``SpecError`` where these settings do not fit the federation.
+        """Raise ``SpecError`` if these settings do not fit the federation.
 
-        Called once before the first round, of a copy that is this run's own: what ``online`` needs to know of the
-        clients may be kept in a ``pydantic.PrivateAttr``.
+        Called once before the first round, on a copy for this run: a model may keep what ``online`` needs in a
+        ``pydantic.PrivateAttr``.
 
         Args:
-            population: The clients, as far as they are known.
+            population: The clients.
         """
 
     @abstractmethod
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Whether each of ``clients`` is there in a round (counted from 1)."""
+        """Return for each of ``clients`` whether it is online in a round (counted from 1)."""
 
     def seconds(self, clients: Clients, work: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
-        """Simulated seconds that each client takes for ``work`` sample-gradients."""
+        """Return the simulated seconds that each client takes for ``work`` sample-gradients."""
         median: NDArray[np.float64] = work * self.seconds_per_sample
         if self.speed_spread == 0:
             return median
@@ -132,24 +128,24 @@ class Availability(Setting):
 
 
 class Always(Availability):
-    """Everybody answers, always."""
+    """All clients are always online."""
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """All of them."""
+        """Return True for every client."""
         return np.ones(len(clients), dtype=bool)
 
 
 class Bernoulli(Availability):
-    """Each client answers with probability ``p``, anew every round (ReBaFL §5.2).
+    """Each client is online with probability ``p``, independently in each round (ReBaFL §5.2).
 
     Args:
-        p: Probability of being there.
+        p: Probability that a client is online.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Independent draws.
+        """Return an independent draw for each client and round.
 
         >>> bool(Bernoulli(p=1.0).online(np.arange(5), 1, seed=0).all())
         True
@@ -158,27 +154,27 @@ class Bernoulli(Availability):
 
 
 class Persistent(Availability):
-    """Each client's state is drawn every ``period`` rounds and kept in between (ReBaFL §5.5.3).
+    """Whether a client is online is drawn every ``period`` rounds, and kept in between (ReBaFL §5.5.3).
 
     Args:
-        p: Probability of being there in a period.
-        period: s, in rounds.
+        p: Probability that a client is online in a period.
+        period: Length of a period in rounds, s.
     """
 
     p: float = Field(default=0.5, gt=0, le=1)
     period: PositiveInt = 20
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Draws of the period that the round lies in."""
+        """Return the draws of the period that the round lies in."""
         return uniforms(seed, "online", (round - 1) // self.period, clients) < self.p
 
 
 class AvailabilityGroup(Setting):
-    """A run of consecutive clients with their own probability.
+    """A group of consecutive clients with the same probability.
 
     Args:
-        clients: How many.
-        p: Probability of being there in a round.
+        clients: Number of clients in the group.
+        p: Probability that a client of the group is online in a round.
     """
 
     clients: PositiveInt
@@ -186,57 +182,49 @@ class AvailabilityGroup(Setting):
 
 
 class Grouped(Availability):
-    """Groups of clients with their own ``p`` each, in the order of the client numbers (ReBaFL, clustered setting).
+    """Groups of clients, each with its own ``p``, in the order of the client numbers (ReBaFL, clustered setting).
 
     Args:
-        groups: The groups, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``; their sizes add up to the
-            number of clients.
+        groups: The groups, such as ``[{clients = 4, p = 0.5}, {clients = 16, p = 0.2}]``. Their sizes must add up to
+            the number of clients.
     """
 
     groups: list[AvailabilityGroup] = Field(min_length=1)
 
     def check(self, population: Population) -> None:
-        """The groups must cover the clients exactly."""
+        """Refuse groups whose sizes do not add up to the number of clients."""
         total = sum(group.clients for group in self.groups)
         if total != population.clients:
             raise SpecError("groups", f"their sizes add up to {total}; the partition has {population.clients} clients")
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Independent draws with the probability of each client's group."""
+        """Return independent draws with the probability of each client's group."""
         ends = np.cumsum([group.clients for group in self.groups])
         p = np.array([group.p for group in self.groups])[np.searchsorted(ends, clients, side="right")]
         return uniforms(seed, "online", round, clients) < p
 
 
 class Trace(Availability):
-    """Who is there is read from a file.
+    """The rounds in which each client is online, read from a file.
 
     Args:
-        file: A CSV file with the columns ``client,first,last``: the client is there in the rounds first … last
-            (counted from 1). A client may have several lines; one without any is never there.
+        file: A CSV file with the columns ``client,first,last``: the client is online in the rounds from first to last
+            (counted from 1). A client may have several lines; a client without a line is never online.
     """
 
     file: str
 
     _intervals: dict[int, list[tuple[int, int]]] = PrivateAttr(default_factory=dict)
 
-    @field_validator("file")
-    @classmethod
-    def _exists(cls, file: str) -> str:
-        try:
-            there = Path(file).expanduser().is_file()
-        except (OSError, RuntimeError):  # longer than a name can be, or in the home of nobody
-            there = False
-        if not there:
-            raise ValueError("no such file; expected a CSV file with the columns client,first,last")
-        return file
-
     @model_validator(mode="after")
     def _read(self) -> Trace:
         try:
             with Path(self.file).expanduser().open(newline="", encoding="utf-8") as lines:
                 self._parse(csv.DictReader(lines))
-        except (OSError, ValueError, csv.Error) as error:
+        except FileNotFoundError:
+            problem = "no such file; expected a CSV file with the columns client,first,last"
+            raise SpecError("file", problem, self.file) from None
+        except (OSError, RuntimeError, ValueError, csv.Error) as error:  # RuntimeError: the home of an unknown user
             raise SpecError("file", f"cannot be read as a trace: {error}", self.file) from None
         return self
 
@@ -253,16 +241,16 @@ class Trace(Availability):
             self._intervals.setdefault(client, []).append((first, last))
 
     def check(self, population: Population) -> None:
-        """Every client of the file must exist."""
+        """Refuse a file with a client that does not exist."""
         unknown = [client for client in self._intervals if not 0 <= client < population.clients]
         if unknown:
             last = population.clients - 1
             raise SpecError("file", f"names client {unknown[0]}; there are clients 0 to {last}", self.file)
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
-        """Whether the round lies in one of the client's intervals."""
-        there = [any(a <= round <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
-        return np.array(there, dtype=bool)
+        """Return for each client whether the round lies in one of its intervals."""
+        online = [any(a <= round <= b for a, b in self._intervals.get(int(c), ())) for c in clients]
+        return np.array(online, dtype=bool)
 
 
 AVAILABILITIES: Registry[Availability] = Registry(

@@ -1,4 +1,4 @@
-"""Where clients live: what an engine must do, and what server and clients agree on."""
+"""The interface of engines, and the settings that server and clients share."""
 
 from __future__ import annotations
 
@@ -19,21 +19,20 @@ from fedstrata.models.model import Model
 
 @dataclass(frozen=True)
 class FederationConfig:
-    """What server and clients agree on before the first round.
+    """The settings that server and clients share before the first round.
 
     Args:
         seed: The experiment's seed.
-        training: How clients train.
+        training: The settings of local training.
         model: The architecture, as a pure function of its parameters.
-        classes: C.
-        clients: N.
-        sizes: n_k of every client, shape (N,), where a simulation knows them; a method never uses them to train, only
-            to warn and to simulate time.
-        server_data: Training samples that no client holds, for a method whose server has data of its own; None where
-            there cannot be any.
+        classes: Number of classes, C.
+        clients: Number of clients, N.
+        sizes: Number of samples of every client, n_k, shape (N,); None at real sites. A method uses the sizes only for
+            warnings and for simulated time, never for training.
+        server_data: Training samples that no client holds, for a method whose server has its own data; None at clients.
         weight_diversity: Whether a method that combines models records how far they are from each other.
-        random: Whether the model's forward pass draws random numbers while it trains.
-        privacy: The fewest samples behind what clients send, as the spec has it; a site may want more.
+        random: Whether the model's forward pass draws random numbers during training.
+        privacy: The smallest number of samples that may contribute to an answer; a site may require more.
     """
 
     seed: int
@@ -50,13 +49,13 @@ class FederationConfig:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a client's answer is missing.
+    """The reason for which a client's answer is missing.
 
     Args:
-        reason: In words.
-        error: The exception, where there was one.
-        bystander: Whether it answered well and lost its answer because another of its group failed.
-        refused: Whether something came that cannot be used.
+        reason: The reason in words.
+        error: The client's exception, if it raised one.
+        bystander: Whether the answer is missing only because another client of the group failed.
+        refused: Whether an answer came that cannot be used.
     """
 
     reason: str
@@ -66,81 +65,81 @@ class Failure:
 
 
 EngineEvent = tuple[str, list[ClientId], str]
-"""What happened in an engine: its kind, whom it concerns, and why."""
+"""An event of an engine: its kind, its clients, and the reason."""
 
 
 class RelaySession(Protocol):
-    """One relay: the model goes from client to client, in the order of the calls of ``hop``."""
+    """A relay: the model goes from client to client, in the order of the calls of ``hop``."""
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """One client's part. What the reply says about the model's work may still be missing."""
+        """Let one client do its part. Values in the reply that depend on the model may be missing until ``finish``."""
 
     def keep(self, accepted: bool) -> None:
-        """Whether the last part and what changed in its client's state count; not called after a ``Failure``."""
+        """Accept or reject the last part, with its client's new state; not called after a ``Failure``."""
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """The model after all parts that count, and for each of them, in order, the whole reply or why it failed."""
+        """Return the model after all accepted parts, and for each of them, in order, the whole reply or a failure."""
 
 
 class Engine(ABC):
-    """Where clients live: everything that a federation needs of it.
+    """An engine runs the clients, in this process, in others or at sites.
 
-    - **ask**: every client answers for itself, or all *together* in a group that can ``all_reduce_sum``; **ask_sum**
-      is the sum of all answers in one pass, where there is such a pass;
-    - **relay**: a model that goes from client to client;
-    - **commit**: what a client changed in its own state counts only once its answer was accepted;
-    - **state by round**: where clients keep their states themselves (``keeps_states``), they go back to those after a
-      round (``restore``) and write them to where they survive (``save``);
-    - **events**: what happened that nobody asked about;
+    - **ask**: every client answers for itself, or all *together* as a group that can ``all_reduce_sum``; **ask_sum**
+      returns the sum of all answers, if the engine computes it in one pass;
+    - **relay**: a model goes from client to client;
+    - **commit**: a client's new state becomes valid only when its answer is accepted;
+    - **state by round**: if clients keep their states themselves (``keeps_states``), they return to the states after a
+      round (``restore``), and write their states to disk (``save``);
+    - **events**: events that do not belong to an answer, such as the loss of a site;
     - **close**.
     """
 
     keeps_states: ClassVar[bool] = False
-    """Whether clients keep their states where they live, so that a checkpoint of the server has none."""
+    """Whether clients keep their states themselves, so that a checkpoint of the server has none."""
 
     @abstractmethod
     def ask(self, requests: Mapping[ClientId, Request], *, together: bool) -> Mapping[ClientId, Reply | Failure]:
-        """Answers in any order; ``together`` runs all clients at once, as a group."""
+        """Return the answers, in any order; ``together`` runs all clients at the same time, as a group."""
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
-        """The sum of all replies, computed in one pass; None where the engine has no such pass."""
+        """Return the sum of all replies if the engine computes it in one pass, otherwise None."""
         return None
 
     @abstractmethod
     def hop(self, client: ClientId, task: Request, weights: Weights) -> tuple[Weights, Reply] | Failure:
-        """Let one client work on a travelling model that comes and goes with the call."""
+        """Let one client work on a travelling model; return the new model and the reply."""
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
-        """A relay of tasks of one kind that sets out with ``weights``."""
+        """Begin a relay of tasks of one kind with the model ``weights``."""
         return HopByHop(self, weights)
 
     @abstractmethod
     def commit(self, accepted: Iterable[ClientId]) -> None:
-        """Keep the new state of these clients, drop that of all others that were just asked."""
+        """Keep the new states of these clients, and drop those of all others that were just asked."""
 
     def restore(self, round: int) -> None:
-        """Before the first exchange: clients go back to their states after ``round``; 0 to start anew."""
+        """Return the clients to their states after ``round``, before the first exchange; 0 for a new run."""
         return
 
     def save(self, round: int) -> None:
-        """Before a checkpoint of the server: clients write their states to where they survive."""
+        """Let the clients write their states to disk, before a checkpoint of the server."""
         return
 
     def events(self) -> Iterable[EngineEvent]:
-        """What happened since it was last asked."""
+        """Return the events since the last call."""
         return ()
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's processes, memory and files."""
 
 
 class HopByHop:
     """A relay whose model comes back after every hop; see ``RelaySession``.
 
     Args:
-        engine: Where clients live.
-        weights: The model that sets out.
+        engine: The engine of the clients.
+        weights: The model to start with.
     """
 
     def __init__(self, engine: Engine, weights: Weights) -> None:
@@ -149,7 +148,7 @@ class HopByHop:
         self._replies: list[Reply | Failure] = []
 
     def hop(self, client: ClientId, task: Request) -> Reply | Failure:
-        """Send the model there and back."""
+        """Send the model to a client, and receive the new one."""
         self._moved = None
         outcome = self._engine.hop(client, task, self._weights)
         if isinstance(outcome, Failure):
@@ -162,7 +161,7 @@ class HopByHop:
         return reply
 
     def keep(self, accepted: bool) -> None:
-        """Go on from where the last hop led to, or from where it began."""
+        """Continue with the model of the last hop if it is accepted, otherwise with the model before it."""
         assert self._moved is not None
         client, moved, reply = self._moved
         self._engine.commit([client] if accepted else [])
@@ -171,5 +170,5 @@ class HopByHop:
             self._replies.append(reply)
 
     def finish(self) -> tuple[Weights, list[Reply | Failure]]:
-        """The model after the last hop that counts."""
+        """Return the model after the last accepted hop, and the replies."""
         return self._weights, self._replies

@@ -1,7 +1,7 @@
-"""What server and clients say to each other: frozen records of tensors and plain values.
+"""Messages between server and clients: frozen records of tensors and plain values.
 
-All tensors are on the CPU. ``Params`` maps a parameter's name to its value. A method that needs to ask something else
-declares a ``Request`` and a ``Reply`` of its own, and how a client answers (``fedstrata.clients.handling``).
+All tensors are on the CPU. A method that needs another request declares its own ``Request`` and ``Reply``, and a
+handler with which clients answer (``fedstrata.clients.handling``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from fedstrata.federation.reply_checks import require_like
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
-"""Sample-gradients that answering takes: of a client with so many samples, or of each client."""
+"""Sample-gradients that an answer takes: a function of the client's number of samples, or a number for each client."""
 Params = dict[str, Tensor]
+"""Tensors by name."""
 Extra = dict[str, dict[str, Tensor]]
-"""What an objective sends along: a name for each group of tensors."""
+"""The message of an objective: groups of tensors by name."""
 
 
 Phase = Literal["enrolment", "round", "evaluation"]
@@ -83,43 +84,43 @@ class Reply(Message):
     """A client's answer."""
 
     def split_update(self, sent: Weights) -> tuple[Params, Self]:
-        """The change that it tells of, by name, which may travel encoded, and the answer without it.
+        """Return the model update of this reply, by name, and the reply without it; the update may travel encoded.
 
         Args:
-            sent: The model that came with the question.
+            sent: The model of the request.
         """
         return {}, self
 
     def merge_update(self, sent: Weights, change: Params) -> Self:
-        """What ``split_update`` took apart, or a part of it."""
+        """Return the reply with an update that ``split_update`` separated, or with a part of it."""
         return self
 
     def has_update(self) -> bool:
-        """Whether it comes of data at all, and not from a client that had none to train on."""
+        """Return True unless the client had no samples to train on."""
         return True
 
 
 class Request(Message):
-    """What the server asks a client."""
+    """A request to a client."""
 
     reply_type: ClassVar[type[Reply]] = Reply
-    """What the answer is."""
+    """The type of the reply."""
 
     rule: ClassVar[RequestRule]
     """What a site is told of the class before it takes part. Needed only if a job is to run at real sites."""
 
     def check(self, reply: Any) -> None:
-        """Refuse an answer that is well-formed and still wrong; that all numbers are finite is checked anyway.
+        """Refuse a reply of the right type with wrong values; NaN and infinity are always refused.
 
         Raises:
-            ReplyRefusedError: With what is wrong and what was expected.
+            ReplyRefusedError: A value is wrong.
         """
 
     def check_reply(self, reply: Any) -> None:
-        """``check``, after the answer's type.
+        """Refuse a reply of another type, or one that ``check`` refuses.
 
         Raises:
-            ReplyRefusedError: It is no answer to this request.
+            ReplyRefusedError: The reply is refused.
         """
         if not isinstance(reply, self.reply_type):
             wanted = f"{type(self).__name__}, which wants {self.reply_type.__name__}"
@@ -128,32 +129,32 @@ class Request(Message):
 
 
 class Requests(dict[ClientId, Request]):
-    """The request of each client; those that are the same for several clients are there once.
+    """The request of each client, in which a request to several clients is stored once.
 
     Args:
         distinct: The requests.
-        which: For each client, the place of its request in ``distinct``.
-        work: Sample-gradients that each client's answer takes; none where it is left out.
+        which: For each client, the index of its request in ``distinct``.
+        work: Sample-gradients that each client's answer takes. Default: zero.
     """
 
     def __init__(
         self, distinct: Sequence[Request], which: Mapping[ClientId, int], work: Mapping[ClientId, float] | None = None
     ) -> None:
-        super().__init__({client: distinct[place] for client, place in which.items()})
+        super().__init__({client: distinct[index] for client, index in which.items()})
         self.distinct, self.which, self.work = distinct, which, work or {}
 
     @classmethod
     def of(cls, clients: Iterable[ClientId], request: Request | Mapping[ClientId, Request]) -> Requests:
-        """One request for all clients, or one for each by a mapping."""
+        """Return one request for all clients, or the request of each client in a mapping."""
         if isinstance(request, Request):
             return cls([request], dict.fromkeys(map(int, clients), 0))
         if isinstance(request, Requests):
             return request if clients is request else request.among(clients)
-        own = {int(client): request[client] for client in clients}
-        return cls(list(own.values()), {client: place for place, client in enumerate(own)})
+        by_client = {int(client): request[client] for client in clients}
+        return cls(list(by_client.values()), {client: index for index, client in enumerate(by_client)})
 
     def among(self, clients: Iterable[ClientId], work: Mapping[ClientId, float] | None = None) -> Requests:
-        """The requests of some of the clients, with the work that they take."""
+        """Return the requests of some of the clients, with their work."""
         return Requests(self.distinct, {client: self.which[client] for client in clients}, work or self.work)
 
 
@@ -162,8 +163,8 @@ class Weights(Message):
     """A model's parameters and buffers.
 
     Args:
-        params: What is trained.
-        buffers: What is not, such as BatchNorm's running statistics.
+        params: The tensors that are trained.
+        buffers: The tensors that are not trained, such as BatchNorm's running statistics.
     """
 
     params: Params
@@ -173,7 +174,7 @@ class Weights(Message):
         """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
 
         Raises:
-            ReplyRefusedError: With the first difference.
+            ReplyRefusedError: There is a difference; the message names the first one.
         """
         require_like(self.params, like.params, "params")
         if self.buffers or like.buffers:
@@ -181,16 +182,15 @@ class Weights(Message):
 
 
 class ModelRequest(Request):
-    """A question about a model that comes along.
+    """A request with a model.
 
-    The model may travel as what its client missed of it, and the change that an answer tells of may travel encoded:
-    ``fedstrata.federation.communication``.
+    Model and update may travel encoded; see ``fedstrata.federation.communication``.
     """
 
     weights: Weights
 
     def changes(self, message: Extra) -> Params:
-        """Tensors like those of the change that an answer tells of; empty where it tells of none.
+        """Return tensors like those of the reply's update; none if the reply has no update.
 
         Args:
             message: Tensors like those of the objective's message.
@@ -203,15 +203,14 @@ class FitReply(Reply):
     """A locally trained model.
 
     Args:
-        weights: After local training.
-        samples: Samples that were used (n_k, or those kept); 0, as ``steps`` and ``seen``, where ``Fit`` wanted no
-            counts.
-        steps: Mini-batch steps really taken, K.
-        seen: Sample-gradients computed.
+        weights: The model after local training.
+        samples: Number of samples that were used. ``samples``, ``steps`` and ``seen`` are 0 if the request does not
+            allow counts.
+        steps: Number of mini-batch steps, K.
+        seen: Number of sample-gradients computed.
         loss: Mean training loss over the steps.
-        message: What the objective's client side sends.
-        trained: Whether it took a step at all. A client that took none sends the model back as it came, which says
-            nothing about its data.
+        message: The message of the objective's client side.
+        trained: Whether the client took a step. Without a step it returns the model unchanged.
     """
 
     weights: Weights
@@ -223,21 +222,18 @@ class FitReply(Reply):
     trained: bool = True
 
     def split_update(self, sent: Weights) -> tuple[Params, FitReply]:
-        """What training made of the parameters, and the objective's message."""
+        """Return the change of the parameters and the objective's message; only floating-point tensors."""
         after = self.weights.params
         moved = {name: after[name] - before for name, before in sent.params.items() if before.is_floating_point()}
-        still = {name: tensor for name, tensor in after.items() if name not in moved}
-        said = {f"message/{group}/{name}": t for group, part in self.message.items() for name, t in part.items()}
-        said = {name: tensor for name, tensor in said.items() if tensor.is_floating_point()}
-        left = {
-            group: {name: t for name, t in part.items() if not t.is_floating_point()}
-            for group, part in self.message.items()
-        }
-        change = {f"params/{name}": tensor for name, tensor in moved.items()} | said
-        return change, replace(self, weights=Weights(still, self.weights.buffers), message=left)
+        others = {name: tensor for name, tensor in after.items() if name not in moved}
+        change, message = {f"params/{name}": tensor for name, tensor in moved.items()}, Extra()
+        for group, part in self.message.items():
+            change |= {f"message/{group}/{name}": t for name, t in part.items() if t.is_floating_point()}
+            message[group] = {name: t for name, t in part.items() if not t.is_floating_point()}
+        return change, replace(self, weights=Weights(others, self.weights.buffers), message=message)
 
     def merge_update(self, sent: Weights, change: Params) -> FitReply:
-        """A model that is as far from ``sent`` as the client's was from what it had."""
+        """Return the reply whose model is ``sent`` plus the update."""
         params, message = dict(self.weights.params), {group: dict(part) for group, part in self.message.items()}
         for name, tensor in change.items():
             kind, _, rest = name.partition("/")
@@ -249,33 +245,33 @@ class FitReply(Reply):
         return replace(self, weights=Weights(params, self.weights.buffers), message=message)
 
     def has_update(self) -> bool:
-        """Not where no step was taken."""
+        """Return True if the client took a step."""
         return self.trained
 
 
 def fit_changes(weights: Weights, message: Extra) -> Params:
-    """Tensors like the change of a ``FitReply``.
+    """Return tensors like those of the update of a ``FitReply``.
 
     Args:
         weights: The model that was sent.
         message: Tensors like those of the reply's message.
     """
-    said = {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}
-    every = {f"params/{name}": tensor for name, tensor in weights.params.items()} | said
-    return {name: tensor for name, tensor in every.items() if tensor.is_floating_point()}
+    tensors = {f"params/{name}": tensor for name, tensor in weights.params.items()}
+    tensors |= {f"message/{group}/{name}": t for group, part in message.items() for name, t in part.items()}
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
 @record("Fit")
 class Fit(ModelRequest):
-    """Train locally, starting at ``weights``.
+    """A request to train locally, starting at ``weights``.
 
     Args:
         round: The round, counted from 1.
         weights: The global model.
-        message: What the objective's server side sends.
+        message: The message of the objective's server side.
         keep: Probability with which each sample is used this round (data-level sampling).
-        counts: Whether the reply may tell how many samples were used. Under local differential privacy of the
-            clients' sizes it must not: with the public ``keep`` it would give them away.
+        counts: Whether the reply may contain the number of samples that were used. With local differential privacy of
+            the clients' sizes it must not: this number and ``keep`` would reveal them.
     """
 
     reply_type: ClassVar[type[Reply]] = FitReply
@@ -288,19 +284,19 @@ class Fit(ModelRequest):
     counts: bool = True
 
     def changes(self, message: Extra) -> Params:
-        """Of the parameters, and the objective's message."""
+        """Return tensors like the parameters and the objective's message."""
         return fit_changes(self.weights, message)
 
     def check(self, reply: FitReply) -> None:
-        """A model like the one that was sent, and counts that can be."""
+        """Refuse a model unlike the one that was sent, and counts below zero."""
         check_fit(reply, self.weights)
 
 
 def check_fit(reply: FitReply, weights: Weights) -> None:
-    """Refuse a trained model that is not like ``weights``, and counts that cannot be.
+    """Refuse a trained model that is not like ``weights``, and counts below zero.
 
     Raises:
-        ReplyRefusedError: With what is wrong.
+        ReplyRefusedError: The reply is refused.
     """
     reply.weights.require_like(weights)
     if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
@@ -311,7 +307,7 @@ def check_message(reply: FitReply, expected: Extra) -> None:
     """Refuse a trained model whose message is not like ``expected``.
 
     Raises:
-        ReplyRefusedError: With what is wrong.
+        ReplyRefusedError: The message differs.
     """
     if reply.message.keys() != expected.keys():
         raise ReplyRefusedError(f"message has {sorted(reply.message)}, expected {sorted(expected)}")

@@ -1,4 +1,4 @@
-"""Which replies cannot be used, and why."""
+"""Checks of replies: a reply that fails one is refused, with the reason."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
     | {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
-"""Types of tensors that every operation here knows."""
+"""Types of tensors that all operations of the server support."""
 
 
 Check = Callable[[Any], None]
-"""Raises ``ReplyRefusedError`` for a reply that is well-formed and still wrong."""
+"""A function that raises ``ReplyRefusedError`` for a reply of the right type with wrong values."""
 
 
 def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | None:
-    """Why a reply cannot be used, or None.
+    """Return why a reply cannot be used; None if it can.
 
     Args:
-        reply: What came.
-        check: What the request expects.
-        further: What the method expects beside that.
+        reply: The reply.
+        check: The request's check.
+        further: A check of the method.
     """
     if not isinstance(reply, records.Message):
         return f"a {type(reply).__name__} is no message"
     try:
-        # Over a wire it would not have arrived; here clients may live in the same process.
+        # Decoding has checked this already, except if the client runs in the same process.
         records.require_types(reply)
         for leaf in records.leaves_of(reply):
             if isinstance(leaf, Tensor):
-                # Every operation of the server can be done with such tensors.
                 if leaf.layout != torch.strided or leaf.device.type == "meta":
                     return f"a tensor that is {leaf.layout} on {leaf.device.type}"
                 if leaf.dtype not in DTYPES:
@@ -57,11 +56,11 @@ def defect_of(reply: Any, check: Check, further: Check | None = None) -> str | N
 
 
 def finite(leaf: Any) -> bool:
-    """Whether a tensor, an array or a number holds neither NaN nor infinity."""
+    """Return True if a tensor, an array or a number holds neither NaN nor infinity."""
     if isinstance(leaf, Tensor):
         if not leaf.is_floating_point():
             return not leaf.is_complex() or finite(torch.view_as_real(leaf))
-        # NaN and infinity survive a sum, which is several times faster; a finite tensor's sum may still overflow.
+        # A finite sum proves that all values are finite, and is faster; the sum of finite values may still overflow.
         return math.isfinite(leaf.sum().item()) or bool(torch.isfinite(leaf).all())
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())
@@ -72,17 +71,17 @@ def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: st
     """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
 
     Raises:
-        ReplyRefusedError: With the first difference.
+        ReplyRefusedError: There is a difference; the message names the first one.
     """
     if got.keys() != like.keys():
         if missing := [name for name in like if name not in got]:
             raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
         raise ReplyRefusedError(f"{what} has an unknown {next(name for name in got if name not in like)!r}")
     for name, tensor in like.items():
-        found = got[name]
-        if found.shape != tensor.shape or found.dtype != tensor.dtype:
+        other = got[name]
+        if other.shape != tensor.shape or other.dtype != tensor.dtype:
             raise ReplyRefusedError(
-                f"{what}[{name!r}] is {tuple(found.shape)} {found.dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
+                f"{what}[{name!r}] is {tuple(other.shape)} {other.dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
             )
 
 
@@ -90,13 +89,13 @@ def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what:
     """Refuse a tensor of another shape or dtype.
 
     Args:
-        got: What came.
-        shape: Its shape; −1 for any length.
-        dtype: Its dtype.
-        what: What it is, for the message.
+        got: The tensor.
+        shape: The expected shape; −1 for any length.
+        dtype: The expected dtype.
+        what: The tensor's name, for the message.
 
     Raises:
-        ReplyRefusedError: With what it is and what was expected.
+        ReplyRefusedError: The shape or the dtype differs.
     """
     fits = got.ndim == len(shape) and all(wanted in (-1, side) for wanted, side in zip(shape, got.shape, strict=True))
     if not fits or got.dtype != dtype:

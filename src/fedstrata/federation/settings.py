@@ -1,4 +1,4 @@
-"""The settings that every method shares: how clients train."""
+"""The settings of local training and of privacy, which all methods share."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from fedstrata.base.config import MayChange, Setting
 DEFAULT_EPOCHS = 5
 
 Threads = Annotated[PositiveInt, Field(le=1024)]
-"""More than any machine has cores: the system refuses many more, and PyTorch's threads then end the process."""
+"""Limited, because PyTorch ends the process if the system refuses a thread."""
 
 
 class Privacy(Setting):
-    """The fewest samples behind anything that a client sends.
+    """The smallest number of samples that may contribute to anything that a client sends.
 
-    A client that has fewer for an update, a count, a loss or a measurement does not answer; of prototypes and labels it
-    leaves out classes with fewer. A site may ask for more than the spec does.
+    A client with fewer samples for an update, a count, a loss or a measurement does not answer. Prototypes and labels
+    of classes with fewer samples are left out. A site may require more samples than the spec.
 
     Args:
-        min_samples: How many: in a client's part of Stratify's batch, in an update, in a class of which a client sends
-            a prototype or a count, in a column of which it tells the mean. Refused where nobody could ever answer: with
-            models that travel from sample to sample, and with ``local_steps`` that see fewer.
-        below: What becomes of a smaller part of Stratify's batch: ``hold-back`` merges it into the client's next part
-            (or the last one before it, where none follows), so that no sample is lost; ``refuse`` gives no answer, and
-            the client is absent for the rest of the epoch.
+        min_samples: Smallest number of samples in a client's part of Stratify's batch, in an update, in a class of
+            which a client sends a prototype or a count, and in a column of which it sends the mean. The value is
+            refused if no client could answer: with models that travel from sample to sample, and with ``local_steps``
+            that use fewer samples.
+        below: Use of a smaller part of Stratify's batch: ``hold-back`` merges it into the client's next part (or into
+            the part before, if it is the last one), so that no sample is lost. With ``refuse`` the client does not
+            answer, and is absent for the rest of the epoch.
     """
 
     min_samples: PositiveInt = 1
@@ -40,38 +41,38 @@ class Privacy(Setting):
         return self.min_samples > 1 and self.below == "hold-back"
 
     def at_least(self, min_samples: int) -> Privacy:
-        """The same with a minimum that is at least this one, such as a site's own."""
+        """Return these settings with a minimum of at least ``min_samples``, such as that of a site."""
         return self.model_copy(update={"min_samples": max(self.min_samples, min_samples)})
 
 
 class Training(Setting):
-    """How a round trains.
+    """The settings of a round's training.
 
     Args:
-        rounds: Rounds to run. A run that is resumed may be given more of them.
-        clients_per_round: Clients invited each round; 10 (or all, where there are fewer) unless given.
-        local_epochs: Passes over its data that a client makes in a round, E; 5 unless given.
-        local_steps: Mini-batch steps instead of epochs.
-        batch_size: Samples in a mini-batch; all of a client's where it has fewer.
+        rounds: Number of rounds. A resumed run may have more rounds than before.
+        clients_per_round: Clients invited per round. Default: 10, or all clients if there are fewer.
+        local_epochs: Passes over its data that a client makes per round, E. Default: 5.
+        local_steps: Mini-batch steps per round, instead of epochs.
+        batch_size: Samples in a mini-batch, or all samples of a client with fewer.
         lr: Learning rate η.
-        momentum: Of a client's SGD, started anew each round.
+        momentum: Momentum of the clients' SGD; its velocity starts at zero in each round.
         weight_decay: L2 penalty, added to the gradient.
-        schedule: How η falls over the rounds t = 0, 1, …: ``constant``, ``inverse`` (η / (1 + t)) or ``cosine``
-            (to zero after the last round).
-        clip: Largest norm of a gradient; longer ones are scaled down to it.
-        batch_norm: What becomes of BatchNorm's running statistics: ``average`` (with the parameters' weights;
-            counters take the largest, never a mean) or ``local`` (each client keeps its own; the global model is
-            evaluated with the statistics of the test batches). Stratify, SFL and FedTAN take ``average`` alone.
-        execution: ``fused`` lets an engine compute sums over clients in one pass, ``per-client`` never does: slower,
-            and the same bits on every engine.
+        schedule: Learning rate over the rounds t = 0, 1, …: ``constant``, ``inverse`` (η / (1 + t)) or ``cosine``
+            (zero after the last round).
+        clip: Largest norm of a gradient; a longer gradient is scaled down to it.
+        batch_norm: Treatment of BatchNorm's running statistics. ``average``: they are averaged like the parameters
+            (for counters: the largest). ``local``: each client keeps its own, and the global model is evaluated with
+            the statistics of the test batches. Stratify, SFL and FedTAN need ``average``.
+        execution: ``fused`` lets an engine compute sums over clients in one pass. ``per-client`` does not: it is
+            slower, and gives the same bits on every engine.
         threads: Threads inside one operation. Results may depend on it in the last bit.
-        workers: Processes of one thread each that clients are spread over on this machine; as many as there are cores,
-            and only where that pays, unless given. Results do not depend on it.
-        precision: Of local training's forward and backward passes: ``float32``, or ``bf16`` where PyTorch's autocast
-            says that it is safe; parameters, updates and everything else stay float32. Stratify and FedTAN always
-            train in float32.
-        device: Where the local engine trains and the global model is evaluated: ``cpu``, ``cuda``, ``cuda:N``, or
-            ``auto``, a GPU if there is one. Another device rounds differently.
+        workers: Processes that train clients on this machine, with one thread each. Default: one per core, if that is
+            faster. Results do not depend on it.
+        precision: Precision of the forward and backward passes of local training: ``float32``, or ``bf16`` for the
+            operations for which PyTorch's autocast considers it safe. Parameters and updates stay float32. Stratify and
+            FedTAN always train in float32.
+        device: Device on which the local engine trains and the global model is evaluated: ``cpu``, ``cuda``,
+            ``cuda:N``, or ``auto`` (a GPU if there is one). Results differ between devices in the last bits.
     """
 
     rounds: Annotated[PositiveInt, MayChange(upwards=True)] = 20
@@ -106,11 +107,11 @@ class Training(Setting):
 
     @property
     def epochs(self) -> int:
-        """E; for what is counted in epochs even where clients take steps."""
+        """Number of epochs E, also for values that are counted in epochs although clients take steps."""
         return self.local_epochs or DEFAULT_EPOCHS
 
     def sample_gradients(self, samples: float) -> float:
-        """How many sample-gradients local training on so many samples computes.
+        """Return how many sample-gradients local training on a number of samples computes.
 
         >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
         (60, 90)
@@ -120,7 +121,7 @@ class Training(Setting):
         return self.local_steps * min(self.batch_size, samples)
 
     def lr_at(self, round: int) -> float:
-        """η of a round, counted from 1.
+        """Return the learning rate η of a round, counted from 1.
 
         >>> Training(lr=0.1, schedule="inverse").lr_at(2)
         0.05
@@ -133,5 +134,5 @@ class Training(Setting):
         return self.lr
 
     def invited(self, clients: int) -> int:
-        """How many of ``clients`` a round invites."""
+        """Return how many of ``clients`` a round invites."""
         return min(10, clients) if self.clients_per_round is None else self.clients_per_round

@@ -1,4 +1,4 @@
-"""What both sides make of changes: which are encoded, and which model they lead to."""
+"""Changes of a model, on both sides: which tensors are encoded, and the model after some changes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from fedstrata.federation.messages import Params
 
 
 def parted(change: Params, codec: Codec, additive: Collection[str]) -> tuple[Params, Params]:
-    """What of a change goes through a codec, and what travels as it is.
+    """Return the tensors of a change that are encoded, and those that travel unencoded.
 
-    A message that does not add up, such as a prototype, has no place in a memory of what changes lost.
+    With error feedback, the errors of several rounds are added up. Messages that must not be added up, such as
+    prototypes, therefore travel unencoded.
 
     Args:
-        change: What a client answers.
-        codec: How it travels.
-        additive: Names of the objective's messages that add up as changes do.
+        change: The change of a client's answer.
+        codec: The codec of the change.
+        additive: Names of the objective's messages that may be added up over rounds.
     """
-    kept = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, additive)}
-    encoded = {name: tensor for name, tensor in change.items() if name not in kept}
-    return encoded, {name: change[name] for name in kept}
+    unencoded = {name for name in change if isinstance(codec, WithMemory) and not _adds_up(name, additive)}
+    encoded = {name: tensor for name, tensor in change.items() if name not in unencoded}
+    return encoded, {name: change[name] for name in unencoded}
 
 
 def _adds_up(name: str, additive: Collection[str]) -> bool:
@@ -33,7 +34,7 @@ def _adds_up(name: str, additive: Collection[str]) -> bool:
 
 
 def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
-    """A model after some encoded changes, each as it travels."""
+    """Return a model after some encoded changes."""
     for change in changes:
         step = codec.decode(unpack(change, codec.forms(params)), params)
         params = {name: tensor + step[name] if name in step else tensor for name, tensor in params.items()}
@@ -41,8 +42,8 @@ def renewed(params: Params, changes: list[Tensor], codec: Codec) -> Params:
 
 
 def digest_of(before: bytes, after: Params | Tensor) -> bytes:
-    """Names a model: that of a digest, after a change of it; or a whole one after nothing.
+    """Return the digest of a model: from the digest ``before`` and an encoded change, or from a whole model.
 
-    It is of what was sent and not of what was computed from it, which differs in the last bit between processors.
+    The digest depends on the bytes that were sent. Computed parameters may differ in the last bit between processors.
     """
     return hashlib.blake2b(before + records.encode(after), digest_size=16).digest()

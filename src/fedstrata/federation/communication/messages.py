@@ -1,4 +1,4 @@
-"""What travels where models or updates are encoded: a question inside another, and its answer in parts."""
+"""Messages with encoded models and updates: a request inside another one, and a reply in parts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedstrata.federation.messages import ModelRequest, Order, Params, Reply, Re
 
 @record("ModelDelivery")
 class ModelDelivery(Message):
-    """A model, whole or as what a client missed of it.
+    """A model: whole, or as the changes that a client missed.
 
     Args:
-        version: How often the model that clients have was renewed.
-        digest: Names this version: of the whole model at first, then of the last digest and what came after it.
-        base: The version that the changes build on; −1 for a whole model.
-        changes: From one version to the next, encoded and packed.
-        params: The whole model; empty where there are changes.
+        version: Number of the model's version.
+        digest: Digest of this version: of the whole model at first, then of the previous digest and the change.
+        base: The version to which the changes apply; −1 for a whole model.
+        changes: The changes from each version to the next, encoded and packed.
+        params: The whole model; empty if there are changes.
     """
 
     version: int
@@ -33,11 +33,11 @@ class ModelDelivery(Message):
 
 @record("EncodedReply")
 class EncodedReply(Reply):
-    """An answer in parts.
+    """A reply in parts.
 
     Args:
-        reply: The answer without its change; None where that comes with a second sum.
-        payload: The change, encoded and packed, or its part of a first sum.
+        reply: The reply without its change; None in the answer to a first sum.
+        payload: The change, encoded and packed, or the client's part of a first sum.
     """
 
     reply: Reply | None
@@ -81,15 +81,15 @@ def repeated_forms(request: Encoded) -> list[Request]:
 
 @record("Encoded")
 class Encoded(Request):
-    """A question whose model, or the change that its answer tells of, travels encoded.
+    """A request whose model, or whose reply's change, travels encoded.
 
     Args:
-        request: The question; its parameters are empty where there is a ``delivery``.
+        request: The inner request; its parameters are empty if there is a ``delivery``.
         round: The round, counted from 1.
-        exchange: Numbers the exchanges of a run.
-        delivery: How the model comes; None where the question has it.
-        plain: Whether the change comes as it is, whatever the codec.
-        basis: Q of PowerSGD, packed; empty where the change comes in one exchange.
+        exchange: Number of the exchange in this run.
+        delivery: The encoded model; None if the inner request contains the model.
+        plain: Whether the change travels unencoded, whatever the codec.
+        basis: Q of PowerSGD, packed; empty if the change travels in one exchange.
     """
 
     reply_type: ClassVar[type[Reply]] = EncodedReply
@@ -105,10 +105,10 @@ class Encoded(Request):
 
 @record("Coefficients")
 class Coefficients(Request):
-    """The second sum of an exchange: what is my part of your change along these directions?
+    """A request for the second sum of a PowerSGD exchange: the coefficients of the change in the frame P.
 
     Args:
-        exchange: That of the first sum.
+        exchange: Number of the exchange, as in the first sum.
         frame: P of PowerSGD, packed; its columns are orthonormal.
     """
 
@@ -119,6 +119,6 @@ class Coefficients(Request):
     frame: Tensor
 
     def check(self, reply: EncodedReply) -> None:
-        """An answer to the question of the first sum."""
+        """Refuse a reply without the answer to the inner request."""
         if reply.reply is None:
             raise ReplyRefusedError("the second sum lacks the answer")
