@@ -1,74 +1,173 @@
-"""Trees of tensors between a process and its forks, through a pipe.
+"""Trees of tensors between a process and its own forks, through memory that they share.
 
-Both ends are one program, so that plain values are pickled here (``multiprocessing`` does nothing else). The memory of
-a tensor goes into the pipe and out of it without a copy in between.
+Both sides are one program, so that plain values are pickled here (``multiprocessing`` does nothing else); tensors and
+arrays lie in shared memory and are read where they were written. Nothing of this leaves the machine.
 """
 
 from __future__ import annotations
 
 import io
+import mmap
 import pickle
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+import weakref
+from bisect import bisect
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedstrata.base.records import Tree
 
-Packed = tuple[bytes, Sequence[pickle.PickleBuffer]]
-"""A pickled tree, and the memory of its tensors and arrays."""
+ALIGNMENT = 64
+"""Bytes: what PyTorch's own allocator gives, so that kernels take the same path."""
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux; named since Python 3.13
+
+LARGEST, SMALLEST = 1 << 36, 1 << 26
+"""Bytes of addresses to ask for; memory is taken when it is first written to."""
+
+
+class SharedMemory:
+    """Memory that a process shares with those that it forks afterwards; one side writes, the other reads.
+
+    The writer takes a block for each tree. The reader's tensors lie in it, and when the last of them is gone it notes
+    the block in ``free``, which the writer has to be told (``reuse``).
+
+    Raises:
+        OSError: The system does not even give the smallest size.
+    """
+
+    def __init__(self) -> None:
+        size = LARGEST
+        while True:
+            try:
+                self._map = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
+                break
+            except OSError:
+                if size <= SMALLEST:
+                    raise
+                size //= 2
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self._gaps: list[tuple[int, int]] = [(0, size)]
+        """What is free, (begin, end), ascending; neighbours are one."""
+        self.free: list[tuple[int, int]] = []
+        """Blocks that the reader does not need any more, (offset, bytes)."""
+
+    @property
+    def reach(self) -> int:
+        """Bytes up to which memory was ever written, less a gap at the end."""
+        return self._gaps[-1][0]
+
+    def reuse(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Blocks that the writer may use again."""
+        for offset, size in blocks:
+            begin, end = offset, offset + size
+            place = bisect(self._gaps, (begin, end))
+            if place < len(self._gaps) and self._gaps[place][0] == end:
+                end = self._gaps.pop(place)[1]
+            if place and self._gaps[place - 1][1] == begin:
+                place -= 1
+                begin = self._gaps.pop(place)[0]
+            self._gaps.insert(place, (begin, end))
+
+    def write(self, tree: Tree) -> bytes:
+        """Put a tree's tensors into the memory; returns what ``read`` needs.
+
+        Raises:
+            MemoryError: There is no room left.
+            Exception: Something in the tree cannot be pickled.
+        """
+        buffer = io.BytesIO()
+        packer = _Packer(buffer)
+        packer.dump(tree)
+        offset = self._block(packer.size) if packer.size else 0
+        for begin, tensor in packer.tensors:
+            count = tensor.numel() * tensor.element_size()
+            target = self._bytes[offset + begin : offset + begin + count].view(tensor.dtype)
+            target.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+        return pickle.dumps((offset, packer.size)) + buffer.getvalue()
+
+    def read(self, data: bytes, *, copy: bool = False) -> Tree:
+        """The tree; its tensors in the shared memory itself, or copies."""
+        stream = io.BytesIO(data)
+        offset, size = pickle.load(stream)
+        block = None
+        if size:
+            held = np.frombuffer(self._map, dtype=np.uint8, count=size, offset=offset)
+            if not copy:
+                weakref.finalize(held, self.free.append, (offset, size)).atexit = False
+            block = torch.from_numpy(held)
+        return _Unpacker(stream, block, copy).load()
+
+    def done(self, data: bytes) -> None:
+        """What ``write`` returned has been read as copies: its block may be used again."""
+        offset, size = pickle.load(io.BytesIO(data))
+        if size:
+            self.reuse([(offset, size)])
+
+    def _block(self, size: int) -> int:
+        """The first gap that is large enough, so that little memory is ever touched."""
+        for place, (begin, end) in enumerate(self._gaps):
+            if end - begin >= size:
+                self._gaps[place : place + 1] = [(begin + size, end)] if end - begin > size else []
+                return begin
+        raise MemoryError(f"no room for {size} bytes in the memory shared with worker processes")
 
 
 class _Packer(pickle.Pickler):
-    """Leaves out the memory of tensors; pickle itself leaves out that of arrays."""
+    """Leaves out tensors and arrays, and says where in a block they go."""
 
-    def reducer_override(self, node: Any) -> Any:
-        if type(node) is not Tensor or node.layout is not torch.strided or node.device.type != "cpu":
-            return NotImplemented
-        dense = node.detach()
-        # A tensor with gaps or overlaps has other strides once it is copied; every other keeps its memory format.
-        if torch.empty_like(dense, device="meta").stride() != dense.stride():
-            dense = dense.contiguous()
-        memory = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
-        return _tensor, (memory.numpy(), dense.dtype, tuple(dense.shape), dense.stride())
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, protocol=5)
+        self.tensors: list[tuple[int, Tensor]] = []
+        self.size = 0
+        self._places: dict[int, int] = {}
 
-
-def _tensor(memory: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(memory).view(dtype).as_strided(shape, stride)
-
-
-def pack(tree: Tree) -> Packed:
-    """Return a tree as ``send`` takes it; its tensors must not change before they are sent.
-
-    Raises:
-        Exception: Something in the tree cannot be pickled.
-    """
-    stream, memory = io.BytesIO(), list[pickle.PickleBuffer]()
-    _Packer(stream, 5, buffer_callback=memory.append).dump(tree)
-    return stream.getvalue(), memory
+    def persistent_id(self, node: Any) -> Any:
+        if type(node) is np.ndarray and node.dtype.kind in "biuf" and node.flags.c_contiguous and node.size:
+            kind, tensor = "array", torch.from_numpy(node if node.flags.writeable else node.copy())
+        elif type(node) is Tensor and node.layout is torch.strided and node.device.type == "cpu" and node.numel():
+            kind, tensor = "tensor", node.detach()
+        else:
+            return None
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        place = self._places.get(id(node))
+        if place is None:
+            place = self._places[id(node)] = self.size
+            self.tensors.append((place, tensor))
+            self.size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
+        return kind, place, tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def send(connection: Connection, packed: Packed) -> None:
-    """Send a tree through a pipe."""
-    data, memory = packed
-    connection.send((data, [block.raw().nbytes for block in memory]))
-    for block in memory:
-        connection.send_bytes(block)
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, block: Tensor | None, copy: bool) -> None:
+        super().__init__(stream)
+        self._block, self._copy = block, copy
+        self._made: dict[tuple[str, int], Any] = {}
+
+    def persistent_load(self, where: Any) -> Any:
+        kind, place, dtype, shape, stride = where
+        if (kind, place) in self._made:
+            return self._made[kind, place]
+        assert self._block is not None
+        count = dtype.itemsize
+        for side in shape:
+            count *= side
+        tensor = self._block[place : place + count].view(dtype).as_strided(shape, stride, place // dtype.itemsize)
+        if self._copy:
+            tensor = tensor.clone()
+        made = self._made[kind, place] = tensor.numpy() if kind == "array" else tensor
+        return made
 
 
-def receive(connection: Connection) -> Tree:
-    """Return the tree that the other end sent.
-
-    Raises:
-        EOFError: The other end is closed.
-    """
-    data, sizes = connection.recv()
-    # PyTorch's own memory, so that kernels meet the alignment that they meet elsewhere.
-    memory = [torch.empty(size, dtype=torch.uint8).numpy() for size in sizes]
-    for block in memory:
-        connection.recv_bytes_into(block)
-    return pickle.loads(data, buffers=memory)
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill its memory without gap or overlap, in whatever order."""
+    expected = 1
+    for stride, side in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= side
+    return True

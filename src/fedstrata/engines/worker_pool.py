@@ -1,9 +1,9 @@
-"""Worker processes that share the clients of a request with the main process.
+"""Worker processes that answer for clients beside the process that asks.
 
-Workers are forks: they hold the data, the model and the settings without a copy, and use one thread each. Any free
-worker answers for any client, because the answer does not depend on the worker.
+They are forked, so that they hold the data, the model and the settings without a copy, and use one thread each. Any
+free worker answers for any client: the answer does not depend on it.
 
-Two processes are 2.0 times as fast as one with convolutions and 1.8 times with an MLP (``benchmarks/fast_paths.py``).
+Two processes are 2.0 times as fast as one with convolutions, and 1.8 times with an MLP (``benchmarks/fast_paths.py``).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import NamedTuple
 from fedstrata.base.process import prepare_process
 from fedstrata.base.processes import Worker, can_fork
 from fedstrata.base.records import Tree
-from fedstrata.engines.sharing import pack, receive, send
+from fedstrata.engines.sharing import SharedMemory
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests
 
 GRACE = 1.0
-"""Seconds that a worker has to finish the answer that it is computing, before it is killed."""
+"""Seconds for a worker to end the answer that it computes."""
 
 State = Mapping[str, Tree]
 
 
 class Answer(NamedTuple):
-    """A client's reply, and its new state if the state changed."""
+    """What a client replies, and its new state where it changed."""
 
     reply: Reply
     state: State | None
@@ -39,24 +39,27 @@ Answering = Callable[[ClientId, Request, State], Answer]
 
 
 class LocalWorkerPool:
-    """Worker processes, forked from this process in its present state.
+    """Forks of this process as it is now.
 
     Args:
-        count: Number of workers.
-        answering: Computes the answer of a client.
+        count: How many.
+        answering: How they answer for a client.
 
     Raises:
         OSError: A process cannot be started or memory cannot be shared.
     """
 
     def __init__(self, count: int, answering: Answering) -> None:
+        self._down = SharedMemory()
         self._counter = os.memfd_create("fedstrata-next")
-        self._workers: list[Worker] = []
-        work = partial(_serve, self._counter, answering)
+        self._workers: dict[Worker, SharedMemory] = {}
+        """By worker, the memory in which its answers lie."""
         try:
             for _ in range(count):
+                up = SharedMemory()
+                work = partial(_serve, self._down, up, self._counter, answering)
                 inherited = [worker.connection for worker in self._workers]
-                self._workers.append(Worker(work, fork=True, daemon=True, inherited=inherited))
+                self._workers[Worker(work, fork=True, daemon=True, inherited=inherited)] = up
         except BaseException:
             self.close()
             raise
@@ -68,85 +71,89 @@ class LocalWorkerPool:
         states: Mapping[ClientId, State],
         run_locally: Callable[[ClientId], None],
     ) -> dict[ClientId, Answer]:
-        """Let workers and this process answer for the clients; each process takes the next client when it is free.
+        """Answer for clients, in free workers and in this process.
 
         Args:
-            order: The clients, in the order in which they are taken.
-            requests: Each client's request.
-            states: The state of each client that has one.
+            order: The clients.
+            requests: By client.
+            states: By client.
             run_locally: Answers for a client in this process.
 
         Returns:
-            The answers that workers computed. If a client raised an exception in a worker, or its worker died, it has
-            neither an answer here nor a call of ``run_locally``.
+            The answers of the workers. A client for which ``run_locally`` was not called either raised an exception in
+            a worker, or its worker is gone.
         """
-        by_client = Requests.of(requests, requests)
-        tasks = [(client, by_client.which[client]) for client in order]
+        asked_for = Requests.of(requests, requests)
+        asked = [(client, asked_for.which[client]) for client in order]
         try:
-            packed = pack((tasks, list(by_client.distinct), dict(states)))
+            data = self._down.write((asked, list(asked_for.distinct), dict(states)))
         except Exception:
-            return {}  # a request or a state cannot be pickled: this process answers for all clients
+            # Something that cannot be shared: this process answers for all.
+            return {}
         os.lseek(self._counter, 0, os.SEEK_SET)
         answers: dict[ClientId, Answer] = {}
         try:
-            for worker in self._workers:
-                with contextlib.suppress(OSError):  # a dead worker, which ``receive`` below notices
-                    send(worker.connection, packed)
-            while (index := next_index(self._counter)) < len(order):
-                run_locally(order[index])
-            for worker in list(self._workers):
+            for worker, memory in self._workers.items():
+                free, memory.free[:] = list(memory.free), []
+                worker.send((data, free))
+            while (place := next_index(self._counter)) < len(order):
+                run_locally(order[place])
+            for worker, memory in list(self._workers.items()):
                 try:
-                    for _ in range(worker.receive()):
-                        client, reply, state = receive(worker.connection)
-                        answers[client] = Answer(reply, state)
-                except (EOFError, OSError):
+                    message = worker.receive()
+                except EOFError:
                     worker.end()
-                    self._workers.remove(worker)
+                    del self._workers[worker]
+                    continue
+                for client, reply, state in message:
+                    answers[client] = Answer(memory.read(reply), memory.read(state))
         except BaseException:
-            # Otherwise answers that are still in the pipes would be taken as answers to the next request.
+            # Answers of workers that nobody fetches would be taken for those to the next question.
             self._end_workers()
             raise
+        self._down.done(data)
         return answers
 
     def close(self) -> None:
-        """End the workers and free the counter."""
+        """End the workers."""
         self._end_workers()
         os.close(self._counter)
 
     def _end_workers(self) -> None:
         for worker in self._workers:
             worker.end(GRACE)
-        self._workers = []
+        self._workers = {}
 
 
 def next_index(counter: int) -> int:
-    """Return the next index; no other process gets the same one.
+    """Return the next index, which no other process gets.
 
-    The index is the position in an empty file that all processes share. The system advances it in one step, so that no
-    lock is needed, which a killed worker could leave locked.
+    It is the position in an empty file that all share and that the system moves on in one step: there is no lock that a
+    worker which is killed could keep.
     """
     return os.lseek(counter, 1, os.SEEK_CUR) - 1
 
 
-def _serve(counter: int, answering: Answering, connection: Connection) -> None:
-    """Answer request after request, until the other end of the pipe is closed."""
+def _serve(down: SharedMemory, up: SharedMemory, counter: int, answering: Answering, connection: Connection) -> None:
+    """Answer one question after another, until the process that asks closes its end, or is gone."""
     prepare_process(1)
     while True:
-        tasks, requests, states = receive(connection)
-        answers = []
-        while (index := next_index(counter)) < len(tasks):
-            client, which = tasks[index]
-            # The main process answers for this client again, and meets the exception there.
+        data, free = connection.recv()
+        up.reuse(free)
+        asked, requests, states = down.read(data, copy=True)
+        message = []
+        while (place := next_index(counter)) < len(asked):
+            client, which = asked[place]
+            # Whatever goes wrong goes wrong again where it can be seen.
             with contextlib.suppress(Exception):
                 answer = answering(client, requests[which], states.get(client, {}))
-                answers.append(pack((client, *answer)))
-        connection.send(len(answers))
-        for packed in answers:
-            send(connection, packed)
+                # Two blocks: a state is kept long after its reply is gone.
+                message.append((client, up.write(answer.reply), up.write(answer.state)))
+        connection.send(message)
 
 
 def cores() -> int:
-    """Return how many cores workers may use: 1 if this process is a worker itself or cannot be forked."""
+    """Cores that this process may use for workers; one where it is itself one of several, or cannot be forked."""
     if multiprocessing.parent_process() is not None or not can_fork():
         return 1
     return len(os.sched_getaffinity(0))

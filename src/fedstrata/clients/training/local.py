@@ -217,7 +217,7 @@ def train(
         losses, seen = list[Tensor](), 0
         for batch in data.shuffled(training, client.rng("batches", round), setup.pairs):
             losses.append(step(batch))
-            seen += len(batch.y)
+            seen += batch.y.shape[0]
         after = Weights(params, weights.buffers)
         finishing: AbstractContextManager[object] = nullcontext()
         if setup.chain is None:

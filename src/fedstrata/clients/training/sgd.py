@@ -122,7 +122,7 @@ class ManualSGD:
             for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
                 params[weight].addmm_(delta.t(), inputs, beta=keep, alpha=-lr)
                 if bias:
-                    params[bias].addmv_(delta.t(), delta.new_ones(len(delta)), beta=keep, alpha=-lr)
+                    params[bias].addmv_(delta.t(), delta.new_ones(delta.shape[0]), beta=keep, alpha=-lr)
             return loss
 
     @torch.no_grad()
@@ -151,7 +151,7 @@ class ManualSGD:
         loss = F.nll_loss(log_p, y)
         # The gradient of the mean loss with respect to the logits: (softmax − one-hot) / B.
         delta = log_p.exp_()
-        delta.scatter_add_(1, y[:, None], delta.new_full((len(y), 1), -1.0)).div_(len(y))
+        delta.scatter_add_(1, y[:, None], delta.new_full((y.shape[0], 1), -1.0)).div_(y.shape[0])
         deltas = [delta]
         for layer in range(len(self.names) - 1, 0, -1):
             deltas.append(_THRESHOLD(deltas[-1].mm(params[self.names[layer][0]]), inputs[layer], 0))
