@@ -69,7 +69,7 @@ def traced(model: str) -> Works:
 
     method = {"name": "stratify", "mode": "single", "cap": 30}
     plain, fast = (simulation(10, 60, model=model, method=method) for _ in range(2))
-    last = plain.context.once(client_single._Last)
+    last = plain.context.cached(client_single._Last)
     last.model, last.stepper = (
         plain.context.config.model,
         client_single.AutogradStepper(plain.context, plain.context.config.model),

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import from_arrays
 from fedstrata.data.partitions import Assignment

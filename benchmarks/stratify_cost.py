@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import fedstrata as fs
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.federation import Federation

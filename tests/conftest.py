@@ -16,7 +16,7 @@ from torch import nn
 
 import fedstrata as fs
 from fedstrata.base.rng import torch_seeded
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.partitions import Assignment, draw_partition

@@ -99,7 +99,7 @@ def test_no_name_that_was_given_up_is_left() -> None:
         ("federation/seam.py", "", "the module"),
         ("sampling/privacy.py", "", "the module"),
         ("privacy/ldp.py", "", None),
-        ("clients/context.py", "class World: ...", "class World"),
+        ("clients/client.py", "class World: ...", "class World"),
         ("sites/settings.py", "class Plan: ...", "class Plan"),
         ("stratify/batch.py", "class BatchPlan: ...", None),
         ("objectives/moon.py", "class Objective:\n def absorb(self): ...", "hook absorb"),

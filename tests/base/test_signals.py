@@ -7,13 +7,21 @@ import signal
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from fedstrata.base.signals import Terminated, ending_in_order
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no SIGTERM")
+
+
+@pytest.fixture(autouse=True)
+def default_handler() -> Iterator[None]:
+    """Give SIGTERM its default handler: Ray, once started in this process, ends the process on SIGTERM."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def tell_to_end(*_: object) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.clients.training.devices import CPU, device_of, moved, placed
+from fedstrata.clients.training.devices import CPU, device_of, on_device, to_device
 from fedstrata.runs.simulation import make_context
 
 TABLE = {"partition": {"name": "iid", "clients": 4}, "training": {"rounds": 2, "local_epochs": 1}}
@@ -47,13 +47,13 @@ def test_auto_without_a_gpu_is_the_processor(monkeypatch):
 
 def test_on_the_processor_nothing_is_copied():
     prepared = fs.prepare(spec("cpu"))
-    place = placed(make_context(prepared))
+    place = on_device(make_context(prepared))
     assert (place.device, place.model, place.data) == (CPU, prepared.config.model, prepared.data)
 
 
 def test_trees_move_as_they_are():
     tree = {"a": {"w": torch.ones(2)}, "n": 3}
-    there = moved(tree, torch.device("meta"))
+    there = to_device(tree, torch.device("meta"))
     assert there["a"]["w"].device.type == "meta"
     assert there["n"] == 3
 

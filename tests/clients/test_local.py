@@ -296,7 +296,7 @@ def test_a_chain_of_linear_layers_is_trained_by_hand_as_pytorch_does(tiny, setti
     module = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 3))
     federation = tiny(batch_size=8, local_epochs=5, lr=0.3, module=module, **settings)
     reply = one_fit(federation)
-    assert federation.engine.context.once(manual_sgd_of) is not None
+    assert federation.engine.context.cached(manual_sgd_of) is not None
     settings = {{"weight_decay": "decay"}.get(key, key): value for key, value in settings.items()}
     for name, w in by_hand(federation, lr=0.3, steps=5, **settings).items():
         torch.testing.assert_close(reply.weights.params[name], w, rtol=1e-5, atol=1e-6)

@@ -28,7 +28,7 @@ from workers import two_workers
 import fedstrata as fs
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines import make_engine
 from fedstrata.federation.engine import Engine, HopByHop

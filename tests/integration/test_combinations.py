@@ -133,4 +133,4 @@ def test_what_stands_in_no_array_is_refused():
     private = c.plain(c.RECIPES, method="fedavg", client_sampler="weighted", data_sampler="fedstas private")
     assert "method.client_sampler: asks for sizes" in str(c.refusal(private))
     drawn_once = c.plain(c.RECIPES, method="fedavg", client_sampler="weighted once", aggregator="horvitz-thompson")
-    assert "set it to true" in str(c.refusal(drawn_once))
+    assert "Set it to true" in str(c.refusal(drawn_once))

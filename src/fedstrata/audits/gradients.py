@@ -34,7 +34,7 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.process import training_process
 from fedstrata.base.rng import rng, torch_seeded
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure

@@ -1,9 +1,11 @@
-"""A client: its data, its state, and what its handlers need."""
+"""A client, and the context that all clients of one process share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from operator import is_not
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,10 +15,65 @@ from torch import Tensor
 from fedstrata.base.errors import WithheldError
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import rng
-from fedstrata.clients.context import ClientContext
+from fedstrata.data.dataset import Dataset
+from fedstrata.data.partitions.base import Assignment
+from fedstrata.evaluation.holdouts import HeldOut
+from fedstrata.evaluation.settings import Evaluation
+from fedstrata.federation.communication.codecs import Communication
+from fedstrata.federation.engine import FederationConfig
 from fedstrata.federation.messages import ClientId
+from fedstrata.federation.settings import Privacy
 from fedstrata.models.batchnorm import ReduceGroup
 from fedstrata.models.model import Model
+from fedstrata.objectives.base import CrossEntropy, Objective
+
+if TYPE_CHECKING:
+    from fedstrata.clients.handling import Handlers
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ClientContext:
+    """The data set, the model and the settings, once for all clients of a process.
+
+    Args:
+        config: The settings that server and clients share.
+        data: The data set; a client reads only its own samples.
+        assignment: The samples of each client.
+        objective: The objective that clients minimise.
+        handlers: The functions that answer requests.
+        privacy: The smallest number of samples that may contribute to an answer: that of the spec, or a larger one of
+            the clients' site.
+        prepared: The results of ``once``, by the function that made them.
+        held: The samples that nobody trains on, such as each client's own test part.
+        evaluation: The settings of evaluation, such as the metrics.
+        communication: The codecs of models and updates.
+        personal: The objective with which a client tunes the global model for itself.
+        tells_values: Whether clients send the values of metrics on their own samples, besides the sums.
+        keys: Keys that all clients share and the server does not have, for handlers that need them.
+    """
+
+    config: FederationConfig
+    data: Dataset
+    assignment: Assignment
+    objective: Objective
+    handlers: Handlers
+    held: HeldOut = field(default_factory=HeldOut)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    communication: Communication = field(default_factory=Communication)
+    personal: Objective = field(default_factory=CrossEntropy)
+    tells_values: bool = True
+    privacy: Privacy = field(default_factory=Privacy)
+    prepared: dict[Callable[[ClientContext], Any], Any] = field(default_factory=dict, compare=False, repr=False)
+    keys: Any = field(default=None, compare=False, repr=False)
+
+    def cached(self, factory: Callable[[ClientContext], T]) -> T:
+        """Return ``factory(self)``, computed at the first call; it must not depend on a client."""
+        if factory not in self.prepared:
+            self.prepared[factory] = factory(self)
+        prepared: T = self.prepared[factory]
+        return prepared
 
 
 class Client:
@@ -45,10 +102,10 @@ class Client:
         self.model = model or context.config.model
         begin, end = context.assignment.offsets[number : number + 2]
         self.indices: NDArray[np.int64] = context.assignment.indices[begin:end]
-        self.behind = 0
+        self.n_contributing = 0
         """Number of samples that contribute to the answer, as the handler said; for the audit log of the site."""
 
-    def release(self, samples: int) -> None:
+    def authorize_release(self, samples: int) -> None:
         """Check that enough samples contribute to an answer; every handler calls this before it reads the samples.
 
         With ``privacy.min_samples`` = 1, an answer without samples is allowed too.
@@ -59,9 +116,9 @@ class Client:
         if samples < (least := self.context.privacy.min_samples) and least > 1:
             problem = f"fewer than privacy.min_samples = {least} samples are behind it"
             raise WithheldError(f"the answer stays here: {problem}")
-        self.behind = samples
+        self.n_contributing = samples
 
-    def release_trained(self, samples: int) -> None:
+    def authorize_update(self, samples: int) -> None:
         """Check that enough samples contribute to an update: only those that the training steps see count.
 
         Args:
@@ -69,7 +126,7 @@ class Client:
         """
         training = self.context.config.training
         seen = samples if training.local_steps is None else training.local_steps * training.batch_size
-        self.release(min(samples, seen))
+        self.authorize_release(min(samples, seen))
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.federation.engine import Engine
 

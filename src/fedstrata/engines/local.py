@@ -10,11 +10,10 @@ from threading import Thread
 from fedstrata.base.errors import FedstrataError, SpecError, WithheldError
 from fedstrata.base.processes import can_fork
 from fedstrata.base.records import Tree
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import RelayHandler
 from fedstrata.clients.store import StateStore
-from fedstrata.clients.training.devices import CPU, placed
+from fedstrata.clients.training.devices import CPU, on_device
 from fedstrata.engines.worker_pool import Answer, LocalWorkerPool, State
 from fedstrata.federation.engine import Engine, Failure, FederationConfig, RelaySession
 from fedstrata.federation.messages import ClientId, Reply, Request, Requests, Weights
@@ -51,7 +50,7 @@ class LocalEngine(Engine):
 
     def __init__(self, context: ClientContext, store: StateStore, workers: int = 1) -> None:
         self.context, self.store = context, store
-        device = context.once(placed).device
+        device = context.cached(on_device).device
         self._pending: dict[ClientId, Client] = {}
         self._models: list[Model] = []
         # A fork of a process that uses a GPU, or several threads for one operation, can hang.
@@ -106,10 +105,10 @@ class LocalEngine(Engine):
                 run_locally(number)
         return {number: outcomes[number] for number in sorted(outcomes)}
 
-    def behind(self, number: ClientId) -> int:
+    def n_contributing(self, number: ClientId) -> int:
         """Return how many samples contributed to a client's last reply; 0 if its handler did not say."""
         client = self._pending.get(number)
-        return 0 if client is None else client.behind
+        return 0 if client is None else client.n_contributing
 
     def _patience(self, numbers: Iterable[ClientId]) -> float:
         """Return how many seconds a group may take for a step: enough for a round of local training by all of it."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedstrata.base import records
 from fedstrata.base.process import prepare_process
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.engine import Failure

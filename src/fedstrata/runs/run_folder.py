@@ -60,7 +60,7 @@ def is_over(path: Path, rounds: int) -> bool:
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)
-    return bool(history.stopped) or len(history) >= rounds
+    return bool(history.stopped) or len(history) == rounds
 
 
 class RunFolder:

@@ -15,11 +15,11 @@ import numpy as np
 from fedstrata.base.errors import SpecError
 from fedstrata.base.process import training_process
 from fedstrata.base.records import Tree
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.handlers import encoded, evaluation, fedtan, fit, sampling, sequential
 from fedstrata.clients.handling import Handlers
 from fedstrata.clients.store import StateStore
-from fedstrata.clients.training.devices import placed
+from fedstrata.clients.training.devices import on_device
 from fedstrata.engines import make_engine
 from fedstrata.evaluation.evaluator import Evaluator, Score
 from fedstrata.evaluation.history import History
@@ -228,7 +228,7 @@ class Simulation:
 
     def evaluate(self) -> Score:
         """Evaluate the global model on the test set and on the other samples that the spec names."""
-        place, prepared = self.context.once(placed), self.prepared
+        place, prepared = self.context.cached(on_device), self.prepared
         evaluator = Evaluator(
             self.spec.evaluation,
             place.model,

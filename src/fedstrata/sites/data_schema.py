@@ -20,7 +20,7 @@ from torch import Tensor
 from fedstrata.base import records
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.base.jsonl import replace_file, write_json
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.fitting import Statistics, Unfitted, fit

@@ -20,8 +20,7 @@ from fedstrata.base.errors import FedstrataError, ReplyRefusedError, SpecError, 
 from fedstrata.base.loading import only_from
 from fedstrata.base.process import prepare_process
 from fedstrata.base.records import Message, Tree
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.federation.engine import Failure
@@ -443,7 +442,7 @@ class SiteRun:
             if self._part_bytes:
                 self.site_server.note(wire.Part.__name__, round=self.guard.round, bytes=self._part_bytes)
         for client, request in allowed.items():
-            outcomes[client] = self._recorded(client, request, outcomes[client], self.engine.behind(client))
+            outcomes[client] = self._recorded(client, request, outcomes[client], self.engine.n_contributing(client))
         self._unsent = [outcomes[client] for client in ask.clients]
         return self._next_answers()
 
@@ -535,7 +534,7 @@ class SiteRun:
             self.guard.take(match)
             outcome = self.engine.hop(hop.client, task, hop.weights)
             weights, reply = (None, outcome) if isinstance(outcome, Failure) else outcome
-            return wire.Hopped(self._recorded(hop.client, task, reply, self.engine.behind(hop.client)), weights)
+            return wire.Hopped(self._recorded(hop.client, task, reply, self.engine.n_contributing(hop.client)), weights)
         if self.leg.number != hop.relay_id:
             self.leg = RelayLeg(hop.relay_id, self.context, self.store)
         try:
@@ -631,8 +630,8 @@ class RelayLeg:
             return failure(error)
         if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
             return Failure(defect, refused=True)
-        self.samples = client.behind
-        self._new = HopResult(hop.hop, hop.ticket, moved, hop.client, client.behind, client.state)
+        self.samples = client.n_contributing
+        self._new = HopResult(hop.hop, hop.ticket, moved, hop.client, client.n_contributing, client.state)
         return reply
 
     def keep(self, ack: wire.HopCommit) -> None:

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.records import record
 from fedstrata.base.rng import SERVER, torch_seeded
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles, handles_sum
 from fedstrata.clients.training.local import is_plain, manual_sgd_of
 from fedstrata.federation.messages import ClientId, Params, Reply
@@ -213,7 +212,7 @@ def reserved(clients: Collection[Client], batch: int) -> Ints:
     """
     parts = [client.indices[client.state[STATE].part(batch)] for client in clients]
     for client, part in zip(clients, parts, strict=True):
-        client.release(len(part))
+        client.authorize_release(len(part))
     return np.concatenate(parts)
 
 
@@ -270,7 +269,7 @@ def fused_gradient(clients: Mapping[ClientId, Client], requests: Mapping[ClientI
     first = next(iter(clients.values()))
     context, request = first.context, requests[first.number]
     indices = reserved(clients.values(), request.batch)
-    model, params = context.once(_loaded_model)
+    model, params = context.cached(_loaded_model)
     model.share(request.weights.params, request.weights.buffers)
     with _seeded(context, request):
         return summed_gradient(context, model, params, request, indices)
@@ -298,7 +297,7 @@ def summed_gradient(
     """Return the gradient of the summed loss over some samples, at the parameters that are loaded."""
     where = torch.from_numpy(indices)
     batch = Batch(shared.data.inputs(where), shared.data.y_train[where])
-    chain = shared.once(manual_sgd_of) if is_plain(shared.objective, "loss") else None
+    chain = shared.cached(manual_sgd_of) if is_plain(shared.objective, "loss") else None
     if chain is not None:
         mean, gradients = chain.gradient(params, batch.x, batch.y)
         torch._foreach_mul_(gradients, len(indices))

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from fedstrata.base.records import record
 from fedstrata.base.rng import torch_seeded
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles_hop, handles_relay
 from fedstrata.clients.training.sgd import SGD
 from fedstrata.clients.training.traced_sgd import TracedSGD
@@ -55,7 +54,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
         The data set's indices of the samples, in order; the number of steps that the client took before; and the reply,
         whose loss is not known yet.
     """
-    client.release(1)  # the model travels on after a step on a single sample
+    client.authorize_release(1)  # the model travels on after a step on a single sample
     before = client.state.get(STATE)
     if request.fresh or not isinstance(before, Stepped) or before.round != request.round:
         before = Stepped(request.round, {}, 0)
@@ -72,7 +71,7 @@ def draw_samples(client: Client, request: Steps) -> tuple[Ints, int, StepsReply]
         if left <= 1 and p not in exhausted:
             exhausted.append(p)
         pools[p] = Pool(pool.order, pool.used + min(left, 1), pool.refills)
-    client.behind = len(places)
+    client.n_contributing = len(places)
     client.state[STATE] = Stepped(request.round, pools, before.steps + len(places))
     reply = StepsReply(torch.tensor(missing), torch.tensor(exhausted, dtype=torch.int64), torch.zeros(()))
     return client.indices[places], before.steps, reply
@@ -172,7 +171,7 @@ class FusedSteps:
 
 def stepper_of(context: ClientContext, model: Model) -> Stepper:
     """Return the fastest stepper for the model; it is made once per process."""
-    last = context.once(_Last)
+    last = context.cached(_Last)
     if last.stepper is None or last.model is not model:
         last.model, last.stepper = model, _make_stepper(context, model)
     return last.stepper

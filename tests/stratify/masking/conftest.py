@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from fedstrata.base import records
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import from_arrays
 from fedstrata.data.partitions import Assignment

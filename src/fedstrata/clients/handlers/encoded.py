@@ -13,8 +13,7 @@ import torch
 
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.records import Tree, record
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
 from fedstrata.federation.communication.changes import digest_of, parted, renewed
 from fedstrata.federation.communication.codecs import PowerSGD, Uncompressed, WithMemory, pack, unpack, with_frame
@@ -99,7 +98,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
         change = _with_residual(client, codec, request.round, change)
     if isinstance(codec, PowerSGD) and len(request.basis):
         basis = unpack(request.basis, codec.forms_of_basis(change))
-        pending = Pending(request.exchange, request.round, dict(client.state), reply, change, client.behind)
+        pending = Pending(request.exchange, request.round, dict(client.state), reply, change, client.n_contributing)
         client.state = {**before, PENDING: pending}
         return EncodedReply(None, pack(codec.project(change, basis), codec.forms_of_frame(change)))
     payload = codec.encode(change, client.rng(f"codec/{request.exchange}", request.round))
@@ -114,7 +113,7 @@ def answer_second(client: Client, request: Coefficients) -> EncodedReply:
     pending, codec = client.state.get(PENDING), client.context.communication.up
     if not isinstance(pending, Pending) or pending.exchange != request.exchange or not isinstance(codec, PowerSGD):
         raise FedstrataError(f"this client did not answer the first sum of exchange {request.exchange}")
-    client.release(pending.behind)
+    client.authorize_release(pending.behind)
     change = pending.change
     frame = unpack(request.frame, codec.forms_of_frame(change))
     payload = codec.coefficients(change, frame)
@@ -143,7 +142,7 @@ def _received(client: Client, delivery: ModelDelivery) -> Params:
     Raises:
         FedstrataError: The changes apply to another model than the client has, or another model has the same digest.
     """
-    state, shared = client.state.get(MODEL), client.context.once(_models)
+    state, shared = client.state.get(MODEL), client.context.cached(_models)
     held = state if isinstance(state, HeldModel) else None
     if delivery.base < 0:
         params = delivery.params

@@ -11,11 +11,10 @@ import numpy as np
 
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.rng import rng
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handlers.fit import BUFFERS, starting_point, statistics
 from fedstrata.clients.handling import handles
-from fedstrata.clients.training.devices import placed
+from fedstrata.clients.training.devices import on_device
 from fedstrata.clients.training.local import LocalData, train
 from fedstrata.evaluation.messages import Evaluate, Evaluated
 from fedstrata.evaluation.predictions import predict
@@ -31,14 +30,14 @@ def evaluate(client: Client, request: Evaluate) -> Evaluated:
         FedstrataError: No samples were held out for this part.
     """
     context = client.context
-    held, settings, device = context.held, context.evaluation, context.once(placed)
+    held, settings, device = context.held, context.evaluation, context.cached(on_device)
     parts, split = (
         (held.own_validation, "train") if request.part == "validation" else (held.own_test, held.own_test_split)
     )
     if parts is None:
         raise FedstrataError(f"no samples were held out for {request.part!r}")
-    client.release(len(parts[client.number]))
-    local = context.config.training.batch_norm == "local" and bool(context.once(statistics))
+    client.authorize_release(len(parts[client.number]))
+    local = context.config.training.batch_norm == "local" and bool(context.cached(statistics))
     weights = personal(client, request) if request.personal else request.weights
     # If clients keep BatchNorm's statistics, a model without them is measured with those of each batch.
     batch_statistics = local and not (request.personal and BUFFERS in client.state)
@@ -63,9 +62,9 @@ def personal(client: Client, request: Evaluate) -> Weights:
     weights = starting_point(client, request)
     if not request.epochs or not len(client):
         return weights
-    tuner = client.context.once(tuning(request.epochs))
+    tuner = client.context.cached(tuning(request.epochs))
     twin = Client(client.number, tuner, client.state)
-    data = LocalData(twin, np.arange(len(client)), tuner.once(placed).device)
+    data = LocalData(twin, np.arange(len(client)), tuner.cached(on_device).device)
     return train(twin, weights, data, round=request.round, message={}, objective=tuner.personal).weights
 
 
@@ -84,7 +83,7 @@ def tuning(epochs: int) -> Callable[[ClientContext], ClientContext]:
         training = config.training.model_copy(update={"local_epochs": epochs, "local_steps": None})
         seed = int(rng(config.seed, "fine-tune").integers(2**63))
         # Model and data are shared, so that a GPU does not hold them twice.
-        prepared: dict[Callable[[ClientContext], Any], Any] = {placed: context.once(placed)}
+        prepared: dict[Callable[[ClientContext], Any], Any] = {on_device: context.cached(on_device)}
         return replace(context, config=replace(config, training=training, seed=seed), prepared=prepared)
 
     return make

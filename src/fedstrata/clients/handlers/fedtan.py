@@ -65,7 +65,8 @@ class FitTogether(ModelRequest):
 @handles(FitTogether)
 def fit_together(client: Client, request: FitTogether) -> FitReply:
     """Train for a round: the first step normalises over the group, and later steps keep its statistics."""
-    client.release(min(len(client), client.context.config.training.batch_size))  # only the first batch enters the sums
+    first_batch = min(len(client), client.context.config.training.batch_size)
+    client.authorize_release(first_batch)  # the sums are over the first batch only
     shared, model, group = client.context, client.model, client.group
     training = shared.config.training
     data = LocalData(client, np.arange(len(client)))

@@ -6,10 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
-from fedstrata.clients.training.devices import CPU, moved, placed
+from fedstrata.clients.training.devices import CPU, on_device, to_device
 from fedstrata.clients.training.local import LocalData, Outcome, computing, train
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Weights
@@ -22,12 +21,12 @@ OBJECTIVE, BUFFERS = "objective", "buffers"
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
     """Train on the samples that are used this round, and keep the objective's state."""
-    on = client.context.once(placed)
+    on = client.context.cached(on_device)
     model = client.model if on.device == CPU else on.model
     chosen, weights = samples_kept(client, request), starting_point(client, request)
-    client.release_trained(len(chosen))
+    client.authorize_update(len(chosen))
     data, objective = LocalData(client, chosen, on.device), client.context.objective
-    message = request.message if on.device == CPU else moved(request.message, on.device)
+    message = request.message if on.device == CPU else to_device(request.message, on.device)
     with computing(client.context.config.training, on.device.type):
         message = objective.client_prepare(model, weights, data.in_order, message)
     outcome = train(client, weights, data, round=request.round, message=message, kept=client.state.get(OBJECTIVE))
@@ -55,7 +54,7 @@ def fit_reply(client: Client, request: Fit, samples: int, outcome: Outcome) -> F
     if outcome.kept is not None:
         client.state[OBJECTIVE] = outcome.kept
     result = outcome.weights
-    if client.context.config.training.batch_norm == "local" and (names := client.context.once(statistics)):
+    if client.context.config.training.batch_norm == "local" and (names := client.context.cached(statistics)):
         # The client keeps its statistics, and the reply contains those of the request.
         client.state[BUFFERS] = {name: b for name, b in result.buffers.items() if name in names}
         sent = {name: b for name, b in request.weights.buffers.items() if name in names}

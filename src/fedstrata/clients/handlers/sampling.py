@@ -32,9 +32,10 @@ from fedstrata.sampling.sketches import sketch
 def report_size(client: Client, request: SizeReport) -> SizeReply:
     """Return the number of samples, with local differential privacy if the request has a bound."""
     if request.bound == 0:
-        client.release(len(client))
+        client.authorize_release(len(client))
         return SizeReply(len(client))
-    client.behind = len(client)  # not release(): a missing answer would reveal that the client has few samples
+    # Without authorize_release(), because a missing answer would reveal that the client has few samples.
+    client.n_contributing = len(client)
     # A simulation must be repeatable. At a real site the noise must not depend on the seed, which the server knows.
     simulated = client.context.config.sizes is not None
     generator = client.rng("size-privacy", request.round) if simulated else np.random.default_rng()
@@ -44,7 +45,7 @@ def report_size(client: Client, request: SizeReport) -> SizeReply:
 @handles(Compress)
 def compress(client: Client, request: Compress) -> CompressReply:
     """Return the gradient of the mean cross-entropy over all samples at the global model, projected and quantized."""
-    client.release(len(client))
+    client.authorize_release(len(client))
     weights = starting_point(client, request)
     flat = torch.zeros(sum(tensor.numel() for tensor in weights.params.values()))
     data = LocalData(client, np.arange(len(client)))
@@ -83,7 +84,7 @@ class _TrainsLike(CrossEntropy):
 @handles(Sketch)
 def send_sketch(client: Client, request: Sketch) -> SketchReply:
     """Train for a round with cross-entropy, and return a sketch of the result; nothing else is kept."""
-    client.release_trained(len(client))
+    client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     objective = _TrainsLike.of(client.context.objective)
     outcome = train(client, request.weights, data, round=request.round, message={}, objective=objective)
@@ -95,7 +96,7 @@ def send_sketch(client: Client, request: Sketch) -> SketchReply:
 @torch.no_grad()
 def report_loss(client: Client, request: LossReport) -> LossReply:
     """Return the mean cross-entropy over all samples at the global model; 0 without samples."""
-    client.release(len(client))
+    client.authorize_release(len(client))
     data, weights = LocalData(client, np.arange(len(client))), starting_point(client, request)
     total = 0.0
     with client.model.loaded(weights.params, weights.buffers, train=False) as params:

@@ -55,7 +55,7 @@ class Visit(Request):
 @handles_hop(Visit)
 def visit(client: Client, request: Visit, weights: Weights) -> tuple[Weights, VisitReply]:
     """Train the travelling model on the client's samples."""
-    client.release_trained(len(client))
+    client.authorize_update(len(client))
     data = LocalData(client, np.arange(len(client)))
     outcome = train(client, weights, data, round=request.round, message={})
     return outcome.weights, VisitReply(len(client), outcome.seen, outcome.loss)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedstrata.base.errors import SpecError
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.data.dataset import Dataset
 from fedstrata.models.model import Model
 
@@ -56,7 +56,7 @@ def device_of(setting: str) -> torch.device:
     return device
 
 
-def placed(context: ClientContext) -> Placed:
+def on_device(context: ClientContext) -> Placed:
     """Return the model and the data on the device of the settings.
 
     Raises:
@@ -73,10 +73,10 @@ def placed(context: ClientContext) -> Placed:
     return Placed(device, model, data)
 
 
-def moved(tree: Any, device: torch.device) -> Any:
+def to_device(tree: Any, device: torch.device) -> Any:
     """Return a tree of mappings, tuples and tensors on a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
     if isinstance(tree, tuple):
-        return tuple(moved(item, device) for item in tree)
-    return {key: moved(item, device) for key, item in tree.items()} if isinstance(tree, Mapping) else tree
+        return tuple(to_device(item, device) for item in tree)
+    return {key: to_device(item, device) for key, item in tree.items()} if isinstance(tree, Mapping) else tree

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import torch_seeded
-from fedstrata.clients.client import Client
-from fedstrata.clients.context import ClientContext
-from fedstrata.clients.training.devices import CPU, moved, placed
+from fedstrata.clients.client import Client, ClientContext
+from fedstrata.clients.training.devices import CPU, on_device, to_device
 from fedstrata.clients.training.sgd import SGD, ManualSGD, Tensors
 from fedstrata.federation.messages import Extra, Params, Weights
 from fedstrata.federation.settings import DEFAULT_EPOCHS, Training
@@ -154,10 +153,10 @@ class TrainingSetup:
         """Return the setup for an objective."""
         config = context.config
         named = config.model.module.named_parameters()
-        on_cpu = context.once(placed).device == CPU
+        on_cpu = context.cached(on_device).device == CPU
         by_hand = on_cpu and config.training.precision == "float32" and is_plain(objective, "loss", "trains")
         return cls(
-            chain=context.once(manual_sgd_of) if by_hand else None,
+            chain=context.cached(manual_sgd_of) if by_hand else None,
             trained=frozenset(name for name, _ in named if objective.trains(name, config.model)),
             pairs=has_batchnorm(config.model.module),
             corrects=not is_plain(objective, "correction"),
@@ -196,14 +195,14 @@ def train(
     """
     shared, device = client.context, data.device
     training, precision = shared.config.training, computing(shared.config.training, device.type)
-    setup = shared.once(shared_setup) if objective is None else TrainingSetup.of(shared, objective)
+    setup = shared.cached(shared_setup) if objective is None else TrainingSetup.of(shared, objective)
     objective = objective or shared.objective
     model = client.model
     counts = torch.from_numpy(np.bincount(client.labels[data.chosen], minlength=shared.config.classes)).float()
     if device != CPU:
-        model = shared.once(placed).model
-        weights = Weights(moved(weights.params, device), moved(weights.buffers, device))
-        counts, message, kept = moved((counts, message, kept), device)
+        model = shared.cached(on_device).model
+        weights = Weights(to_device(weights.params, device), to_device(weights.buffers, device))
+        counts, message, kept = to_device((counts, message, kept), device)
     context = Context(weights.params, counts, message, kept, training.lr_at(round))
     with precision:
         context = objective.client_init(model, context)
@@ -228,8 +227,8 @@ def train(
             done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
             extra, kept = objective.client_final(done, context)
     if device != CPU:
-        after = Weights(moved(after.params, CPU), moved(after.buffers, CPU))
-        extra, kept = moved((extra, kept), CPU)
+        after = Weights(to_device(after.params, CPU), to_device(after.buffers, CPU))
+        extra, kept = to_device((extra, kept), CPU)
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 

@@ -55,7 +55,7 @@ def presented(client: Client) -> tuple[Ints, Ints]:
     context = client.context
     enough = counts >= context.privacy.min_samples
     labels, counts = labels[enough], counts[enough]
-    client.behind = int(counts.sum())
+    client.n_contributing = int(counts.sum())
     order = rng(ring_of(context).order_seed(context.config.seed), "label-order", 0, client.number).permutation(
         len(labels)
     )

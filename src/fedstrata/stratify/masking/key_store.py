@@ -17,7 +17,7 @@ from typing import Any
 
 from fedstrata.base import records
 from fedstrata.base.errors import DataError, FedstrataError, WireError
-from fedstrata.clients.context import ClientContext
+from fedstrata.clients.client import ClientContext
 from fedstrata.stratify.masking.ckks import COMPARING, COUNTING, Opener, generate
 from fedstrata.stratify.masking.prf import KEY_SIZE, order_seed
 
@@ -198,7 +198,7 @@ def _ring(folder: Path | None, create: bool) -> KeyRing:
 
 def ring_of(context: ClientContext) -> KeyRing:
     """Return the key ring of a context, or this machine's ring if the context has none."""
-    ring: KeyRing = context.keys if context.keys is not None else context.once(_site_ring)
+    ring: KeyRing = context.keys if context.keys is not None else context.cached(_site_ring)
     return ring
 
 
