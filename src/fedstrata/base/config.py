@@ -146,7 +146,7 @@ class Registry(Generic[T]):
         """Return the class with a name of this registry or at ``"module:Class"``.
 
         Raises:
-            SpecError: There is no such class, or it is of another kind.
+            SpecError: The class does not exist, or is not derived from the expected one.
         """
         if name not in self._paths and ":" not in name:
             accepted = ", ".join(self._paths)

@@ -198,7 +198,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _is_running(pid: int) -> bool:
-    """Return False if there is no process of that number, True if there is one or the system does not tell."""
+    """Return False if no process has the number; True if one has it, or if the system does not tell."""
     if os.name == "posix":  # elsewhere, signal 0 would end the process
         try:
             os.kill(pid, 0)

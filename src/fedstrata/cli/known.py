@@ -39,7 +39,7 @@ def find_section(name: str) -> dict[str, Any]:
     """Return a section: the ``common`` keys of its kinds, and the ``kinds`` by name.
 
     Raises:
-        SpecError: There is no such section.
+        SpecError: The section is unknown.
     """
     sections: dict[str, dict[str, Any]] = known()["settings"]
     if name not in sections:
@@ -56,7 +56,7 @@ def find_kind(section: str, name: str) -> dict[str, Any]:
             also accept ``"module:function"``.
 
     Raises:
-        SpecError: There is no such section, or no such kind in it.
+        SpecError: The section, or the kind in it, is unknown.
     """
     if ":" in name and section in FUNCTIONS:
         from fedstrata.base.config import Setting

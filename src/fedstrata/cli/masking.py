@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def add_keys(commands: Commands) -> None:
-    """``fedstrata keys``."""
+    """Add ``fedstrata keys``."""
     examples = """
         fedstrata keys
         fedstrata keys --out /secure/keys

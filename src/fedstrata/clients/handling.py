@@ -100,7 +100,7 @@ class Handlers:
         """Return the function with which a client answers.
 
         Raises:
-            FedstrataError: There is no such handler.
+            FedstrataError: No handler is registered for the request.
         """
         handler: Handler | None = self._table.get((kind, "alone"))
         return handler or _refuse(kind, "answer")
@@ -109,7 +109,7 @@ class Handlers:
         """Return the function with which a client works on a travelling model.
 
         Raises:
-            FedstrataError: There is no such handler.
+            FedstrataError: No handler is registered for the request.
         """
         handler: HopHandler | None = self._table.get((kind, "hop"))
         return handler or _refuse(kind, "pass on")

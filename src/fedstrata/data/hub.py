@@ -101,7 +101,7 @@ def input_columns(features: Any) -> list[str]:
         features: ``datasets.Features`` of a split.
 
     Raises:
-        DataError: There is no such column, or there are several and none has a usual name.
+        DataError: The column does not exist, or several could be meant and none has a usual name.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     label = label_column(features)
@@ -126,7 +126,7 @@ def label_column(features: Any) -> str:
         features: ``datasets.Features`` of a split.
 
     Raises:
-        DataError: There is no such column, or there are several and none has a usual name.
+        DataError: The column does not exist, or several could be meant and none has a usual name.
     """
     labels = [name for name, feature in features.items() if type(feature).__name__ == "ClassLabel"]
     usual = [name for name in LABEL_NAMES if name in (labels or features)]

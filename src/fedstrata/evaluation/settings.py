@@ -124,7 +124,7 @@ class Evaluation(Setting):
         """Return the metric with a label.
 
         Raises:
-            SpecError: There is no such metric.
+            SpecError: The metric is unknown.
         """
         metrics = dict(zip(self.labels, self.metrics, strict=True))
         if label not in metrics:

@@ -30,8 +30,8 @@ class Exchanges:
     """The exchanges of a run: which clients are reached, which replies count, and what it costs.
 
     Args:
-        config: What was agreed.
-        availability: Who is there, and how fast.
+        config: The settings on which server and clients agreed.
+        availability: Which clients are there in a round, and how fast they are.
         method: The method's name, for messages.
     """
 
@@ -41,9 +41,9 @@ class Exchanges:
         self.answered: set[type[Request]] = set()
         """Kinds of requests that some client answered."""
         self.resumed = False
-        """Whether earlier rounds ran in another process: what clients answered then is not known any more."""
+        """Whether earlier rounds ran in another process, so that ``answered`` lacks what clients answered then."""
         self.clock: Clock | None = None
-        """Simulated time; None where nothing depends on it."""
+        """Simulated time; None if nothing depends on it."""
         if config.sizes is not None and availability.simulates_time:
             self.clock = Clock(availability, config.seed)
         self._online: dict[ClientId, bool] = {}
@@ -53,7 +53,7 @@ class Exchanges:
         self.log, self._online = RoundLog(round, self._method), {}
 
     def reach_hop(self, client: ClientId, task: Request, model: int, work: Callable[[Any, int], float]) -> bool:
-        """Whether a hop with a model of so many bytes reaches its client; cheap for one that was reached before."""
+        """Return whether a hop with a model of so many bytes reaches its client; cheap if an earlier hop did."""
         if self.clock is None and client in self.log.invited and self._online.get(client, False):
             self.log.bytes_down += records.size(task) + model
             return True
@@ -127,7 +127,7 @@ class Exchanges:
             raised = sum(failure.error is not None for failure in failures.values())
             self.raise_if_hopeless(set(asked), raised, kinds, list(failures.items()))
         if together and len(replies) < len(outcomes):
-            # Everybody's answer holds parts of sums to which a reply that does not count has added.
+            # Every reply depends on sums to which a reply that does not count has contributed.
             void = Failure("the group's sums are void: another of its clients did not count", bystander=True)
             failures |= dict.fromkeys(replies, void)
             replies.clear()

@@ -78,8 +78,8 @@ class Federation:
 
     Args:
         engine: Where they live.
-        config: What was agreed.
-        availability: Who is there, and how fast.
+        config: The settings on which server and clients agreed.
+        availability: Which clients are there in a round, and how fast they are.
         method: The method's name, for messages.
         listener: Called with the round and the replies that count, after every ``ask``.
         legs: How requests travel; ``fedstrata.federation.communication`` encodes them.
@@ -260,7 +260,7 @@ class Federation:
         tasks: Iterable[tuple[ClientId, Request]],
         weights: Weights,
         *,
-        heard: Callable[[int, Any], None] = lambda position, reply: None,
+        on_reply: Callable[[int, Any], None] = lambda position, reply: None,
         work: Callable[[Any, int], float] = lambda task, samples: 0.0,
     ) -> Relayed:
         """Send the model from client to client; each works on it and passes it on.
@@ -269,9 +269,9 @@ class Federation:
 
         Args:
             tasks: Clients and their tasks, all of one kind. Each is taken only when the hop before it is over, so that
-                a generator may decide what comes next by what it ``heard``.
+                a generator may decide what comes next by the earlier replies.
             weights: The model that sets out.
-            heard: Called after each hop with its position and its reply, None where there is none. An engine that
+            on_reply: Called after each hop with its position and its reply, None where there is none. An engine that
                 computes the relay in one pass may learn of a failure only at the end, and then calls once more with
                 None.
             work: Sample-gradients that a task takes a client with so many samples.
@@ -288,11 +288,11 @@ class Federation:
             self.log.fail(client, failure)
             if not failure.refused:
                 failures.append((client, failure))
-            heard(position, None)
+            on_reply(position, None)
 
         for position, (client, task) in enumerate(tasks):
             if not self.exchanges.reach_hop(client, task, size, work):
-                heard(position, None)
+                on_reply(position, None)
                 continue
             reached.add(client)
             if session is None:
@@ -308,7 +308,7 @@ class Federation:
                 fail(position, client, outcome)
             else:
                 done.append((position, client))
-                heard(position, outcome)
+                on_reply(position, outcome)
         if session is not None:
             weights, outcomes = session.finish()
             for (position, client), outcome in zip(done, outcomes, strict=True):

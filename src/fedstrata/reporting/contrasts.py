@@ -111,7 +111,7 @@ def contrast(
         test: The test of paired differences; its p-values are corrected by Holm over the whole table.
 
     Raises:
-        SpecError: There is no such label, measure or budget, or a run did not record the budget.
+        SpecError: The label, measure or budget is unknown, or a run did not record the budget.
     """
     asked = bool(metrics) or at is not None
     if baseline is not None and baseline not in runs:
@@ -218,7 +218,7 @@ def _measure(key: str, budgets: Mapping[str, float], runs: Mapping[str, Sequence
     """Return the display of a measure.
 
     Raises:
-        SpecError: There is no such measure.
+        SpecError: The measure is unknown.
     """
     if key in budgets:
         kind = key.removeprefix(_AT)

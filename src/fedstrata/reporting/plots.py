@@ -33,7 +33,7 @@ def plot(
         against: ``"round"``, or ``"bytes"`` for the data sent since the start.
 
     Raises:
-        SpecError: There is no such column.
+        SpecError: No run has the column.
     """
     if against not in ("round", "bytes"):
         raise SpecError("against", "expected 'round' or 'bytes'", against)

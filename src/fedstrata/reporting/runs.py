@@ -121,7 +121,7 @@ def keep_order(folder: Path, labels: Iterable[str]) -> None:
 
 
 def _order(folder: Path) -> list[str]:
-    """Read the order of the labels of a compare folder; an empty list if there is no such file.
+    """Read the order of the labels of a compare folder; an empty list if the file does not exist.
 
     Raises:
         DataError: The file is damaged.

@@ -150,7 +150,7 @@ def paired_difference(
         together: The number of simultaneous t intervals, see ``t_interval``.
 
     Raises:
-        SpecError: There is no such test.
+        SpecError: The test is unknown.
 
     >>> paired_difference({0: 0.5, 1: 0.75, 2: 0.9}, {1: 0.25, 0: 0.5}).mean
     0.25

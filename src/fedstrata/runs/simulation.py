@@ -106,7 +106,7 @@ class Simulation:
         listener: Called with the round and the replies of every exchange.
 
     Raises:
-        SpecError: There is no such engine, or it would not find the clients' states.
+        SpecError: The engine is unknown, or it would not find the clients' states.
 
     >>> import fedstrata as fs
     >>> spec = fs.Experiment(training={"rounds": 3}, partition=fs.IID(clients=4), evaluation={"every": 0})

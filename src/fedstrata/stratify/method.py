@@ -106,7 +106,7 @@ class Stratify(Method):
         if self.lr_rule != "none" and self.batch_size is None:
             problem = "has no effect, because method.batch_size is not set. Set method.batch_size, or remove lr_rule."
             raise SpecError("method.lr_rule", problem, self.lr_rule)
-        self._behaviour.check(config)
+        self._mode.check(config)
 
     @override
     def asks_for_changes(self) -> bool:
@@ -121,10 +121,11 @@ class Stratify(Method):
         """Return the requests of enrolment, then those of batches or of training sample by sample, or both."""
         training, weighted, hybrid = agreed.training, self.selection == "weighted", self.mode == "hybrid"
         requests = allowed_in_enrolment(self.masking, weighted=weighted, classes=agreed.classes)
-        window = by_round("what has arrived" if hybrid else "all", lambda round: self._phase(agreed, round)[1])
-        before = self._pretraining(agreed)
+        mode = self._mode
+        window = by_round("what has arrived" if hybrid else "all", lambda round: mode.phase(agreed, round)[1])
+        before = mode.batch_rounds(agreed) if isinstance(mode, HybridMode) else 0
         if self.mode != "single":
-            scale, size = self._scale(agreed), self.batch_size or training.batch_size
+            scale, size = self._batches.scale(training), self.batch_size or training.batch_size
             lr = by_round("the round's", lambda round: rate(training, self.server, scale, round))
             rounds = range(1, before + 1) if hybrid else None
             requests += allowed_in_batches(size, window, lr, self.local_steps, rounds)
@@ -133,24 +134,17 @@ class Stratify(Method):
             requests += allowed_sample_by_sample(window, self.chunk_size, rounds)
         return requests
 
-    def _scale(self, agreed: Agreed) -> float:
-        return BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server).scale(agreed.training)
-
-    def _pretraining(self, agreed: Agreed) -> int:
-        return self.pretraining or max(1, agreed.training.rounds // 2)
-
-    def _phase(self, agreed: Agreed, round: int) -> tuple[BatchMode | SingleMode, tuple[float, float]]:
-        """Return the mode of a round's epoch, and the part of the data that is trained in it."""
-        return self._behaviour.phase(agreed, round)
+    @property
+    def _batches(self) -> BatchMode:
+        return BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server)
 
     @property
-    def _behaviour(self) -> BatchMode | SingleMode | HybridMode:
+    def _mode(self) -> BatchMode | SingleMode | HybridMode:
         """The mode with its settings."""
-        batches = BatchMode(self.batch_size, self.lr_rule, self.local_steps, self.server)
         singles = SingleMode(self.chunk_size, self.retain)
         if self.mode == "hybrid":
-            return HybridMode(batches, singles, self.pretraining, self.stream)
-        return batches if self.mode == "batch" else singles
+            return HybridMode(self._batches, singles, self.pretraining, self.stream)
+        return self._batches if self.mode == "batch" else singles
 
     def init(self, federation: Federation, weights: Weights) -> StratifyState:
         """Learn which clients hold which label, under placeholders."""
@@ -160,7 +154,7 @@ class Stratify(Method):
     def run_round(self, federation: Federation, state: StratifyState) -> tuple[StratifyState, dict[str, Any]]:
         """Train one epoch of the schedule."""
         config, holders = federation.config, state.holders
-        mode, window = self._phase(config, federation.round)
+        mode, window = self._mode.phase(config, federation.round)
         totals = holders.totals()
         if window != ALL:
             totals = (totals * (window[1] - window[0])).round().astype(totals.dtype)

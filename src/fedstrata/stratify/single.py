@@ -62,23 +62,16 @@ class SingleMode:
     def run_epoch(
         self, roster: Roster, wanted: Ints, weights: Weights, optimizer: Tree
     ) -> tuple[Weights, Tree, dict[str, Any]]:
-        """Let the model travel until the schedule is trained.
+        """Let the model travel until the schedule is trained; see ``BatchMode.run_epoch``.
 
-        Args:
-            roster: The clients to ask.
-            wanted: The schedule: places of placeholders, shape (L,).
-            weights: The global model.
-            optimizer: The server optimiser's state; not used.
-
-        Returns:
-            The new model, None for the optimiser's state (there is none), and the metrics.
+        No server optimiser takes part: its state is not used, and None is returned for it.
         """
         federation, route = roster.federation, Route(roster, wanted, chunk_size=self.chunk_size, retain=self.retain)
         loss, samples, hops = torch.zeros(()), 0, federation.log.hops
         while route.open():
             # A second relay is needed only if the engine learnt of a failure after the first had ended.
             relayed = federation.relay(
-                route.tasks(), weights, heard=route.on_reply, work=lambda task, _: float(len(task.labels))
+                route.tasks(), weights, on_reply=route.on_reply, work=lambda task, _: float(len(task.labels))
             )
             weights = relayed.weights
             for reply in relayed.replies.values():

@@ -94,7 +94,7 @@ class SingleClient(Partition):
         """See ``Partition.split``.
 
         Raises:
-            SpecError: There is no such client, or the other partition does not fit the data.
+            SpecError: A client does not exist, or the other partition does not fit the data.
         """
         try:
             whole = self.of.split(dataset, seed)

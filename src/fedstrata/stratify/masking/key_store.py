@@ -109,7 +109,7 @@ class Keys:
         """Read what ``write`` wrote.
 
         Raises:
-            DataError: There is no such file, others may read it, or it is damaged.
+            DataError: The file does not exist, others may read it, or it is damaged.
         """
         path = folder / FILE
         try:
