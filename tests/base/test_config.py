@@ -246,8 +246,8 @@ def test_epochs_or_steps_and_not_both():
 def test_invited_and_due():
     assert [Training().invited(n) for n in (3, 10, 500)] == [3, 10, 10]
     assert Training(clients_per_round=7).invited(100) == 7
-    assert [r for r in range(1, 8) if Evaluation(every=3).due(r, 7)] == [3, 6, 7]
-    assert [r for r in range(1, 8) if Evaluation(every=0).due(r, 7)] == [7]
+    assert Evaluation(every=3).evaluated_rounds(7) == {3, 6, 7}
+    assert Evaluation(every=0).evaluated_rounds(7) == {7}
 
 
 @pytest.mark.parametrize(

@@ -51,24 +51,24 @@ EVERY_WAY = [answer, total, carry, Journey]
 
 def test_each_way_of_answering_has_its_own_function():
     handlers = Handlers(EVERY_WAY)
-    assert [handlers.alone(Ask), handlers.sum(Ask), handlers.hop(Ask), handlers.relay(Ask)] == EVERY_WAY
+    assert [handlers.alone[Ask], handlers.sum[Ask], handlers.hop[Ask], handlers.relay[Ask]] == EVERY_WAY
 
 
 def test_a_later_one_takes_the_place_of_an_earlier_one():
     before, more = Handlers(EVERY_WAY), [again]
     after = before + more
-    assert (before.alone(Ask), after.alone(Ask)) == (answer, again)
-    assert after.hop(Ask) is carry
+    assert (before.alone[Ask], after.alone[Ask]) == (answer, again)
+    assert after.hop[Ask] is carry
 
 
 def test_what_nobody_answers():
     handlers = Handlers(EVERY_WAY)
     with pytest.raises(FedstrataError, match=r"how to answer Tell: name its handler in Method\.handlers"):
-        handlers.alone(Tell)
+        handlers.alone[Tell]
     with pytest.raises(FedstrataError, match=r"how to pass on Tell: name its handler in Method\.handlers"):
-        handlers.hop(Tell)
+        handlers.hop[Tell]
     # One pass for all is a short cut: where there is none, clients answer one by one.
-    assert handlers.sum(Tell) is handlers.relay(Tell) is None
+    assert handlers.sum.get(Tell) is handlers.relay.get(Tell) is None
 
 
 def test_a_function_that_does_not_say_what_it_answers():
@@ -78,6 +78,6 @@ def test_a_function_that_does_not_say_what_it_answers():
 
 def test_they_travel_to_other_processes():
     there = pickle.loads(pickle.dumps(HANDLERS))
-    assert there.alone(Gradient) is HANDLERS.alone(Gradient)
-    assert there.sum(Gradient) is HANDLERS.sum(Gradient)
-    assert there.relay(Steps) is HANDLERS.relay(Steps)
+    assert there.alone[Gradient] is HANDLERS.alone[Gradient]
+    assert there.sum[Gradient] is HANDLERS.sum[Gradient]
+    assert there.relay[Steps] is HANDLERS.relay[Steps]

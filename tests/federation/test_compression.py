@@ -278,7 +278,7 @@ def test_a_run_that_goes_on_ends_in_the_same_bytes(method: Any) -> None:
         for _ in range(2):
             first.step()
         saved = records.encode(
-            (first.state, first.saved_loop_state(), {client: dict(first.store.get(client)) for client in first.store})
+            (first.state, first.saved_loop_state(), {client: dict(first.store.get(client)) for client in sorted(first.store.clients)})
         )
     state, loop_state, states = records.decode(saved)
     with Simulation(fs.prepare(spec)) as second:
@@ -320,7 +320,7 @@ def test_prototypes_have_no_place_in_a_memory() -> None:
     spec = fs.Experiment.from_table({**BASE, "method": "rebafl", "communication": {"up": CODECS["top-k"]}})
     with Simulation(fs.prepare(spec)) as simulation:
         simulation.step()
-        memories = [simulation.store.get(client).get(MEMORY) for client in simulation.store]
+        memories = [simulation.store.get(client).get(MEMORY) for client in sorted(simulation.store.clients)]
         assert all(name.startswith("params/") for memory in memories if memory for name in memory.lost)
 
 

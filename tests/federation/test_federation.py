@@ -292,7 +292,7 @@ def test_a_missed_quorum_leaves_no_trace_at_the_clients():
     with pytest.raises(QuorumError):
         federation.ask(range(4), request, quorum=4)
     assert federation.log.dropped
-    assert len(store) == 0
+    assert len(store.clients) == 0
 
 
 def test_when_all_clients_send_nan_nothing_changes(tiny, broken):

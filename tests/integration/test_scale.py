@@ -97,7 +97,7 @@ def test_nothing_is_drawn_for_who_is_not_asked(tiny, monkeypatch):
     federation.fit(17, 4000)
     federation.fit(17, 4000)
     assert drawn == [17, 4000]
-    assert len(federation.store) == 0  # FedAvg's clients have nothing to remember
+    assert len(federation.store.clients) == 0  # FedAvg's clients have nothing to remember
 
 
 def test_an_assignment_of_a_million_clients_is_two_arrays():

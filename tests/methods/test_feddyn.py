@@ -72,7 +72,7 @@ def test_under_dropout_by_hand(start, two, trace):
             kept = started.store.get(k).get("objective")
             found = torch.zeros(2).double() if kept is None else kept["weight"].flatten().double()
             torch.testing.assert_close(found, lam[k], **close)
-    assert 2 not in started.store
+    assert 2 not in started.store.clients
     assert h.abs().max() > 0.01
 
 

@@ -145,7 +145,7 @@ def test_what_an_audit_reads_is_in_the_checkpoint(tmp_path):
     assert found.state.objective["means"].shape == (10, 16)
     store = StateStore()
     found.restore(store)
-    tables = [store.get(k)["objective"] for k in store]
+    tables = [store.get(k)["objective"] for k in store.clients]
     assert tables
     assert all(int((table["samples"] > 0).sum()) == 2 for table in tables)
     fs.run({**SKEWED, "method": {"name": "rebafl", "keep_prototypes": False}}, out=tmp_path / "not")

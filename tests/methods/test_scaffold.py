@@ -122,7 +122,7 @@ def test_with_dropout_only_those_who_return_count(start, seven, trace):
         hand.round(number, [k for k, rounds in there.items() if number in rounds])
         assert metrics["clients_returned"] == len(hand.steps)
         compare(started, hand)
-    assert 3 not in started.store
+    assert 3 not in started.store.clients
 
 
 @pytest.mark.parametrize(("key", "value"), [("momentum", 0.5), ("clip", 1.0)])

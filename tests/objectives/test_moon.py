@@ -108,7 +108,7 @@ def test_moon_keeps_the_model_that_it_trained(start, seven):
     started = start(spec, seven)
     before = started.config.model.params()
     started.step()
-    (client,) = started.store
+    (client,) = started.store.clients
     kept = started.store.get(client)["objective"]
     # One client alone: what it trained is the new global model.
     for name, w in started.state.weights.params.items():

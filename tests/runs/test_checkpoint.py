@@ -241,7 +241,7 @@ def test_only_states_that_changed_are_written(tmp_path):
     again = StateStore()
     found.restore(again)
     assert (found.round, found.state) == (2, "second")
-    assert {client: again.get(client)["n"] for client in again} == {k: 700 if k == 7 else k for k in range(50)}
+    assert {client: again.get(client)["n"] for client in again.clients} == {k: 700 if k == 7 else k for k in range(50)}
     assert again.changed == set()
 
 

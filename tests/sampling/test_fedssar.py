@@ -125,7 +125,7 @@ def test_introducing_oneself_leaves_no_trace(tiny):
     federation = tiny(3, clients_per_round=2)
     sampler = FedSSARSampler()
     sampler.select(federation, sampler.init(federation), federation.weights)
-    assert len(federation.store) == 0
+    assert len(federation.store.clients) == 0
 
 
 def test_the_sketch_of_a_small_model_is_the_model_after_training(tiny):

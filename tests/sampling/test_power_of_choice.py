@@ -27,7 +27,7 @@ def test_clients_know_how_bad_the_model_is(tiny):
     federation = tiny(4)
     replies = federation.ask(range(4), LossReport(1, federation.weights))
     assert {c: reply.loss for c, reply in replies.items()} == pytest.approx(losses(federation))
-    assert len(federation.store) == 0
+    assert len(federation.store.clients) == 0
 
 
 def test_the_worst_of_all_are_taken(tiny):

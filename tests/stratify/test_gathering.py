@@ -44,7 +44,7 @@ def private(partition="dirichlet", clients=10, *, least=3, below="hold-back", **
 
 def sizes_of_parts(started) -> list[int]:
     """Samples of every part that is set aside."""
-    kept = [started.store.get(client).get("stratify") for client in started.store]
+    kept = [started.store.get(client).get("stratify") for client in started.store.clients]
     return [int(n) for state in kept if state is not None for n in np.unique(state.batches, return_counts=True)[1]]
 
 

@@ -175,7 +175,7 @@ def test_labels_train_as_often_as_the_schedule_says(start, skewed, rule, frequen
     assert trained_labels(started).tolist() == frequencies
     assert metrics["samples"] == metrics["scheduled"] == sum(frequencies)
     missing = sum(int(outcome[1].missing.sum()) for _, _, outcome in started.federation.engine.heard)
-    refills = [pool.refills for k in started.store for pool in started.store.get(k)["stratify"].pools.values()]
+    refills = [pool.refills for k in started.store.clients for pool in started.store.get(k)["stratify"].pools.values()]
     # Pools did run empty, so that the laws above were put to the test.
     assert missing > 0 or rule == "capped"
     assert max(refills) >= (5 if rule == "uniform" else 0)

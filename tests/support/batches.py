@@ -28,7 +28,7 @@ def order_of(started, spec, data) -> list[np.ndarray]:
     """The samples of every batch of the epoch, in the order in which the parts are put together: by client."""
     assignment = prepare(spec, data=data).assignment
     parts: dict[int, list[np.ndarray]] = {}
-    for client in sorted(started.store):
+    for client in sorted(started.store.clients):
         kept = started.store.get(client).get("stratify")
         if kept is None:  # it has no label that it may name
             continue

@@ -91,9 +91,10 @@ class Aggregator(Setting):
 def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.float64]) -> Params:
     """Return Σ_k a_k (w_k − w_t) by parameter, summed in client order."""
     update = {name: torch.zeros_like(w) for name, w in params.items()}
+    before, sums = list(params.values()), list(update.values())
     for model, factor in zip(models, a.tolist(), strict=True):
-        for name, w in params.items():
-            update[name].add_(model[name] - w, alpha=factor)
+        changes = torch._foreach_sub([model[name] for name in params], before)
+        torch._foreach_add_(sums, changes, alpha=factor)
     return update
 
 

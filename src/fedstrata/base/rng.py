@@ -9,18 +9,33 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
 
 SERVER = -1
 """The value of ``client`` for draws of the server."""
 
 
-def _digest(seed: int, purpose: str, round: int, client: int) -> bytes:
-    text = f"{seed}|{purpose}|{round}|{client}".encode()
-    return hashlib.blake2b(text, digest_size=16, person=b"fedstrata").digest()
+class Key(ISeedSequence):
+    """The key of the random numbers for one purpose, in a round, of a client; see ``rng``.
+
+    A generator made from it has the numbers of ``Philox(key=…)``, for which NumPy would also ask the system for random
+    numbers.
+    """
+
+    def __init__(self, seed: int, purpose: str, round: int, client: int) -> None:
+        text = f"{seed}|{purpose}|{round}|{client}".encode()
+        digest = hashlib.blake2b(text, digest_size=16, person=b"fedstrata").digest()
+        self.words = np.frombuffer(digest, dtype=np.uint64)
+        """The key, shape (2,)."""
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint64) -> NDArray[np.uint64]:
+        """Return the key: ``Philox`` asks for two words."""
+        return self.words
 
 
 def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.random.Generator:
@@ -38,8 +53,7 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
     >>> bool(rng(0, "batches", 3, 7).random() == rng(0, "batches", 3, 8).random())
     False
     """
-    key = np.frombuffer(_digest(seed, purpose, round, client), dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key))
+    return np.random.Generator(np.random.Philox(Key(seed, purpose, round, client)))
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -57,7 +71,7 @@ def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) ->
     Returns:
         Numbers of the same shape.
     """
-    key, step = np.frombuffer(_digest(seed, purpose, round, SERVER), dtype=np.uint64)
+    key, step = Key(seed, purpose, round, SERVER).words
     with np.errstate(over="ignore"):
         z = key + (clients.astype(np.uint64) + np.uint64(1)) * (step | np.uint64(1))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -7,7 +7,7 @@ Those of fedstrata are listed in ``runs.simulation.HANDLERS``, those of a user's
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fedstrata.base.errors import FedstrataError
 from fedstrata.clients.client import Client, ClientContext
@@ -71,24 +71,32 @@ def _marking(kind: type[Request], way: str) -> Callable[[F], F]:
 
 
 class Handlers:
-    """A table of the functions with which clients answer requests.
+    """Tables of the functions with which clients answer requests, by the kind of request.
 
     Args:
         functions: Functions with one of the decorators above. A later function replaces an earlier one for the same
             kind of request.
 
-    >>> Handlers([]).alone(Request)
+    >>> Handlers([]).alone[Request]
     Traceback (most recent call last):
     fedstrata.base.errors.FedstrataError: clients do not know how to answer Request: name its handler in Method.handlers
     """
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         self._functions = tuple(functions)
-        self._table: dict[tuple[type[Request], str], Any] = {}
+        self.alone: dict[type[Request], Handler] = _Required("answer")
+        """Functions with which one client answers."""
+        self.hop: dict[type[Request], HopHandler] = _Required("pass on")
+        """Functions with which one client works on a travelling model."""
+        self.sum: dict[type[Request], SumHandler] = {}
+        """Functions that compute the sum of all answers in one pass."""
+        self.relay: dict[type[Request], RelayHandlerFactory] = {}
+        """Functions that start a relay which is computed in one pass."""
         for function in self._functions:
             if not hasattr(function, _MARK):
                 raise FedstrataError(f"{function} does not say what it answers: mark it with @handles(…)")
-            self._table[getattr(function, _MARK)] = function
+            kind, table = getattr(function, _MARK)
+            getattr(self, table)[kind] = function
 
     def __add__(self, functions: Iterable[Callable[..., Any]]) -> Handlers:
         return Handlers([*self._functions, *functions])
@@ -96,33 +104,14 @@ class Handlers:
     def __reduce__(self) -> Any:
         return Handlers, (self._functions,)
 
-    def alone(self, kind: type[Request]) -> Handler:
-        """Return the function with which a client answers.
 
-        Raises:
-            FedstrataError: No handler is registered for the request.
-        """
-        handler: Handler | None = self._table.get((kind, "alone"))
-        return handler or _refuse(kind, "answer")
+class _Required(dict[type[Request], Any]):
+    """A table in which every request that is looked up must have a handler."""
 
-    def hop(self, kind: type[Request]) -> HopHandler:
-        """Return the function with which a client works on a travelling model.
+    def __init__(self, verb: str) -> None:
+        super().__init__()
+        self._verb = verb
 
-        Raises:
-            FedstrataError: No handler is registered for the request.
-        """
-        handler: HopHandler | None = self._table.get((kind, "hop"))
-        return handler or _refuse(kind, "pass on")
-
-    def sum(self, kind: type[Request]) -> SumHandler | None:
-        """Return the function that sums all answers in one pass, or None."""
-        return self._table.get((kind, "sum"))
-
-    def relay(self, kind: type[Request]) -> RelayHandlerFactory | None:
-        """Return the factory of relays in one pass, or None."""
-        return self._table.get((kind, "relay"))
-
-
-def _refuse(kind: type[Request], verb: str) -> NoReturn:
-    problem = f"clients do not know how to {verb} {kind.__name__}: name its handler in Method.handlers"
-    raise FedstrataError(problem)
+    def __missing__(self, kind: type[Request]) -> Any:
+        problem = f"clients do not know how to {self._verb} {kind.__name__}: name its handler in Method.handlers"
+        raise FedstrataError(problem)

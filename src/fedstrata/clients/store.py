@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from fedstrata.base import records
@@ -27,35 +27,27 @@ class StateStore:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._held: OrderedDict[ClientId, Mapping[str, Tree]] = OrderedDict()
         self._sizes: dict[ClientId, int] = {}
-        self._spilled: set[ClientId] = set()
         self._used = 0
+        self.clients: set[ClientId] = set()
+        """Clients that have a state, in memory or on disk."""
         self.changed: set[ClientId] = set()
         """Clients whose state changed since this set was last cleared."""
 
-    def __iter__(self) -> Iterator[ClientId]:
-        return iter(sorted(self._held.keys() | self._spilled))
-
-    def __len__(self) -> int:
-        return len(self._held) + len(self._spilled)
-
     def get(self, client: ClientId) -> Mapping[str, Tree]:
         """Return a client's state; it is empty if the client has none."""
-        if client in self._spilled:
-            state: Mapping[str, Tree] = records.decode(self._path(client).read_bytes(), limit=None)
-            self._hold(client, state)
-            self._spilled.discard(client)
-            return state
-        if client in self._held:
-            self._held.move_to_end(client)
-        return self._held.get(client, {})
+        if client not in self.clients:
+            return {}
+        if client not in self._held:
+            self._hold(client, records.decode(self._path(client).read_bytes(), limit=None))
+        self._held.move_to_end(client)
+        return self._held[client]
 
     def put(self, client: ClientId, state: Mapping[str, Tree]) -> None:
         """Store a client's new state."""
-        if not state and client not in self._held and client not in self._spilled:
-            return
-        self._spilled.discard(client)
-        self.changed.add(client)
-        self._hold(client, state)
+        if state or client in self.clients:
+            self.clients.add(client)
+            self.changed.add(client)
+            self._hold(client, state)
 
     def _hold(self, client: ClientId, state: Mapping[str, Tree]) -> None:
         size = _size(state)
@@ -66,7 +58,6 @@ class StateStore:
         while self._used > self.memory and len(self._held) > 1:
             oldest, spilled = self._held.popitem(last=False)
             self._path(oldest).write_bytes(records.encode(dict(spilled)))
-            self._spilled.add(oldest)
             self._used -= self._sizes.pop(oldest)
 
     def _path(self, client: ClientId) -> Path:

@@ -84,7 +84,7 @@ class LocalEngine(Engine):
         def run_locally(number: ClientId) -> None:
             nonlocal remaining
             request, began = requests[number], time.perf_counter()
-            client, handler = self._client(number), self.context.handlers.alone(type(request))
+            client, handler = self._client(number), self.context.handlers.alone[type(request)]
             try:
                 outcomes[number] = handler(client, request)
             except Exception as error:
@@ -138,13 +138,13 @@ class LocalEngine(Engine):
     def _answer(self, number: ClientId, request: Request, state: State) -> Answer:
         """Return a client's answer; called in a worker process."""
         client = Client(number, self.context, state)
-        reply = self.context.handlers.alone(type(request))(client, request)
+        reply = self.context.handlers.alone[type(request)](client, request)
         return Answer(reply, client.state if client.changed() else None)
 
     def ask_sum(self, requests: Mapping[ClientId, Request]) -> Reply | None:
         """Return the sum of the replies if a handler computes it in one pass and succeeds; otherwise None."""
         kinds = {type(request) for request in requests.values()}
-        handler = self.context.handlers.sum(next(iter(kinds))) if len(kinds) == 1 else None
+        handler = self.context.handlers.sum.get(next(iter(kinds))) if len(kinds) == 1 else None
         if handler is None:
             return None
         self._pending = {}
@@ -157,13 +157,13 @@ class LocalEngine(Engine):
         """Let one client work on the travelling model."""
         self._pending = {}
         try:
-            return self.context.handlers.hop(type(task))(self._client(client), task, weights)
+            return self.context.handlers.hop[type(task)](self._client(client), task, weights)
         except Exception as error:
             return failure(error)
 
     def relay(self, kind: type[Request], weights: Weights) -> RelaySession:
         """Return a relay that is computed in one pass if a handler does so, otherwise hop by hop."""
-        factory = self.context.handlers.relay(kind) if self.context.config.training.execution == "fused" else None
+        factory = self.context.handlers.relay.get(kind) if self.context.config.training.execution == "fused" else None
         if factory is None:
             return super().relay(kind, weights)
         return LocalRelaySession(self, factory(self.context, weights))
@@ -183,7 +183,8 @@ class LocalEngine(Engine):
         self.store.close()
 
     def _client(self, number: ClientId) -> Client:
-        client = self._pending[number] = Client(number, self.context, self.store.get(number))
+        state = self.store.get(number) if number in self.store.clients else None
+        client = self._pending[number] = Client(number, self.context, state)
         return client
 
     def _ask_group(
@@ -204,7 +205,7 @@ class LocalEngine(Engine):
         def answer(member: int, client: Client) -> None:
             number, request = client.number, requests[client.number]
             try:
-                outcomes[number] = self.context.handlers.alone(type(request))(client, request)
+                outcomes[number] = self.context.handlers.alone[type(request)](client, request)
             except GroupBrokenError as error:
                 outcomes[number] = Failure(str(error), bystander=True)
             except BaseException as error:

@@ -18,13 +18,13 @@ def allowed_in_evaluation(evaluation: Evaluation, rounds: int, *, elsewhere: boo
         rounds: The last round.
         elsewhere: Whether the samples are at sites that bring their own, so that all is measured there.
     """
-    metrics = evaluation.metrics
+    metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}
 
     def measures(part: Part, samples: str, *, personal: bool = False, epochs: int = 0) -> Allowed:
         where: dict[str, Any] = {"part": part, "personal": personal, "epochs": epochs, **bins}
         rule = replace(Evaluate.rule, description=f"{Evaluate.rule.description}, {samples}")
-        return Allowed(Evaluate, where=where, rounds=lambda round: evaluation.due(round, rounds), rule=rule)
+        return Allowed(Evaluate, where=where, rounds=evaluated.__contains__, rule=rule)
 
     requests = []
     if elsewhere:

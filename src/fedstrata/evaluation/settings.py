@@ -132,9 +132,9 @@ class Evaluation(Setting):
             raise SpecError("metric", f"no metric of this run (evaluation.metrics); there are: {accepted}", label)
         return metrics[label]
 
-    def due(self, round: int, last: int) -> bool:
-        """Return whether a round is evaluated."""
-        return round == last or (self.every > 0 and round % self.every == 0)
+    def evaluated_rounds(self, last: int) -> frozenset[int]:
+        """Return the rounds that are evaluated, in a run of ``last`` rounds."""
+        return frozenset([*range(self.every, last, self.every), last] if self.every else [last])
 
     def to_spec(self) -> dict[str, Any]:
         """Return the settings as a table; a metric without settings is its name."""

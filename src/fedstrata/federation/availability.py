@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,9 @@ class Availability(Setting):
         bandwidth_down: Megabits per simulated second that a client receives. Default: receiving takes no time.
         latency: Simulated seconds that each message takes in addition, in each direction.
     """
+
+    always_online: ClassVar[bool] = False
+    """Whether all clients are always online, so that ``online`` need not be asked."""
 
     announced: bool = False
     deadline: PositiveFloat | None = None
@@ -129,6 +132,8 @@ class Availability(Setting):
 
 class Always(Availability):
     """All clients are always online."""
+
+    always_online = True
 
     def online(self, clients: Clients, round: int, seed: int) -> NDArray[np.bool_]:
         """Return True for every client."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fedstrata.federation.availability import Availability
 from fedstrata.federation.messages import ClientId
-from fedstrata.federation.round_log import RoundLog
+
+if TYPE_CHECKING:
+    from fedstrata.federation.exchanges import RoundLog
 
 
 class Clock:

@@ -227,7 +227,8 @@ class Federation:
         size = records.size(total)
         if clock is not None:
             clock.arrive(dict.fromkeys(reached, size), self.log)
-        self.exchanges.count(reached, size * len(reached))
+        self.log.returned.update(reached)
+        self.log.bytes_up += size * len(reached)
         self.exchanges.answered.add(type(first))
         return Summed(total, list(reached))
 
@@ -316,7 +317,8 @@ class Federation:
                     fail(position, client, outcome)
                 else:
                     replies[position] = outcome
-                    self.exchanges.count([client], records.size(outcome))
+                    self.log.returned.add(client)
+                    self.log.bytes_up += records.size(outcome)
             raised = {client for client, failure in failures if failure.error is not None}
             if raised < reached:
                 # A task that asks for nothing may succeed and prove nothing, so that replies alone do not count.

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import Message, record
-from fedstrata.federation.reply_checks import require_like
 
 ClientId = int
 Work = Callable[[int], float] | Mapping[int, float]
@@ -181,6 +180,24 @@ class Weights(Message):
             require_like(self.buffers, like.buffers, "buffers")
 
 
+def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
+    """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
+
+    Raises:
+        ReplyRefusedError: There is a difference; the message names the first one.
+    """
+    if got.keys() != like.keys():
+        if missing := [name for name in like if name not in got]:
+            raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
+        raise ReplyRefusedError(f"{what} has an unknown {next(name for name in got if name not in like)!r}")
+    for name, tensor in like.items():
+        other = got[name]
+        if other.shape != tensor.shape or other.dtype != tensor.dtype:
+            raise ReplyRefusedError(
+                f"{what}[{name!r}] is {tuple(other.shape)} {other.dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
+            )
+
+
 class ModelRequest(Request):
     """A request with a model.
 
@@ -261,8 +278,24 @@ def fit_changes(weights: Weights, message: Extra) -> Params:
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 
+class TrainingRequest(ModelRequest):
+    """A request to train locally, starting at ``weights``, which a ``FitReply`` answers."""
+
+    reply_type: ClassVar[type[Reply]] = FitReply
+
+    def changes(self, message: Extra) -> Params:
+        """Return tensors like the parameters and the objective's message."""
+        return fit_changes(self.weights, message)
+
+    def check(self, reply: FitReply) -> None:
+        """Refuse a model unlike the one that was sent, and counts below zero."""
+        reply.weights.require_like(self.weights)
+        if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
+            raise ReplyRefusedError("a negative count")
+
+
 @record("Fit")
-class Fit(ModelRequest):
+class Fit(TrainingRequest):
     """A request to train locally, starting at ``weights``.
 
     Args:
@@ -274,7 +307,6 @@ class Fit(ModelRequest):
             the clients' sizes it must not: this number and ``keep`` would reveal them.
     """
 
-    reply_type: ClassVar[type[Reply]] = FitReply
     rule = RequestRule("the model as its own training changed it")
 
     round: int
@@ -282,25 +314,6 @@ class Fit(ModelRequest):
     message: Extra
     keep: float
     counts: bool = True
-
-    def changes(self, message: Extra) -> Params:
-        """Return tensors like the parameters and the objective's message."""
-        return fit_changes(self.weights, message)
-
-    def check(self, reply: FitReply) -> None:
-        """Refuse a model unlike the one that was sent, and counts below zero."""
-        check_fit(reply, self.weights)
-
-
-def check_fit(reply: FitReply, weights: Weights) -> None:
-    """Refuse a trained model that is not like ``weights``, and counts below zero.
-
-    Raises:
-        ReplyRefusedError: The reply is refused.
-    """
-    reply.weights.require_like(weights)
-    if reply.samples < 0 or reply.steps < 0 or reply.seen < 0:
-        raise ReplyRefusedError("a negative count")
 
 
 def check_message(reply: FitReply, expected: Extra) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,24 +65,6 @@ def finite(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind not in "fc" or bool(np.isfinite(leaf).all())
     return not isinstance(leaf, float) or math.isfinite(leaf)
-
-
-def require_like(got: Mapping[str, Tensor], like: Mapping[str, Tensor], what: str) -> None:
-    """Refuse tensors whose names, shapes or dtypes differ from those of ``like``.
-
-    Raises:
-        ReplyRefusedError: There is a difference; the message names the first one.
-    """
-    if got.keys() != like.keys():
-        if missing := [name for name in like if name not in got]:
-            raise ReplyRefusedError(f"{what} lacks {missing[0]!r}")
-        raise ReplyRefusedError(f"{what} has an unknown {next(name for name in got if name not in like)!r}")
-    for name, tensor in like.items():
-        other = got[name]
-        if other.shape != tensor.shape or other.dtype != tensor.dtype:
-            raise ReplyRefusedError(
-                f"{what}[{name!r}] is {tuple(other.shape)} {other.dtype}, expected {tuple(tensor.shape)} {tensor.dtype}"
-            )
 
 
 def require_shape(got: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:

@@ -110,15 +110,15 @@ class Training(Setting):
         """Number of epochs E, also for values that are counted in epochs although clients take steps."""
         return self.local_epochs or DEFAULT_EPOCHS
 
-    def sample_gradients(self, samples: float) -> float:
-        """Return how many sample-gradients local training on a number of samples computes.
+    def sample_gradients(self, samples: float, keep: float = 1.0) -> float:
+        """Return how many sample-gradients local training computes on a share ``keep`` of a number of samples.
 
         >>> Training(local_epochs=2).sample_gradients(30), Training(local_steps=3, batch_size=32).sample_gradients(30)
-        (60, 90)
+        (60.0, 90.0)
         """
         if self.local_steps is None:
-            return samples * (self.local_epochs or DEFAULT_EPOCHS)
-        return self.local_steps * min(self.batch_size, samples)
+            return samples * keep * (self.local_epochs or DEFAULT_EPOCHS)
+        return self.local_steps * min(self.batch_size, samples * keep)
 
     def lr_at(self, round: int) -> float:
         """Return the learning rate η of a round, counted from 1.

@@ -303,7 +303,8 @@ class Recipe(Method):
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
         """Select clients, train them, and combine their models."""
-        sampler, data, objective, aggregator = self.choices()
+        sampler, data = self.client_sampler, self.data_sampler
+        objective, aggregator = self.objective, self.aggregator
         config, weights = federation.config, state.weights
         selection, clients_state = sampler.select(federation, state.clients, weights)
         invited = selection.clients.tolist()
@@ -339,7 +340,7 @@ class Recipe(Method):
         return federation.ask(
             clients,
             request,
-            work=lambda samples: training.sample_gradients(samples * request.keep),
+            work=partial(training.sample_gradients, keep=request.keep),
             check=partial(check_message, expected=expected),
         )
 

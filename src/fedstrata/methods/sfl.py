@@ -9,9 +9,9 @@ from fedstrata.base.records import Tree, record
 from fedstrata.clients.handlers.sequential import Visit, VisitReply
 from fedstrata.federation.allowed import Agreed, Allowed, declares, joined, step_limit
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.exchanges import communication
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Weights
-from fedstrata.federation.round_log import communication
 from fedstrata.methods.base import ASKING, Method
 from fedstrata.sampling.base import AnyClientSampler, Uniform
 

@@ -106,7 +106,7 @@ def save(
             shutil.rmtree(stale)
     complete = _complete(folder)
     previous = _manifest(complete[0]) if complete else {"clients": {}}
-    held = {str(client) for client in store}
+    held = {str(client) for client in store.clients}
     listed: dict[str, list[str]] = {client: file for client, file in previous["clients"].items() if client in held}
     for client in sorted(store.changed):
         name = f"{client}-{round}.bin"

@@ -148,6 +148,7 @@ class Simulation:
                 self.engine, prepared.config, availability, method.name, listener=listener, legs=legs
             )
             self.round = checkpoint.round if checkpoint else 0
+            self._evaluated_rounds = self.spec.evaluation.evaluated_rounds(self.spec.training.rounds)
             self.folder: Path | None = None
             """The run folder; None if nothing is written."""
             watched = prepared.held.own_test is not None
@@ -208,7 +209,7 @@ class Simulation:
         if len(self.loop_state.last_reply):
             self.loop_state.last_reply[list(federation.log.returned)] = self.round
         record: dict[str, Any] = {"round": self.round, "accuracy": None, "loss": None}
-        if spec.evaluation.due(self.round, spec.training.rounds):
+        if self.round in self._evaluated_rounds:
             record |= self._record_evaluation()
         record |= federation.log.metrics()
         # A method's metrics follow these columns and never replace them.
@@ -324,7 +325,7 @@ class Simulation:
         for kind, clients, reason in self.engine.events():
             event = {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
             self.events.append(event)
-        self.events += self.federation.events
+        self.events += self.federation.log.events
 
 
 def run_prepared(

@@ -625,7 +625,7 @@ class RelayLeg:
         state = self._states.get(hop.client)
         client = Client(hop.client, self._context, self._store.get(hop.client) if state is None else state)
         try:
-            moved, reply = self._context.handlers.hop(type(task))(client, task, weights)
+            moved, reply = self._context.handlers.hop[type(task)](client, task, weights)
         except Exception as error:
             return failure(error)
         if defect := defect_of(moved, lambda moved: moved.require_like(weights)):

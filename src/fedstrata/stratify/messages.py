@@ -11,8 +11,18 @@ from typing_extensions import override
 
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record, same
-from fedstrata.federation.messages import Extra, ModelRequest, Order, Params, Reply, Request, RequestRule, Weights
-from fedstrata.federation.reply_checks import require_like, require_shape
+from fedstrata.federation.messages import (
+    Extra,
+    ModelRequest,
+    Order,
+    Params,
+    Reply,
+    Request,
+    RequestRule,
+    Weights,
+    require_like,
+)
+from fedstrata.federation.reply_checks import require_shape
 from fedstrata.stratify.masking.messages import CountReport
 
 MOST_SAMPLES = 2**40

@@ -12,9 +12,9 @@ from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed, by_round
 from fedstrata.federation.engine import FederationConfig
+from fedstrata.federation.exchanges import communication
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import Fact, Weights
-from fedstrata.federation.round_log import communication
 from fedstrata.methods.base import Method
 from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.allowed import allowed_in_batches, allowed_in_enrolment, allowed_sample_by_sample

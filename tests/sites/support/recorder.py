@@ -98,7 +98,7 @@ def recorded(table: Any, folder: Path, *, data: Any = None) -> Recorder:
     with Simulation(prepared, engine) as simulation:
         while not simulation.done:
             simulation.step()
-            if prepared.spec.evaluation.due(simulation.round, prepared.spec.training.rounds):
+            if simulation.round in prepared.spec.evaluation.evaluated_rounds(prepared.spec.training.rounds):
                 assert simulation.score is not None
     return engine
 

@@ -86,7 +86,7 @@ def answer(client: Client, request: Encoded) -> EncodedReply:
         inner = replace(inner, weights=Weights(_received(client, request.delivery), inner.weights.buffers))
         before[MODEL] = client.state[MODEL]
     codec = Uncompressed() if request.plain else client.context.communication.up
-    whole: Reply = client.context.handlers.alone(type(inner))(client, inner)
+    whole: Reply = client.context.handlers.alone[type(inner)](client, inner)
     change, reply = whole.split_update(inner.weights)
     change, unencoded = parted(change, codec, client.context.objective.additive)
     if not all(map(finite, change.values())):

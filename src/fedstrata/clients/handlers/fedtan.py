@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -19,12 +18,10 @@ from fedstrata.clients.training.sgd import SGD
 from fedstrata.federation.messages import (
     Extra,
     FitReply,
-    ModelRequest,
     Params,
-    Reply,
     RequestRule,
+    TrainingRequest,
     Weights,
-    check_fit,
     check_message,
     fit_changes,
 )
@@ -33,7 +30,7 @@ from fedstrata.objectives.base import Context
 
 
 @record("FitTogether")
-class FitTogether(ModelRequest):
+class FitTogether(TrainingRequest):
     """A request to train as in ``Fit``, with the first step together with the round's other clients; ``FitReply``.
 
     Args:
@@ -41,7 +38,6 @@ class FitTogether(ModelRequest):
         weights: The global model.
     """
 
-    reply_type: ClassVar[type[Reply]] = FitReply
     rule = RequestRule(
         "the model as its own training changed it, with how many samples it used and their mean loss; and sums over "
         "its first batch, layer by layer",
@@ -58,7 +54,7 @@ class FitTogether(ModelRequest):
 
     def check(self, reply: FitReply) -> None:
         """Refuse a model unlike the one that was sent, and any message."""
-        check_fit(reply, self.weights)
+        super().check(reply)
         check_message(reply, {})
 
 

@@ -8,28 +8,23 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.handling import handles
-from fedstrata.clients.training.devices import CPU, on_device, to_device
-from fedstrata.clients.training.local import LocalData, Outcome, computing, train
+from fedstrata.clients.training.devices import on_device
+from fedstrata.clients.training.local import OBJECTIVE, LocalData, Outcome, train
 from fedstrata.evaluation.messages import Evaluate
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.sampling.messages import Compress, LossReport
 
-OBJECTIVE, BUFFERS = "objective", "buffers"
-"""State entries: the objective's state, and the client's own BatchNorm statistics."""
+BUFFERS = "buffers"
+"""The entry of a client's state that holds its own BatchNorm statistics."""
 
 
 @handles(Fit)
 def fit(client: Client, request: Fit) -> FitReply:
     """Train on the samples that are used this round, and keep the objective's state."""
-    on = client.context.cached(on_device)
-    model = client.model if on.device == CPU else on.model
     chosen, weights = samples_kept(client, request), starting_point(client, request)
     client.authorize_update(len(chosen))
-    data, objective = LocalData(client, chosen, on.device), client.context.objective
-    message = request.message if on.device == CPU else to_device(request.message, on.device)
-    with computing(client.context.config.training, on.device.type):
-        message = objective.client_prepare(model, weights, data.in_order, message)
-    outcome = train(client, weights, data, round=request.round, message=message, kept=client.state.get(OBJECTIVE))
+    data = LocalData(client, chosen, client.context.cached(on_device).device)
+    outcome = train(client, weights, data, round=request.round, message=request.message)
     return fit_reply(client, request, len(chosen), outcome)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedstrata.base.errors import SpecError
 from fedstrata.clients.client import ClientContext
 from fedstrata.data.dataset import Dataset
+from fedstrata.federation.messages import Weights
 from fedstrata.models.model import Model
 
 CPU = torch.device("cpu")
@@ -74,9 +75,11 @@ def on_device(context: ClientContext) -> Placed:
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
-    """Return a tree of mappings, tuples and tensors on a device."""
+    """Return a tree of models, mappings, tuples and tensors on a device."""
     if isinstance(tree, Tensor):
         return tree.to(device)
+    if isinstance(tree, Weights):
+        return Weights(to_device(tree.params, device), to_device(tree.buffers, device))
     if isinstance(tree, tuple):
         return tuple(to_device(item, device) for item in tree)
     return {key: to_device(item, device) for key, item in tree.items()} if isinstance(tree, Mapping) else tree

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +22,9 @@ from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context, Objective, Trained
 
+OBJECTIVE = "objective"
+"""The entry of a client's state that holds the state of the objective."""
+
 GATHER_LIMIT = 128 << 20
 """Bytes of inputs up to which a client's samples are converted to floats once per round, not once per batch."""
 
@@ -37,24 +39,29 @@ class LocalData:
     """
 
     def __init__(self, client: Client, chosen: NDArray[np.int64], device: torch.device = CPU) -> None:
-        self.client, self.chosen, self.device = client, chosen, device
-        features = client.context.data.x_train.shape[1:].numel()
-        self._samples = self._gathered(chosen) if 4 * features * len(chosen) <= GATHER_LIMIT else None
+        self.device, self._data, self._size = device, client.context.data, len(chosen)
+        self._indices = torch.from_numpy(client.indices[chosen])
+        self.y = self._data.y_train[self._indices].to(device)
+        """Labels, shape (n,)."""
+        features = self._data.x_train.shape[1:].numel()
+        self._fits = 4 * features * len(chosen) <= GATHER_LIMIT
+        self._gathered: Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return self._size
 
     def batch(self, positions: NDArray[np.int64] | slice) -> Batch:
         """Return samples by their positions among the chosen samples."""
-        if self._samples is None:
-            return Batch(*self._gathered(self.chosen[positions]))
-        x, y = self._samples
         where = positions if isinstance(positions, slice) else torch.from_numpy(positions)
-        return Batch(x[where], y[where])
+        x = self._inputs()[where] if self._fits else self._data.inputs(self._indices[where]).to(self.device)
+        return Batch(x, self.y[where])
 
-    def _gathered(self, chosen: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        x, y = self.client.samples(chosen)
-        return x.to(self.device), y.to(self.device)
+    def _inputs(self) -> Tensor:
+        """Return the inputs of all samples, which are gathered once."""
+        if self._gathered is None:
+            with torch.inference_mode(False):  # autograd may use them after the steps
+                self._gathered = self._data.inputs(self._indices).to(self.device)
+        return self._gathered
 
     def in_order(self, size: int = 512) -> Iterator[Batch]:
         """Yield all samples once, in their own order."""
@@ -70,7 +77,7 @@ class LocalData:
             pairs: Whether a step needs two samples, as BatchNorm does. A single sample at the end of an epoch then
                 joins the batch before it, and a client with a single sample takes no step.
         """
-        n = len(self.chosen)
+        n = self._size
         size = min(training.batch_size, n)
         if n < (2 if pairs else 1):
             return
@@ -81,7 +88,8 @@ class LocalData:
         while done < steps:
             order = generator.permutation(n)
             # If less than half of the samples are used, they are read batch by batch.
-            shuffled = self._permuted(order) if steps - done > n // size // 2 else None
+            whole = self._fits and steps - done > n // size // 2
+            shuffled = self._permuted(order, once=steps <= batches) if whole else None
             for begin in range(0, n - size + 1 if full_batches else n, size):
                 if done == steps:
                     return
@@ -96,17 +104,22 @@ class LocalData:
                 if end == n:
                     break
 
-    def _permuted(self, order: NDArray[np.int64]) -> Batch | None:
-        """Return all samples in a new order, so that batches are views; None if they are too many for one copy."""
-        if self._samples is None:
-            return None
-        x, y = self._samples
-        where = torch.from_numpy(order).to(self.device)
-        if x.dim() != 4:
-            return Batch(x.index_select(0, where), y.index_select(0, where))
-        # Images keep the memory format of the data set, in which the channels of a pixel lie together.
-        pixels = x.permute(0, 2, 3, 1).index_select(0, where)
-        return Batch(pixels.permute(0, 3, 1, 2), y.index_select(0, where))
+    def _permuted(self, order: NDArray[np.int64], once: bool) -> Batch:
+        """Return all samples in a new order, so that batches are views.
+
+        Args:
+            order: Positions among the chosen samples, shape (n,).
+            once: Whether this is the only order of the round, so that samples need not be gathered before.
+        """
+        where = torch.from_numpy(order)
+        if once and self._gathered is None:
+            x = self._data.inputs(self._indices[where]).to(self.device)
+        elif (inputs := self._inputs()).dim() == 4:
+            # Images keep the memory format of the data set, in which the channels of a pixel lie together.
+            x = inputs.permute(0, 2, 3, 1).index_select(0, where.to(self.device)).permute(0, 3, 1, 2)
+        else:
+            x = inputs.index_select(0, where.to(self.device))
+        return Batch(x, self.y.index_select(0, where.to(self.device)))
 
 
 @dataclass(frozen=True)
@@ -170,14 +183,7 @@ def shared_setup(context: ClientContext) -> TrainingSetup:
 
 
 def train(
-    client: Client,
-    weights: Weights,
-    data: LocalData,
-    *,
-    round: int,
-    message: Extra,
-    kept: Tree = None,
-    objective: Objective | None = None,
+    client: Client, weights: Weights, data: LocalData, *, round: int, message: Extra, objective: Objective | None = None
 ) -> Outcome:
     """Train on a client's data for one round, starting at ``weights``.
 
@@ -190,45 +196,39 @@ def train(
         data: The samples to train on.
         round: The round, counted from 1.
         message: The message of the objective's server side.
-        kept: The objective's state at the client.
-        objective: The objective to minimise. Default: that of the context.
+        objective: An objective that keeps no state. Default: that of the context, with its state at the client.
     """
-    shared, device = client.context, data.device
-    training, precision = shared.config.training, computing(shared.config.training, device.type)
+    shared, device, model = client.context, data.device, client.model
+    config, training = shared.config, shared.config.training
     setup = shared.cached(shared_setup) if objective is None else TrainingSetup.of(shared, objective)
+    kept = client.state.get(OBJECTIVE) if objective is None else None
     objective = objective or shared.objective
-    model = client.model
-    counts = torch.from_numpy(np.bincount(client.labels[data.chosen], minlength=shared.config.classes)).float()
     if device != CPU:
         model = shared.cached(on_device).model
-        weights = Weights(to_device(weights.params, device), to_device(weights.buffers, device))
-        counts, message, kept = to_device((counts, message, kept), device)
-    context = Context(weights.params, counts, message, kept, training.lr_at(round))
-    with precision:
-        context = objective.client_init(model, context)
-    seeded: AbstractContextManager[None] = nullcontext()
-    # A chain of layers uses neither random numbers nor the module itself.
-    if setup.chain is None or setup.corrects or setup.finishes:
-        seeded = torch_seeded(shared.config.seed, "layers", round, client.number, device)
-    loaded = model.loaded(weights.params, weights.buffers, train=True) if setup.chain is None else None
-    with seeded, loaded or nullcontext(model.laid_out(weights.params)) as params:
-        step = _step_of(setup, model, params, objective, context, training)
-        losses, seen = list[Tensor](), 0
-        for batch in data.shuffled(training, client.rng("batches", round), setup.pairs):
-            losses.append(step(batch))
-            seen += batch.y.shape[0]
+        weights, message, kept = to_device((weights, message, kept), device)
+    counts = torch.bincount(data.y, minlength=config.classes).float()
+    with computing(training, device.type):
+        message = objective.client_prepare(model, weights, data.in_order, message)
+        context = objective.client_init(model, Context(weights.params, counts, message, kept, training.lr_at(round)))
+    with ExitStack() as stack:
+        if setup.chain is None or setup.corrects or setup.finishes:
+            stack.enter_context(torch_seeded(config.seed, "layers", round, client.number, device))
+        if setup.chain is None:
+            params = stack.enter_context(model.loaded(weights.params, weights.buffers, train=True))
+        else:  # a chain of layers uses neither random numbers nor the module itself
+            params = {name: w.clone(memory_format=torch.contiguous_format) for name, w in weights.params.items()}
+        batches = data.shuffled(training, client.rng("batches", round), setup.pairs)
+        losses, seen = _descend(setup, model, params, objective, context, training, batches)
         after = Weights(params, weights.buffers)
-        finishing: AbstractContextManager[object] = nullcontext()
         if setup.chain is None:
             after = Weights({n: p.detach().clone() for n, p in params.items()}, model.current_buffers())
         elif setup.finishes:
-            finishing = model.loaded(after.params, after.buffers, train=True)
-        with torch.no_grad(), precision, finishing:
+            stack.enter_context(model.loaded(params, weights.buffers, train=True))
+        with torch.no_grad(), computing(training, device.type):
             done = Trained(after.params, len(losses), model, data.in_order, shared.privacy.min_samples)
             extra, kept = objective.client_final(done, context)
     if device != CPU:
-        after = Weights(to_device(after.params, CPU), to_device(after.buffers, CPU))
-        extra, kept = to_device((extra, kept), CPU)
+        after, extra, kept = to_device((after, extra, kept), CPU)
     mean_loss = float(torch.stack(losses).mean()) if losses else 0.0
     return Outcome(after, len(losses), seen, mean_loss, extra, kept)
 
@@ -250,18 +250,31 @@ def manual_sgd_of(context: ClientContext) -> ManualSGD | None:
     return ManualSGD.of(context.config.model.module)
 
 
-def _step_of(
-    setup: TrainingSetup, model: Model, params: Params, objective: Objective, context: Context, training: Training
-) -> Callable[[Batch], Tensor]:
-    """Return a function that takes one step on a batch, in place, and returns the loss before the step."""
-    chain = setup.chain
+def _descend(
+    setup: TrainingSetup,
+    model: Model,
+    params: Params,
+    objective: Objective,
+    context: Context,
+    training: Training,
+    batches: Iterable[Batch],
+) -> tuple[list[Tensor], int]:
+    """Take one step on each batch, in place.
+
+    Returns:
+        The loss before each step, and the number of sample-gradients.
+    """
+    chain, losses, seen = setup.chain, list[Tensor](), 0
     if chain is not None and not (training.momentum or training.clip or setup.corrects):
-        return partial(chain.step, params, lr=context.lr, weight_decay=training.weight_decay)
+        with torch.inference_mode():
+            for batch in batches:
+                losses.append(chain.step(params, batch, context.lr, training.weight_decay))
+                seen += batch.y.shape[0]
+        return losses, seen
     names = list(filter(setup.trained.__contains__, params))
     trained = [params[name] for name in names]
     sgd = SGD(training, context.lr)
-
-    def step(batch: Batch) -> Tensor:
+    for batch in batches:
         gradient: Tensors
         if chain is not None:
             loss, gradient = chain.gradient(params, batch.x, batch.y)
@@ -272,9 +285,9 @@ def _step_of(
             gradient = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
         correction = objective.correction(params, context) if setup.corrects else None
         sgd.step(trained, gradient, None if correction is None else [correction[name] for name in names])
-        return loss.detach()
-
-    return step
+        losses.append(loss.detach())
+        seen += batch.y.shape[0]
+    return losses, seen
 
 
 def is_plain(objective: Objective, *hooks: str) -> bool:

@@ -105,7 +105,7 @@ class ManualSGD:
         return cls(tuple(names))
 
     def step(self, params: Params, batch: Batch, lr: float, weight_decay: float = 0.0) -> Tensor:
-        """Take one step of SGD in place: w ← w − η (∇ loss + λ w).
+        """Take one step of SGD in place: w ← w − η (∇ loss + λ w); call it in ``torch.inference_mode``.
 
         Args:
             params: The parameters, without gradients.
@@ -116,14 +116,14 @@ class ManualSGD:
         Returns:
             The mean loss before the step, a scalar.
         """
-        with torch.inference_mode():
-            loss, parts = self._backward(params, batch.x, batch.y)
-            keep = 1.0 - lr * weight_decay
-            for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
-                params[weight].addmm_(delta.t(), inputs, beta=keep, alpha=-lr)
-                if bias:
-                    params[bias].addmv_(delta.t(), delta.new_ones(delta.shape[0]), beta=keep, alpha=-lr)
-            return loss
+        loss, parts = self._backward(params, batch.x, batch.y)
+        keep, ones = 1.0 - lr * weight_decay, loss.new_ones(batch.y.shape[0])
+        for (weight, bias), (delta, inputs) in zip(self.names, parts, strict=True):
+            transposed = delta.t()
+            params[weight].addmm_(transposed, inputs, beta=keep, alpha=-lr)
+            if bias:
+                params[bias].addmv_(transposed, ones, beta=keep, alpha=-lr)
+        return loss
 
     @torch.no_grad()
     def gradient(self, params: Params, x: Tensor, y: Tensor) -> tuple[Tensor, list[Tensor]]:
