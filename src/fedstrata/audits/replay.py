@@ -15,7 +15,8 @@ from fedstrata.base import records
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.base.records import Tree
 from fedstrata.base.rng import rng
-from fedstrata.clients.handlers.fit import BUFFERS, OBJECTIVE
+from fedstrata.clients.handlers.fit import BUFFERS
+from fedstrata.clients.training.local import OBJECTIVE
 from fedstrata.federation.messages import FitReply, Weights
 from fedstrata.objectives.prototypes import Table
 from fedstrata.runs import checkpoint

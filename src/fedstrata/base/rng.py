@@ -53,7 +53,8 @@ def rng(seed: int, purpose: str, round: int = 0, client: int = SERVER) -> np.ran
     >>> bool(rng(0, "batches", 3, 7).random() == rng(0, "batches", 3, 8).random())
     False
     """
-    return np.random.Generator(np.random.Philox(Key(seed, purpose, round, client)))
+    key = Key(seed, purpose, round, client)
+    return np.random.Generator(np.random.Philox(key))  # type: ignore[arg-type]  # the stub lacks ISeedSequence
 
 
 def uniforms(seed: int, purpose: str, round: int, clients: NDArray[np.int64]) -> NDArray[np.float64]:
