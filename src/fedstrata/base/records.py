@@ -394,15 +394,12 @@ def leaves_of(tree: Tree) -> list[Any]:
     pending = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, (Tensor, str, int, float)) or node is None:
-            leaves.append(node)
+        if (fields := _FIELDS.get(type(node))) is not None:
+            pending += map(partial(getattr, node), reversed(fields))
         elif isinstance(node, dict):
             pending += reversed(node.values())
         elif isinstance(node, (list, tuple)):
             pending += reversed(node)
-        elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-            fields = _FIELDS.get(type(node)) or fields_of(type(node))
-            pending += map(partial(getattr, node), reversed(fields))
         else:
             leaves.append(node)
     return leaves
