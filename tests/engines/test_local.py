@@ -80,6 +80,7 @@ def test_a_group_ends_when_a_member_does_before_its_sum(tiny, instead):
     assert [reply.total for reply in gathered(federation).values()] == [16.0] * 4
 
 
+@pytest.mark.slow
 def test_a_group_that_gets_nowhere_ends_the_run_as_the_last_resort(tiny, monkeypatch):
     for name in ("PATIENCE", "SLOWEST", "GRACE"):
         monkeypatch.setattr(local, name, 0.0)
