@@ -175,3 +175,29 @@ def test_a_checkpoint_that_says_nothing_of_the_logs_goes_on(prepared, whole, tmp
     path.write_text(json.dumps({"manifest": text, "sha256": hashlib.sha256(text.encode()).hexdigest()}))
     drive(tmp_path / "run", prepared, resume=True)
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+armed = False
+
+
+def strikes(labels, probabilities):
+    """Raise in the next evaluation once the test says so: a metric of a user's own."""
+    if armed:
+        raise RuntimeError("the disk of this metric is full")
+    return 0.5
+
+
+def test_a_round_that_breaks_off_in_its_evaluation_writes_each_event_once(tmp_path, monkeypatch):
+    metrics = ["accuracy", f"{__name__}:strikes"]
+    tables = SPEC.to_spec() | {"evaluation": {"every": 1, "checkpoint_every": 1, "metrics": metrics}}
+    fs.run(tables, out=tmp_path / "whole")
+    arm = monkeypatch.setattr
+    with pytest.raises(RuntimeError, match="disk of this metric"):
+        fs.run(
+            tables, out=tmp_path / "broken", callbacks=[lambda record: arm(f"{__name__}.armed", record["round"] == 3)]
+        )
+    monkeypatch.undo()
+    fs.run(tables, out=tmp_path / "broken", resume=True)
+    whole, broken = (jsonl.read_jsonl(tmp_path / name / "events.jsonl") for name in ("whole", "broken"))
+    assert [event["round"] for event in whole if event["kind"] == "dropped"]
+    assert broken == whole

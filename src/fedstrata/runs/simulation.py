@@ -199,23 +199,22 @@ class Simulation:
         """Run one more round and return its record."""
         began = time.perf_counter()
         spec, federation = self.spec, self.federation
+        self.events = []
         federation.begin(self.round + 1)
         try:
             self.state, metrics = spec.method.run_round(federation, self.state)
-        except BaseException:
-            self._collect_events()  # the events before the error are recorded as well
-            raise
-        self.round += 1
-        if len(self.loop_state.last_reply):
-            self.loop_state.last_reply[list(federation.log.returned)] = self.round
-        record: dict[str, Any] = {"round": self.round, "accuracy": None, "loss": None}
-        if self.round in self._evaluated_rounds:
-            record |= self._record_evaluation()
+            self.round += 1
+            if len(self.loop_state.last_reply):
+                self.loop_state.last_reply[list(federation.log.returned)] = self.round
+            record: dict[str, Any] = {"round": self.round, "accuracy": None, "loss": None}
+            if self.round in self._evaluated_rounds:
+                record |= self._record_evaluation()
+        finally:
+            self._collect_events()  # also those before an error or an interruption
         record |= federation.log.metrics()
         # A method's metrics follow these columns and never replace them.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
-        self._collect_events()
         return record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
