@@ -107,6 +107,19 @@ def test_a_run_that_never_took_a_step_says_so_and_exits_with_3(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default:.*no reply could be used")
+def test_a_run_that_diverges_says_from_which_round_on_and_exits_with_3(capsys):
+    diverging = "[partition]\nclients = 4\n[model]\nname = 'mlp'\nhidden = [12, 12, 12]\n"
+    Path("wild.toml").write_text(diverging + "[training]\nrounds = 4\nlr = 1e12\nlocal_steps = 1\n")
+    assert main(["run", "wild.toml", "--out", "wild", "--quiet"]) == 3
+    message = (
+        "the model has not changed since round 1: in the last 3 rounds no reply could be used (12 failed or refused)"
+    )
+    assert capsys.readouterr().err == f"fedstrata: warning: {message}\n"
+    assert json.loads(Path("wild/summary.json").read_text())["warning"] == message
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("default:.*never took a step")
 def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):
     overlays = "[compare.wild]\nmethod = 'fedavg'\n[compare.tame]\nmethod = 'fedavg'\ntraining = { lr = 0.1 }\n"
@@ -114,11 +127,11 @@ def test_a_comparison_and_a_sweep_finish_the_others_and_exit_with_3(capsys):
     assert main(["compare", "s.toml", "--out", "cmp", "--jobs", "1", "--quiet"]) == 3
     said, warned = capsys.readouterr()
     assert "wild †" in said
-    assert "† No reply could be used in 1 run of wild: its model never took a step." in " ".join(said.split())
+    assert "† No reply could be used in 1 run of wild, at all or from some round on." in " ".join(said.split())
     assert warned.startswith("fedstrata: warning: wild, seed 0: the model never took a step")
     assert "wild †" in Path("cmp/table.md").read_text()
     assert Path("cmp/tame/seed-0/model.safetensors").exists()
     assert main(["sweep", "s.toml", "--set", "training.lr=1e9,0.1", "--out", "swp", "--jobs", "1", "--quiet"]) == 3
     said = capsys.readouterr().out
-    assert "never took a step: no reply could be used" in said
+    assert "no reply could be used" in said
     assert "Best: lr=0.1" in said

@@ -439,7 +439,7 @@ def test_one_that_never_took_a_step_is_marked_and_the_others_end(tmp_path, trace
     assert "| wild † |" in text
     assert "| away † |" in text
     assert "| fedavg |" in text
-    sentence = "† No reply could be used in 1 run of wild, 1 run of away: their models never took a step."
+    sentence = "† No reply could be used in 1 run of wild, 1 run of away, at all or from some round on."
     assert sentence in text
     page = (tmp_path / "out" / "report.html").read_text()
     assert sentence in page

@@ -67,9 +67,9 @@ def test_a_cell_that_never_took_a_step_is_said_and_is_not_best() -> None:
     histories["a"][1].warning = "the model never took a step"
     found = judge(planned(*histories), histories)
     assert found.best == "b"
-    assert "| a | 90.00 | never took a step: no reply could be used |" in to_markdown(found)
+    assert "| a | 90.00 | no reply could be used, at all or from some round on |" in to_markdown(found)
     assert "| b | **25.00 ± 7.07** |  |" in to_markdown(found)
-    assert figures(found)["cells"][0]["note"] == "never took a step: no reply could be used"
+    assert figures(found)["cells"][0]["note"] == "no reply could be used, at all or from some round on"
 
 
 def test_nothing_is_judged_by_the_test_set() -> None:

@@ -278,7 +278,11 @@ def test_a_run_that_goes_on_ends_in_the_same_bytes(method: Any) -> None:
         for _ in range(2):
             first.step()
         saved = records.encode(
-            (first.state, first.saved_loop_state(), {client: dict(first.store.get(client)) for client in sorted(first.store.clients)})
+            (
+                first.state,
+                first.saved_loop_state(),
+                {client: dict(first.store.get(client)) for client in sorted(first.store.clients)},
+            )
         )
     state, loop_state, states = records.decode(saved)
     with Simulation(fs.prepare(spec)) as second:

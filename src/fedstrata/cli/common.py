@@ -193,8 +193,8 @@ def run_folder(given: Path | None, name: str) -> Iterator[Path]:
             folder.parent.rmdir()
 
 
-NO_STEP = 3
-"""The exit code if a run never took a step, because no reply could be used."""
+BROKE_DOWN = 3
+"""The exit code if no reply of a run could be used, at all or from some round on."""
 
 
 def show_run(history: History, as_json: bool = False) -> int:
@@ -216,4 +216,4 @@ def show_run(history: History, as_json: bool = False) -> int:
 
 def exit_code(runs: Mapping[str, Sequence[History]]) -> int:
     """Return the exit code of several runs."""
-    return NO_STEP if any(history.warning for members in runs.values() for history in members) else 0
+    return BROKE_DOWN if any(history.warning for members in runs.values() for history in members) else 0

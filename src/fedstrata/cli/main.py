@@ -39,7 +39,7 @@ BEGIN = """to begin with:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    The exit code is 0, or 2 for bad input, 3 if a run never took a step, and 1 for other expected failures.
+    The exit code is 0, or 2 for bad input, 3 if no reply of a run could be used, and 1 for other expected failures.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

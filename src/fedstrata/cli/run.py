@@ -25,7 +25,9 @@ def add_run(commands: Commands) -> None:
         fedstrata run spec.toml --engine ray
         fedstrata run spec.toml --quiet --json
     """
-    more = "The exit code is 3 if the model never took a step, 2 for bad input, 1 for any other failure."
+    more = (
+        "The exit code is 3 if the run broke down (no reply could be used), 2 for bad input, 1 for any other failure."
+    )
     defaults = {"work": _run, "after_interrupt": "go on from the last checkpoint with 'fedstrata run --resume DIR'"}
     parser = common.add_command(commands, "run", "run one experiment", examples, more, imports=True, **defaults)
     common.add_spec(parser)

@@ -106,7 +106,7 @@ class History(Sequence[Record]):
         self.model_round: int | None = None
         """The round of the model that the run saved; None for the last round."""
         self.warning = ""
-        """Why the results do not describe the method, such as that the model never took a step; empty if they do."""
+        """Why the results do not describe the method, such as that no reply could be used; empty if they do."""
         self.confusion: dict[str, Confusion] = {}
         """The confusion matrices of the ``last`` and of the ``best`` evaluation."""
         self.clients: list[Record] = []

@@ -52,7 +52,7 @@ class Sweep:
         histories: The runs of each cell, one per seed.
         values: The validation accuracy of each cell over its seeds.
         best: The label of the best cell; None if no cell has a validation accuracy for every seed.
-        notes: Why a cell cannot be the best, such as that it never took a step, by label.
+        notes: Why a cell cannot be the best, such as that no reply could be used, by label.
     """
 
     cells: dict[str, Cell]
@@ -143,7 +143,7 @@ def judge(
 ) -> Sweep:
     """Compute the validation accuracy of each cell, and find the best cell.
 
-    A cell cannot be the best if it has a note, or if one of its seeds has no accuracy or never took a step.
+    A cell cannot be the best if it has a note, or if one of its seeds has no accuracy or broke down.
 
     Args:
         planned: The cells.
@@ -153,7 +153,7 @@ def judge(
     notes = dict(notes or {})
     for label in planned:
         if any(history.warning for history in histories[label]):
-            notes.setdefault(label, "never took a step: no reply could be used")
+            notes.setdefault(label, "no reply could be used, at all or from some round on")
     values = {label: Estimate.over(map(validated, histories[label])) for label in planned}
     means = {label: value.mean for label, value in values.items() if value.n == len(histories[label]) and value.n}
     best = max((label for label in means if label not in notes), key=lambda label: means[label] or 0.0, default=None)

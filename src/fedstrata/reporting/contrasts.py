@@ -51,7 +51,7 @@ class Contrast:
         seeds: The number of runs.
         value: The measure over these runs.
         difference: The difference to the baseline, paired by seed; None for the baseline and without a baseline.
-        stuck: The number of runs that never took a step.
+        stuck: The number of runs of which no reply could be used, at all or from some round on.
     """
 
     key: str
@@ -63,7 +63,7 @@ class Contrast:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark if a run never took a step."""
+        """The label, with a mark if a run broke down."""
         return f"{self.label} {tables.STUCK}" if self.stuck else self.label
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MISSING = "–"
 STUCK = "†"
-"""The mark of labels with runs whose model never took a step."""
+"""The mark of labels with runs of which no reply could be used, from the first round or from a later round on."""
 ABREAST = 4
 """The most labels that fit beside each other on a terminal."""
 
@@ -27,7 +27,7 @@ class Row:
         label: The method, or another name of the runs.
         seeds: The number of runs.
         cells: An estimate for each measure, by key.
-        stuck: The number of runs that never took a step.
+        stuck: The number of runs of which no reply could be used, at all or from some round on.
     """
 
     label: str
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def marked(self) -> str:
-        """The label, with a mark if a run never took a step."""
+        """The label, with a mark if a run broke down."""
         return f"{self.label} {STUCK}" if self.stuck else self.label
 
 
@@ -190,14 +190,13 @@ def caption(rows: Sequence[Row]) -> str:
 
 
 def of_stuck(stuck: Mapping[str, int]) -> list[str]:
-    """Return a sentence about the runs that never took a step, if there are any.
+    """Return a sentence about the runs that broke down, if there are any.
 
     >>> of_stuck({"fedavg": 0, "wild": 2})
-    ['† No reply could be used in 2 runs of wild: their models never took a step.']
+    ['† No reply could be used in 2 runs of wild, at all or from some round on.']
     """
     counts = [f"{count} run{'' if count == 1 else 's'} of {label}" for label, count in stuck.items() if count]
-    which = "its model" if sum(stuck.values()) == 1 else "their models"
-    return [f"{STUCK} No reply could be used in {', '.join(counts)}: {which} never took a step."] if counts else []
+    return [f"{STUCK} No reply could be used in {', '.join(counts)}, at all or from some round on."] if counts else []
 
 
 def to_rich(rows: Sequence[Row], title: str | None = None) -> Table:
@@ -264,7 +263,7 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, le
 def to_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return the table as plain values: ``label``, ``seeds``, and ``mean``, ``sd`` and ``n`` of each measure.
 
-    ``stuck`` is the number of runs that never took a step, if there are any.
+    ``stuck`` is the number of runs that broke down, if there are any.
     """
     return [
         {"label": row.label, "seeds": row.seeds}

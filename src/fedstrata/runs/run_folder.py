@@ -230,7 +230,7 @@ class RunFolder:
         history.params = final
         history.confusion = loop_state.confusions()
         history.clients = simulation.client_table()
-        history.warning = self._untrained(simulation)
+        history.warning = self._untrained(simulation) or self._broken_down()
         if self.path is not None:
             write_evaluations(history, self.path)
             write_model(self.path, self.prepared, safetensors.torch.save(final))
@@ -249,6 +249,25 @@ class RunFolder:
             return ""
         why = ", ".join(f"{count:,} {ABSENT[column]}" for column, count in absent.items() if count)
         return f"the model never took a step: in {len(history)} rounds no reply could be used ({why})"
+
+    def _broken_down(self) -> str:
+        """Return a warning if replies came in each of the last rounds, and none could be used; otherwise an empty text.
+
+        A single such round at the end is left to chance.
+        """
+        failed, last = 0, 0
+        for record in reversed(list(self.history)):
+            if record["clients_returned"] or not record["clients_failed"]:
+                last = record["round"]
+                break
+            failed += record["clients_failed"]
+        rounds = len(self.history) - last
+        if rounds < 2:
+            return ""
+        return (
+            f"the model has not changed since round {last}: in the last {rounds} rounds no reply could be used "
+            f"({failed:,} failed or refused)"
+        )
 
     def _log(self, name: str, *records: Mapping[str, Any]) -> None:
         if self.path is not None and records:
