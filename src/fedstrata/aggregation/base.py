@@ -1,7 +1,8 @@
 """Aggregation of the clients' models at the server.
 
-Every aggregation here is linear in the clients' updates: w ← w_t + Σ_k a_k (w_k − w_t). An ``Aggregator`` gives
-the a_k. A ``ServerOptimizer`` may then treat the combined update as a gradient.
+Each aggregation combines the clients' updates with a weight a_k per client: w ← w_t + Σ_k a_k (w_k − w_t), where w_t
+is the global model and w_k the model of client k. An ``Aggregator`` computes the a_k. A ``ServerOptimizer`` may then
+use the combined update as if it were a negative gradient.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from fedstrata.sampling.base import ClientSampler, Selection, Uniform
 
 
 class Aggregator(Setting):
-    """Base class of the aggregators, which give every reply a weight a_k.
+    """Base class of the aggregators, which compute the weight a_k of each client's update.
 
     Args:
-        server: How the combined update is applied. By default it is added to the model.
+        server: The optimiser that applies the combined update. By default, the update is added to the model.
     """
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code for the aggregator's own requests; see ``fedstrata.clients.handling``."""
+    """Client code that answers the aggregator's own requests; see ``fedstrata.clients.handling``."""
 
     needs_counts: ClassVar[bool] = False
     """Whether the weights depend on how many samples the clients used."""
@@ -45,36 +46,36 @@ class Aggregator(Setting):
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return a_k of the clients that returned.
+        """Return the weight a_k of each client that returned a reply.
 
         Args:
             selection: The invited clients, and how they were drawn.
-            returned: Positions in ``selection.clients`` of the clients that returned, ascending, shape (r,).
-            samples: How many samples each returned client used, shape (r,).
+            returned: Positions in ``selection.clients`` of the clients that returned a reply, ascending, shape (r,).
+            samples: How many samples each of these clients used, shape (r,).
 
         Returns:
-            Shape (r,).
+            The weights, shape (r,).
         """
 
     def weigh(
         self, selection: Selection, returned: NDArray[np.int64], replies: Sequence[FitReply]
     ) -> NDArray[np.float64]:
-        """Return a_k of the clients that returned, from their whole replies; ``coefficients`` by default.
+        """Return the weight a_k of each reply. Override it instead of ``coefficients`` to use the whole replies.
 
         Args:
             selection: The invited clients, and how they were drawn.
-            returned: Positions in ``selection.clients`` of the clients that returned, ascending, shape (r,).
-            replies: The replies of the clients that returned.
+            returned: Positions in ``selection.clients`` of the clients that returned a reply, ascending, shape (r,).
+            replies: The replies of these clients, in the same order.
 
         Returns:
-            Shape (r,).
+            The weights, shape (r,).
         """
         return self.coefficients(selection, returned, np.array([reply.samples for reply in replies]))
 
     def combine(
         self, weights: Weights, state: Tree, selection: Selection, replies: Mapping[int, FitReply]
     ) -> tuple[Weights, Tree]:
-        """Return the new global model and the server optimiser's state."""
+        """Return the new global model and the server optimiser's new state; both are unchanged without replies."""
         if not replies:
             return weights, state
         answers = list(replies.values())
@@ -89,7 +90,7 @@ class Aggregator(Setting):
 
 
 def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.float64]) -> Params:
-    """Return Σ_k a_k (w_k − w_t) by parameter, summed in client order."""
+    """Return Σ_k a_k (w_k − w_t) for each parameter, summed in the order of ``models``."""
     update = {name: torch.zeros_like(w) for name, w in params.items()}
     before, sums = list(params.values()), list(update.values())
     for model, factor in zip(models, a.tolist(), strict=True):
@@ -99,12 +100,12 @@ def weighted_update(params: Params, models: Sequence[Params], a: NDArray[np.floa
 
 
 def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float64]) -> Params:
-    """Average float buffers with the weights a_k / Σ a, and take the maximum of integer buffers (counters)."""
+    """Average float buffers with the weights a_k / Σ a; take the largest value of integer buffers (counters)."""
     total = float(a.sum())
     if total == 0:
         return buffers
     floats = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-    # Average the changes, so that a buffer that no client changed keeps every bit.
+    # Average the changes and not the buffers: rounding would alter a buffer that no client changed.
     change = weighted_update(floats, others, a / total)
     result: Params = {}
     for name, buffer in buffers.items():
@@ -116,9 +117,10 @@ def mean_buffers(buffers: Params, others: Sequence[Params], a: NDArray[np.float6
 
 
 class MeanBySize(Aggregator):
-    """a_k = n_k / Σ n over the clients that returned (FedAvg): all samples count equally.
+    """a_k = n_k / Σ n over the clients that returned (FedAvg), where n_k is the number of samples that client k used.
 
-    If clients were drawn in proportion to n_k, all draws count equally instead, because size would count twice.
+    If clients were drawn in proportion to n_k, every draw has the same weight. Weighting by size as well would count
+    size twice.
     """
 
     needs_counts: ClassVar[bool] = True
@@ -126,7 +128,7 @@ class MeanBySize(Aggregator):
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return weights in proportion to the samples used.
+        """Return weights in proportion to the number of samples that the clients used.
 
         >>> selection = Selection.plain(np.array([0, 4, 7]), 10)
         >>> MeanBySize().coefficients(selection, np.array([0, 2]), np.array([30, 10])).tolist()
@@ -140,33 +142,33 @@ class MeanBySize(Aggregator):
 
 
 class Mean(Aggregator):
-    """a_k = 1 / r over the r replies; a client drawn twice counts twice."""
+    """a_k = 1 / r with r replies. A client that was drawn twice counts as two replies."""
 
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return weights in proportion to the draws."""
+        """Return weights in proportion to the number of draws of each client."""
         draws = selection.draws[returned]
         result: NDArray[np.float64] = draws / draws.sum()
         return result
 
 
 class StratumMean(Aggregator):
-    """w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k (FedSTS and FedSTaS, the papers' Eq.).
+    """w = (1/N) Σ_h N_h (1/m_h) Σ_{k∈S_h} w_k: the mean of each stratum h, weighted by its size (FedSTS and FedSTaS).
 
-    m_h counts the clients that returned. Strata from which no client returned are left out, and the weights of the
-    other strata increase. If clients were drawn in proportion to their samples, N_h and N count samples instead of
-    clients.
+    N_h is the number of clients in stratum h, N that of all clients, and S_h are the m_h clients of the stratum that
+    returned. Strata from which no client returned are left out, and the weights of the other strata increase. If
+    clients were drawn in proportion to their samples, N_h and N count samples instead of clients.
 
-    With importance sampling inside the strata, this mean is biased, although the papers state otherwise: clients with
-    large gradients are drawn more often, and their weights are not reduced. A second bias, also of the published code,
-    is that strata without a draw under Neyman's allocation are left out. ``HorvitzThompson`` is unbiased.
+    The papers call this mean unbiased. With importance sampling inside the strata it is biased: clients with large
+    gradients are drawn more often, and their weights are not reduced. There is a second bias, which the published code
+    has too: strata to which Neyman's allocation gives no draw are left out. ``HorvitzThompson`` is unbiased.
     """
 
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return N_h / m_h, normalised.
+        """Return N_h / m_h for each client, divided by their sum.
 
         >>> stratum, stratum_sizes = np.array([0, 1, 1]), np.array([2, 6])
         >>> selection = Selection(np.array([1, 5, 6]), np.ones(3, int), np.ones(3), stratum, stratum_sizes)
@@ -184,11 +186,13 @@ class StratumMean(Aggregator):
 class HorvitzThompson(Aggregator):
     """a_k = draws_k / (N m_h p_k): the unbiased weights for draws with replacement (Hansen and Hurwitz 1943).
 
-    The weights apply to updates, not to parameters, because the a_k sum to one only on average.
+    N is the number of clients, m_h the number of draws from the client's stratum h, p_k the probability that a draw
+    from the stratum picks client k, and draws_k how often client k was drawn. The a_k sum to one only on average, so
+    they multiply updates and not whole models.
     """
 
     def check(self, config: FederationConfig, sampler: ClientSampler) -> None:
-        """Require draws with replacement, or uniform draws, for which the weights are 1/m."""
+        """Require draws with replacement, or uniform draws; for uniform draws, all weights are 1/m."""
         if getattr(sampler, "allocation", None) == "neyman":
             problem = "leaves strata without a draw in every round, which no weight corrects. "
             problem += "Use 'neyman-random' (the default of horvitz-thompson) or another allocation"
@@ -201,7 +205,7 @@ class HorvitzThompson(Aggregator):
     def coefficients(
         self, selection: Selection, returned: NDArray[np.int64], samples: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Return 1 / (N m_h p_k) per draw; with dropouts, m_h counts the draws that returned."""
+        """Return draws_k / (N m_h p_k); if clients drop out, m_h counts only the draws of clients that returned."""
         stratum, draws = selection.stratum[returned], selection.draws[returned]
         per_stratum = np.bincount(stratum, weights=draws, minlength=len(selection.stratum_sizes))
         population = _population(selection, selection.stratum_sizes, per_stratum)
@@ -211,15 +215,16 @@ class HorvitzThompson(Aggregator):
 
 
 def _chance(selection: Selection) -> NDArray[np.float64]:
-    """Return the probability that each stratum gets a draw, shape (H,)."""
+    """Return the probability that a stratum gets at least one draw, for each of the H strata, shape (H,)."""
     chance = selection.stratum_chance
     return np.ones(len(selection.stratum_sizes)) if chance is None else chance
 
 
 def _population(selection: Selection, sizes: NDArray[np.int64], per_stratum: NDArray[Any]) -> int:
-    """Return the total size of the strata, without strata whose invited clients all failed to return.
+    """Return the total size of the strata, without strata from which no client returned.
 
-    A stratum that got no draw by chance counts, because ``_chance`` corrects for it over the rounds.
+    If chance decides which strata get draws (``stratum_chance``), strata without a draw are included all the same: all
+    weights are divided by ``_chance``, which makes up for the missing strata on average.
     """
     missing = per_stratum == 0
     if selection.stratum_chance is not None:

@@ -1,4 +1,4 @@
-"""Server optimisers, which apply a combined update or gradient to the global model."""
+"""Server optimisers, which apply the clients' combined update, or a gradient, to the global model."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ BETAS = (0.9, 0.99)
 class ServerOptimizer(Setting):
     """SGD with momentum, or one of the adaptive optimisers of Reddi et al. 2021 (Algorithm 2).
 
-    With the negative update as the gradient g: m ← β₁ m + (1 − β₁) g; v as below, initially τ²;
-    w ← w − η m / (√v + τ). Unlike Adam in PyTorch, there is no bias correction.
+    The gradient g is the negative update. An adaptive optimiser sets m ← β₁ m + (1 − β₁) g, updates v by its own rule
+    (see ``optimizer``; initially v = τ²), and sets w ← w − η m / (√v + τ). Unlike Adam in PyTorch, there is no bias
+    correction.
 
     Args:
         optimizer: ``sgd`` (with ``momentum``: FedAvgM), ``adam`` (FedAdam: v ← β₂ v + (1 − β₂) g²), ``yogi`` (FedYogi:
             v ← v − (1 − β₂) g² sign(v − g²)) or ``adagrad`` (FedAdagrad: v ← v + g², with β₁ = 0).
         lr: The server's learning rate η. Default: 1 for ``sgd``, which then adds the update unchanged; 0.01 for the
-            others.
-        momentum: Momentum of ``sgd``.
+            other optimisers.
+        momentum: Coefficient of momentum of ``sgd``.
         betas: β₁ and β₂ of ``adam`` and ``yogi``.
         eps: τ of the adaptive optimisers.
-        weight_decay: L2 penalty, added to the gradient.
+        weight_decay: Factor of the L2 penalty. This factor times the parameters is added to the gradient.
     """
 
     optimizer: Literal["sgd", "adam", "adagrad", "yogi"] = "sgd"
@@ -57,7 +58,7 @@ class ServerOptimizer(Setting):
         return self.lr or (1.0 if self.optimizer == "sgd" else 0.01)
 
     def apply(self, params: Params, update: Params, state: Tree) -> tuple[Params, Tree]:
-        """Take one step along an update (the negative gradient)."""
+        """Take one step with an update as the negative gradient; return the new parameters and the new state."""
         if self.optimizer == "sgd" and self.momentum == 0 and self.weight_decay == 0:
             lr = self.lr or 1.0
             return {name: w.add(update[name], alpha=lr) for name, w in params.items()}, None
@@ -70,15 +71,15 @@ AnyServer = Annotated[ServerOptimizer, from_word(ServerOptimizer, "optimizer")]
 
 
 class Stepper:
-    """A server optimiser with its own copy of the parameters.
+    """A server optimiser that changes its own copy of the parameters step by step.
 
-    PyTorch's optimisers are not used: importing them takes seconds, and they differ from the paper's.
+    PyTorch's optimisers are not used: importing them takes seconds, and they differ from those of the paper.
 
     Args:
         settings: The optimiser's settings.
         params: The initial parameters, which are copied.
-        state: The ``state()`` of an earlier stepper, or None.
-        lr: Learning rate instead of the settings'.
+        state: The ``state()`` of an earlier stepper to continue from, or None.
+        lr: A learning rate that replaces that of ``settings``.
     """
 
     def __init__(self, settings: ServerOptimizer, params: Params, state: Tree, lr: float | None = None) -> None:
@@ -90,7 +91,7 @@ class Stepper:
 
     @torch.no_grad()
     def step(self, gradient: Params, samples: int = 1) -> None:
-        """Take one step along a gradient, or along a sum of gradients divided by its number of samples."""
+        """Take one step with ``gradient / samples``: a gradient that was summed over samples becomes their mean."""
         gradients = [gradient[name] for name in self._weights]
         if self.settings.optimizer == "sgd":
             self._sgd(gradients, float(samples))
@@ -98,7 +99,10 @@ class Stepper:
             self._adaptive(list(torch._foreach_div(gradients, float(samples))))
 
     def _sgd(self, gradient: list[Tensor] | tuple[Tensor, ...], samples: float) -> None:
-        """Take one step v ← momentum v + g; w ← w − η v. Dividing in the last line saves a pass over memory."""
+        """Set v ← momentum v + g and w ← w − η v with g = gradient / samples.
+
+        Where possible, the division is part of the last operation, which saves a pass over memory.
+        """
         weights = list(self._weights.values())
         if self.settings.weight_decay:
             gradient, samples = torch._foreach_div(gradient, samples), 1.0
@@ -132,9 +136,12 @@ class Stepper:
             w.sub_(self._lr * m / (v.sqrt() + tau))
 
     def params(self) -> Params:
-        """Return the parameters, without a copy: later steps change them."""
+        """Return the parameters without copying them, so that later steps change the returned tensors."""
         return dict(self._weights)
 
     def state(self) -> Tree:
-        """Return the velocities or m (``first``) and v (``second``), in the order of the parameters."""
+        """Return the state for a later stepper: two lists of tensors, in the order of the parameters.
+
+        ``first`` is the velocity of ``sgd``, or m of an adaptive optimiser; ``second`` is v, empty for ``sgd``.
+        """
         return {"first": [m.clone() for m in self._first], "second": [v.clone() for v in self._second]}

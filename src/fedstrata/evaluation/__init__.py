@@ -1,1 +1,1 @@
-"""How good a model is: metrics, what was held out to measure them on, and for whom it is how good."""
+"""The evaluation of models: metrics, the samples that are held out for them, and the results of each client."""

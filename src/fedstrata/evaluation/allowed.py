@@ -1,4 +1,4 @@
-"""What an evaluation may ask: to measure a model on the clients' own samples."""
+"""The requests that an evaluation may send: each asks clients to evaluate a model on their own samples."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fedstrata.federation.allowed import Allowed
 
 
 def allowed_in_evaluation(evaluation: Evaluation, rounds: int, *, elsewhere: bool) -> list[Allowed]:
-    """Return the requests after a round.
+    """Return the requests that evaluations of a run send to clients, with their bounds.
 
     Args:
-        evaluation: The settings.
-        rounds: The last round.
-        elsewhere: Whether the samples are at sites that bring their own, so that all is measured there.
+        evaluation: The settings of the evaluations.
+        rounds: The number of rounds of the run; the last round is always evaluated.
+        elsewhere: Whether sites hold the samples, so that all evaluations are done at the sites.
     """
     metrics, evaluated = evaluation.metrics, evaluation.evaluated_rounds(rounds)
     bins = {key: max(getattr(metric, key) for metric in metrics) for key in ("score_bins", "confidence_bins")}

@@ -1,4 +1,4 @@
-"""One evaluation of a run: the sets of samples, the metrics, and the part of the round's record."""
+"""One evaluation of a run: compute the metrics on all sets of samples, and return the columns of the round's record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedstrata.models.model import Model
 Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 Ask = Callable[[Evaluate], Mapping[ClientId, Evaluated]]
-"""Asks all clients; the clients without a usable reply are absent from the result."""
+"""A function that sends a request to all clients. Its result has no entry for clients without a usable reply."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +31,13 @@ class Score:
     """The result of an evaluation.
 
     Args:
-        loss: Mean cross-entropy on the test set.
+        loss: Mean cross-entropy on the test set, in nats.
         accuracy: Share of test samples whose largest logit is that of their label (top-1), in [0, 1].
-        per_class: The accuracy within each class; None for a class without test samples.
+        per_class: The accuracy on the test samples of each class; None for a class without test samples.
         confusion: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
-        more: Further columns of the record; see ``docs/evaluation.md``.
-        table: The results of each client by column, with one entry per client; empty if there are none.
+        more: Further columns of the round's record; see ``docs/evaluation.md``.
+        table: A table of the results of each client: a mapping from each column to a list with one entry per client.
+            Empty if clients have no test parts of their own.
     """
 
     loss: float | None
@@ -49,15 +50,15 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Evaluates models by the settings of a run.
+    """Evaluates the models of a run.
 
     Args:
-        settings: The settings of the run.
+        settings: The settings of the evaluations.
         model: The architecture, on the device that computes.
-        data: The data set, on that device; real sites may hold test samples of their own.
+        data: The data set, on the same device; it has no test samples if only real sites hold some.
         held: The samples that were held out of training.
-        clients: N.
-        batch_statistics: Whether BatchNorm normalises with each batch's statistics.
+        clients: N, the number of clients.
+        batch_statistics: Whether BatchNorm normalises with the statistics of each batch, and not with running ones.
         remote: Whether the clients' samples are at real sites.
     """
 
@@ -74,9 +75,9 @@ class Evaluator:
 
         Args:
             weights: The global model.
-            round: The round.
-            ask: Asks the clients.
-            unheard: Clients without a recent reply that counted.
+            round: The round after which the model is evaluated.
+            ask: The function that sends requests to the clients.
+            unheard: Clients that the model has not learned from recently; see ``evaluation.unheard``.
         """
         more: dict[str, Any] = {}
         table: dict[str, list[Any]] = {}
@@ -117,7 +118,7 @@ class Evaluator:
         return replace(score, more=more, table=table)
 
     def _of_test(self, weights: Weights, more: dict[str, Any]) -> tuple[Score, Predictions]:
-        """Evaluate on the server's test set; return the predictions too."""
+        """Evaluate on the server's test set; add columns to ``more``, and return the score and the predictions."""
         predictions = self._predict(weights)
         if self.settings.chosen:
             more["test"] = self._values(predictions)
@@ -127,7 +128,12 @@ class Evaluator:
         return _score(confusion_of(predictions), predictions.total_loss, max(len(predictions), 1)), predictions
 
     def _of_pooled(self, sums: EvaluationSums | None, more: dict[str, Any]) -> Score:
-        """Evaluate on the test parts of all sites together."""
+        """Return the score over the test samples of all sites, and add columns to ``more``.
+
+        Args:
+            sums: The sums of all sites, added up; None if no site replied.
+            more: Further columns of the round's record.
+        """
         if sums is None or not sums.samples:
             nothing = np.zeros((self.data.classes, self.data.classes), dtype=np.int64)
             return Score(None, None, [None] * self.data.classes, nothing)
@@ -147,7 +153,12 @@ class Evaluator:
         )
 
     def _predict_held(self, weights: Weights) -> dict[str, Predictions]:
-        """Predict all samples held out of the training samples in one pass; return the predictions by their use."""
+        """Predict all training samples that were held out, in one pass.
+
+        Returns:
+            A mapping from what samples were held out for (``validation``, ``clients`` or ``test_clients``) to their
+            predictions.
+        """
         held = self.held
         wanted = {
             "validation": held.validation,
@@ -167,7 +178,10 @@ class Evaluator:
         return {metric.label: metric.of(predictions) for metric in self.settings.metrics}
 
     def _of_sums(self, sums: EvaluationSums, *, both: bool = True) -> dict[str, float | None]:
-        """Return the metrics from sums, and their largest errors; with ``both``, also accuracy and loss."""
+        """Return the values of all metrics, computed from sums; with ``both``, also the accuracy and the loss.
+
+        For a metric whose value is approximate, ``LABEL_error`` is an upper bound of its error.
+        """
         known: dict[str, float | None] = {}
         if both and sums.samples:
             hits = int(np.diagonal(sums.confusion.numpy()).sum())
@@ -179,7 +193,7 @@ class Evaluator:
         return known
 
     def _by_client(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
-        """Return the metrics of each client, (clients, metrics); NaN if undefined."""
+        """Return the value of each metric for each client, shape (clients, metrics); NaN if undefined."""
         columns = [metric.by_client(predictions, owners, clients) for metric in self.settings.metrics]
         return np.stack(columns, axis=1)
 
@@ -190,11 +204,12 @@ class Evaluator:
         return Evaluate(round, weights, part, personal, epochs, scores, confidences)
 
     def _asked(self, question: Evaluate, ask: Ask) -> tuple[EvaluationSums | None, Reals | None, Ints]:
-        """Ask the clients.
+        """Send a request to all clients and combine their replies.
 
         Returns:
-            The sum of their sums, None without replies. Their values, (N, metrics), None if a site withholds them. The
-            number of samples of each, (N,).
+            - The sum of the clients' sums; None without replies.
+            - The metrics of each client, shape (N, metrics), NaN without a reply; None if a site withholds its metrics.
+            - The number of evaluated samples of each client, shape (N,); 0 without a reply.
         """
         replies = ask(question)
         total: EvaluationSums | None = None
@@ -209,7 +224,7 @@ class Evaluator:
         return total, values if by_all else None, sizes
 
     def _with_unheard(self, values: Reals, sizes: Ints, unheard: Collection[ClientId]) -> dict[str, Any]:
-        """Return the summary over all clients, and over those without a recent reply."""
+        """Return the summary over all clients, and under ``unheard`` the summary over only the unheard clients."""
         silent = sorted(unheard)
         their_values = np.full_like(values, math.nan)
         their_values[silent] = values[silent]
@@ -217,7 +232,16 @@ class Evaluator:
         return over_all | {"unheard": {"clients": len(silent)} | (over_silent if silent else {})}
 
     def _over_clients(self, groups: Sequence[Reals], sizes: Ints) -> list[dict[str, Any]]:
-        """Return the summary over each of some groups; a client outside a group has NaN in it."""
+        """Return the summary of every metric over each group of clients.
+
+        Args:
+            groups: One array for each group, of shape (N, metrics): the metrics of the clients in the group, and NaN
+                for all other clients.
+            sizes: The number of evaluated samples of each client, shape (N,).
+
+        Returns:
+            For each group, a mapping from a metric's label to its summary; see ``over_clients``.
+        """
         labels, metrics = self.settings.labels, self.settings.metrics
         higher = np.repeat([metric.higher_is_better for metric in metrics], len(groups))
         summaries = over_clients(np.stack(groups, axis=2).reshape(len(sizes), -1), sizes, higher)
@@ -231,7 +255,7 @@ class Evaluator:
 
 
 def _score(confusion: Ints, loss: float, samples: int) -> Score:
-    """Return the score of some samples from their confusion matrix and summed loss."""
+    """Return the score of some samples, computed from their confusion matrix and the sum of their losses."""
     hits, totals = np.diagonal(confusion).tolist(), confusion.sum(axis=1).tolist()
     per_class = [h / t if t else None for h, t in zip(hits, totals, strict=True)]
     return Score(loss / samples, sum(hits) / samples, per_class, confusion)
@@ -241,14 +265,14 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
     """Summarise metrics over clients.
 
     Args:
-        values: The values of each client, (N, M); a client with NaN is left out.
-        sizes: The number of test samples of each client, (N,): its weight.
-        higher_is_better: Whether the higher of two values is better, (M,).
+        values: The M metrics of each client, shape (N, M). A metric's summary leaves out clients with NaN.
+        sizes: The number of test samples of each client, shape (N,): its weight in ``weighted_mean``.
+        higher_is_better: Whether a higher value of each metric is better, shape (M,).
 
     Returns:
-        For each metric ``clients`` (the number with a value), ``mean``, ``weighted_mean``, ``sd`` (the population's),
-        ``worst``, and ``worst_10``, the mean over the worst tenth of the clients (rounded up). All but ``clients`` are
-        None if no client has a value.
+        One summary for each metric: ``clients`` (the number of clients with a value), ``mean``, ``weighted_mean``,
+        ``sd`` (population standard deviation), ``worst`` (the value of the worst client), and ``worst_10``, the mean
+        over the worst tenth of the clients (rounded up). All entries but ``clients`` are None if no client has a value.
 
     >>> over_clients(np.array([[0.5], [1.0], [np.nan]]), np.array([30, 10, 5]), np.array([True]))[0]["weighted_mean"]
     0.625
@@ -262,7 +286,7 @@ def over_clients(values: Reals, sizes: Ints | Reals, higher_is_better: NDArray[n
         mean = filled.sum(axis=0) / count
         weighted = (filled * weights).sum(axis=0) / weights.sum(axis=0)
         sd = np.sqrt((np.where(known, values - mean, 0.0) ** 2).sum(axis=0) / count)
-        # The worst values first, missing values last.
+        # Sort each column: the worst values come first, missing values last.
         sign = np.where(higher_is_better, 1.0, -1.0)
         ordered = sign * np.sort(np.where(known, sign * values, np.inf), axis=0)
         tenth = -(-count // 10)

@@ -32,13 +32,13 @@ Record = dict[str, Any]
 """One round: plain values, lists and tables that JSON can represent."""
 
 LOWER = frozenset({"loss", "log-loss", "ece"})
-"""Metrics for which lower is better, by default."""
+"""The built-in metrics for which lower is better."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95)
-"""Accuracies for which the summary gives the first round that reached them, by default."""
+"""The default targets: the summary gives the first round whose test accuracy reached each of them."""
 
 LAST = 10
-"""The number of rounds that a notebook shows."""
+"""How many of the last rounds a notebook shows."""
 
 WEIGHTS, MODEL = "model.safetensors", "model.json"
 """The files of a run folder with the final model, and with its description."""
@@ -48,7 +48,7 @@ STANDARD = (
     "clients_late", "clients_failed", "samples", "exchanges", "hops", "bytes_up", "bytes_down", "seconds",
     "simulated_seconds",
 )  # fmt: skip
-"""The columns that every method records; any other column is a method's own."""
+"""The columns that every method may record; other columns come from the evaluation or from the method."""
 
 EVALUATIONS, CLIENTS = "evaluation.json", "clients.csv"
 """The files of a run folder with the confusion matrices, and with the table of clients."""
@@ -59,7 +59,7 @@ class Confusion:
     """The confusion matrix of an evaluation.
 
     Args:
-        round: Its round.
+        round: The round after which the model was evaluated.
         counts: The number of test samples of each class (row) that were predicted as each class (column), (C, C).
     """
 
@@ -68,17 +68,17 @@ class Confusion:
 
 
 class History(Sequence[Record]):
-    """The records of a run, in the order of its rounds; a sequence of dicts.
+    """The records of a run, in the order of its rounds: a sequence of dicts.
 
     Args:
         records: One record per round, with ``round`` counted from 1.
         method: The method's name.
         seed: The experiment's seed.
-        targets: Accuracies in (0, 1] for ``rounds_to_target`` in the summary.
-        metric_targets: Such targets for other metrics, by name.
-        lower: Metrics for which lower is better.
-        path: The run folder; None without one.
-        stopped: Why the run ended before its last round; empty if it did not.
+        targets: Accuracies in (0, 1]. The summary gives the first round that reached each of them.
+        metric_targets: A mapping from the names of other metrics to their targets.
+        lower: The names of the metrics for which lower is better.
+        path: The run folder; None if the run was not written to a folder.
+        stopped: The reason why the run ended before its last round; empty if it did not.
 
     >>> history = History([{"round": 1, "accuracy": 0.4}, {"round": 2}, {"round": 3, "accuracy": 0.9}])
     >>> history.best_round, history.rounds_to_target(0.8)
@@ -104,11 +104,11 @@ class History(Sequence[Record]):
         self.lower = frozenset(lower)
         self.stopped = stopped
         self.model_round: int | None = None
-        """The round of the model that the run saved; None for the last round."""
+        """The round of the model that the run saved; None if it is the model of the last round."""
         self.warning = ""
-        """Why the results do not describe the method, such as that no reply could be used; empty if they do."""
+        """A reason why the results do not describe the method, such as unusable replies; empty if they describe it."""
         self.confusion: dict[str, Confusion] = {}
-        """The confusion matrices of the ``last`` and of the ``best`` evaluation."""
+        """The confusion matrices of the last evaluation (key ``last``) and of the best one (key ``best``)."""
         self.clients: list[Record] = []
         """One row per client; empty if clients have no test parts of their own."""
         self.path = None if path is None else Path(path)
@@ -118,7 +118,7 @@ class History(Sequence[Record]):
 
     @classmethod
     def load(cls, folder: Path | str) -> History:
-        """Load the history of a run folder; a run that has not ended has a history too, without ``params``.
+        """Load the history of a run from its folder; if the run has not ended, the history has no ``params``.
 
         Raises:
             DataError: It is not a run folder, or a file in it is damaged.
@@ -137,9 +137,9 @@ class History(Sequence[Record]):
 
     @property
     def params(self) -> Mapping[str, Tensor] | None:
-        """The final model's parameters and buffers by name; None for a run that has not ended.
+        """A mapping from names to the final model's parameters and buffers; None for a run that has not ended.
 
-        The file of a run folder is read on first use.
+        If the history was loaded from a run folder, the model's file is read on first use.
 
         Raises:
             DataError: The file is damaged or missing.
@@ -153,7 +153,7 @@ class History(Sequence[Record]):
         self._params = params
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append a round; as in the file, arrays and tensors become lists, and NaN and infinity become None."""
+        """Append the record of a round. As in ``metrics.jsonl``, arrays become lists; NaN and infinity become None."""
         self._records.append(jsonable(record))
 
     def __len__(self) -> int:
@@ -181,7 +181,7 @@ class History(Sequence[Record]):
         return f"History({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Return the standard columns of the last rounds, for a notebook."""
+        """Return an HTML table of the standard columns of the last rounds, for a notebook."""
         last = self[-LAST:]
         names = [name for name in STANDARD if any(_number(record, name) is not None for record in last)]
         head = "".join(f"<th>{name.replace('_', ' ')}</th>" for name in names)
@@ -192,16 +192,16 @@ class History(Sequence[Record]):
         return f"<p>{html.escape(repr(self))}</p>{table}{left_out}"
 
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the numbers of a column; rounds without a number are left out.
+        """Return the rounds in which a column has a number, and these numbers.
 
         Args:
-            name: A key of the records; ``"table.key"`` reaches into a nested table.
+            name: A key of the records; ``"table.key"`` is the key of a nested table.
 
         Returns:
-            The rounds and the values, both (R,).
+            The rounds and the values, both of shape (R,).
 
         Raises:
-            SpecError: No round has a number in that column.
+            SpecError: No round has a number in this column.
         """
         pairs = [(record["round"], value) for record in self if (value := _number(record, name)) is not None]
         if not pairs and self and name not in STANDARD:
@@ -213,41 +213,42 @@ class History(Sequence[Record]):
 
     @property
     def columns(self) -> list[str]:
-        """The columns of numbers in order of appearance; names in nested tables have dots."""
+        """The names of the columns that contain numbers, in order of appearance; ``"table.key"`` in nested tables."""
         return list(dict.fromkeys(name for record in self for name in _names(record) if name != "round"))
 
     @property
     def final_accuracy(self) -> float | None:
-        """Test accuracy of the last evaluated round, or None."""
+        """Test accuracy of the last evaluated round; None if no round was evaluated."""
         return next((value for record in reversed(self) if (value := _number(record, "accuracy")) is not None), None)
 
     @property
     def best_on(self) -> str:
-        """The samples that decide the best round: ``"validation"``, or ``"test"`` if nothing was held out."""
+        """The samples that decide which round is best: ``"validation"``, or ``"test"`` without validation samples."""
         validated = any(_number(record, "validation.accuracy") is not None for record in self)
         return "validation" if validated else "test"
 
     @property
     def best_accuracy(self) -> float | None:
-        """Test accuracy of the best round, or None."""
+        """Test accuracy of the best round; None if no round was evaluated."""
         best = self.best_round
         return next((_number(record, "accuracy") for record in self if record["round"] == best), None)
 
     @property
     def best_round(self) -> int | None:
-        """The first round with the highest accuracy on the validation samples, or None.
+        """The first round with the highest accuracy on the validation samples; None if no round was evaluated.
 
-        Without validation samples the test set decides, and the accuracy of the best round is optimistic.
+        Without validation samples, the test set decides which round is best. The test accuracy of this round is then
+        too optimistic, because it was used for the choice.
         """
         rounds, values = self.column("validation.accuracy" if self.best_on == "validation" else "accuracy")
         return int(rounds[values.argmax()]) if len(values) else None
 
     def rounds_to_target(self, target: float, metric: str = "accuracy") -> int | None:
-        """Return the first evaluated round that is at least as good as ``target`` on the test set, or None.
+        """Return the first evaluated round that is at least as good as ``target`` on the test set; None if none is.
 
         Args:
-            target: An accuracy, or a value of another metric.
-            metric: ``accuracy``, ``loss`` or another of ``evaluation.metrics``.
+            target: A value of the metric.
+            metric: ``accuracy``, ``loss`` or a name in ``evaluation.metrics``.
         """
         column, lower = metric if metric in STANDARD else f"test.{metric}", metric in self.lower
         for record in self:
@@ -257,18 +258,22 @@ class History(Sequence[Record]):
         return None
 
     def total(self, name: str) -> float:
-        """Return the sum of a column over all rounds; 0 if nothing was recorded."""
+        """Return the sum of a column over all rounds; rounds without a number count as 0."""
         return math.fsum(self.column(name)[1])
 
     @property
     def summary(self) -> Record:
         """The content of ``summary.json``, computed from the records.
 
-        ``final_accuracy`` (of the last evaluated round), ``best_round`` and ``best_accuracy`` (on the test set),
-        ``best_on`` (the samples that decide the best round), ``rounds_to_target`` (target as text to round or None),
-        ``accuracy_sd_last20`` (sample standard deviation over the last 20 evaluated rounds), the totals ``samples``,
-        ``bytes_up``, ``bytes_down`` and ``seconds``, and ``rounds``, ``method``, ``seed``. Accuracies are fractions,
-        and None if nothing was evaluated.
+        All accuracies are fractions, measured on the test set, and None if no round was evaluated. The keys:
+
+        - ``method``, ``seed``, and ``rounds``, the number of rounds
+        - ``final_accuracy``: the accuracy of the last evaluated round
+        - ``best_round``, ``best_accuracy``, and ``best_on``, the samples that decide which round is best
+        - ``accuracy_sd_last20``: the sample standard deviation of the accuracy over the last 20 evaluated rounds
+        - ``rounds_to_target``: a mapping from each target, as text, to the first round that reached it, or None
+        - ``samples``, ``bytes_up``, ``bytes_down`` and ``seconds``: sums over all rounds
+        - ``stopped``, ``model_round`` and ``warning``, if they are set
         """
         accuracy = self.column("accuracy")[1][-20:]
         reached: Record = {target_text(target): self.rounds_to_target(target) for target in self.targets}
@@ -306,7 +311,7 @@ class History(Sequence[Record]):
             raise DataError(f"{folder}: cannot read its {EVALUATIONS} or {CLIENTS}: {error}") from error
 
     def to_frame(self) -> DataFrame:
-        """Return a pandas data frame with one row per round; see ``frame``. Missing values are NaN.
+        """Return a pandas data frame with one row per round, made by ``frame``. Missing values are NaN.
 
         Raises:
             ExtraMissingError: The extra ``tables`` is not installed.
@@ -314,7 +319,7 @@ class History(Sequence[Record]):
         return frame(self._records)
 
     def to_csv(self, path: Path | str) -> None:
-        """Write one row per round; lists and tables are JSON text, and missing values are empty."""
+        """Write a CSV file with one row per round. Lists and tables are written as JSON, missing values as empty."""
         names = list(dict.fromkeys(name for record in self for name in record))
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -325,7 +330,7 @@ class History(Sequence[Record]):
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> DataFrame:
-    """Return rows as a pandas data frame; nested tables become columns with dots in their names.
+    """Return rows as a pandas data frame. The key of a nested table becomes a column with the name ``table.key``.
 
     Raises:
         ExtraMissingError: The extra ``tables`` is not installed.
@@ -341,7 +346,7 @@ def write_evaluations(history: History, folder: Path) -> None:
     """Write the confusion matrices and the table of clients into a run folder, if there are any."""
     matrices = {key: {"round": each.round, "confusion": each.counts} for key, each in history.confusion.items()}
     if matrices:
-        # One matrix per line: with indentation, every number would take a line.
+        # Write one matrix per line, because with JSON's indentation every number would take a line.
         lines = [f"{json.dumps(key)}: {json.dumps(jsonable(each))}" for key, each in matrices.items()]
         replace_file(folder / EVALUATIONS, ("{" + ",\n".join(lines) + "}\n").encode())
     if history.clients:
@@ -366,7 +371,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     checksum = None
     with suppress(
         OSError, ValueError, AttributeError, RecursionError
-    ):  # functions that need that file report its defects
+    ):  # a defect of model.json is reported by the functions that need the file
         checksum = json.loads((path.parent / MODEL).read_text(encoding="utf-8")).get("parameters")
     if checksum not in (None, hashlib.sha256(content).hexdigest()):
         raise DataError(f"{path} is damaged: it is not what the run wrote, by its checksum in {MODEL}")
@@ -374,7 +379,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def target_text(target: float) -> str:
-    """Return a target as the key of a table: the shortest text that reads as the same number.
+    """Return the shortest text that parses to the target, as a key of ``rounds_to_target``.
 
     >>> target_text(0.8), target_text(1.0), target_text(2 / 3)
     ('0.8', '1', '0.6666666666666666')
@@ -390,7 +395,7 @@ def _short(value: object) -> str:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a round by column, those of nested tables with dots in their names.
+    """Return a mapping from columns to numbers, without other values; a nested table has columns ``table.key``.
 
     >>> numbers({"round": 3, "accuracy": 0.5, "loss": None, "validation": {"loss": 1}})
     {'accuracy': 0.5, 'validation.loss': 1.0}
@@ -421,7 +426,7 @@ def _is_number(value: object) -> bool:
 
 
 def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of ``History`` from a run's spec and summary, and the summary if there is one."""
+    """Read a run's spec and summary. Return the arguments of ``History`` and the summary (empty if it is missing)."""
     about: dict[str, Any] = {}
     summary: dict[str, Any] = {}
     try:
@@ -449,7 +454,7 @@ def _about(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _targets(targets: Any) -> dict[str, Any]:
-    """Return the arguments of ``History`` for the targets of a spec: a list, or a table with lists by metric."""
+    """Return the arguments of ``History`` for a spec's targets: a list, or a mapping from a metric to its list."""
     if not isinstance(targets, dict):
         return {"targets": targets, "metric_targets": {}}
     others = {name: values for name, values in targets.items() if name != "accuracy"}
@@ -457,7 +462,7 @@ def _targets(targets: Any) -> dict[str, Any]:
 
 
 def _cell(text: str) -> Any:
-    """Return a cell of a table as None, a number or text."""
+    """Return the value of a CSV cell: None if it is empty, a number if it reads as one, otherwise text."""
     if text == "":
         return None
     for number in (int, float):

@@ -1,7 +1,7 @@
-"""Samples that are held out of training: for validation, for each client's test part, and of whole clients.
+"""Samples that are held out of training: validation samples, a test part of each client, and whole test clients.
 
-All parts are drawn by label and depend only on the seed, the client and the sample. A further client therefore does
-not change the parts of other clients.
+Within a client, the samples to hold out are spread over its labels. The choice depends only on the seed, the client
+and the sample, so that an additional client does not change which samples of the other clients are held out.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fedstrata.data.partitions import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32
-"""An upper bound of the number of samples of a client."""
+"""More than the samples of any client, so that each client k and sample i have a unique key, k · ``PLACES`` + i."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
 NATURAL = ("given", "natural")
-"""Partitions whose clients come with the data. For validation, a part of each client's samples is then held out."""
+"""Partitions whose clients come with the data. Validation samples are then held out from each of these clients."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +35,14 @@ class HeldOut:
     """The samples that are held out of training.
 
     Args:
-        validation: Training samples for validation; None for none.
-        own_validation: The validation samples by client, if they were held out from each client.
-        own_test: Each client's own test part; None for none.
-        own_test_split: The split of these test parts; a real site may have test samples of its own.
-        test_clients: All samples of the clients that never train; None for none.
-        numbers: The clients' numbers before those that never train were removed; None if there are none. First come the
-            clients that train.
+        validation: The indices of the training samples for validation; None if there are none.
+        own_validation: The same samples by client; None if they were not held out from each client.
+        own_test: The samples of each client's own test part; None if clients have no test parts.
+        own_test_split: The split of the data set that ``own_test`` refers to: ``"train"`` if the test parts were held
+            out of training samples, ``"test"`` if a real site or the data set provides them.
+        test_clients: All samples of each client that never trains; None if all clients train.
+        numbers: The ids of the clients in the partition: first of the clients that train, then of those that never
+            train. The clients that train get new ids from 0. None if all clients train.
     """
 
     validation: Ints | None = None
@@ -64,7 +65,7 @@ class HeldOut:
 
 
 def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
-    """Return the training samples to hold out before a partition, ascending: a share of each class.
+    """Return the indices of the training samples to hold out before the partition, ascending: a share of each class.
 
     Raises:
         SpecError: A class would have no sample in one of the two parts.
@@ -82,7 +83,7 @@ def cut_validation(data: Dataset, share: float, seed: int) -> Ints:
 
 
 def without(data: Dataset, held: Ints) -> tuple[Dataset, Ints]:
-    """Return the data set without some training samples, and the indices of the others in the whole data set."""
+    """Return the data set without the training samples ``held``, and the indices of the samples that are left."""
     left = np.setdiff1d(np.arange(data.train_size), held)
     arrays: dict[str, Any] = {
         field.name: value[left]
@@ -102,20 +103,20 @@ def hold_out(
     brought: Assignment | None = None,
     everybody: bool = True,
 ) -> tuple[Assignment, HeldOut]:
-    """Hold samples out of training.
+    """Hold samples out of training, as the settings ask.
 
     Args:
         settings: The settings of the evaluation.
         data: The data set.
-        assignment: The samples of each client.
+        assignment: The training samples of each client.
         seed: The experiment's seed.
-        validation: Samples that were held out before the partition. With None, validation samples are held out from
-            each client if ``settings`` ask for them.
-        brought: Test samples by client that a real site or the data set provides; no test part is then held out.
-        everybody: Whether the samples of all clients are here; False at a real site.
+        validation: The validation samples, if they were held out before the partition. If None, they are held out from
+            each client.
+        brought: Test samples of each client that a real site or the data set provides; no test part is then held out.
+        everybody: Whether ``assignment`` has the samples of all clients; False at a real site.
 
     Returns:
-        The samples to train on, and the samples held out.
+        The samples of each client to train on, and the samples that are held out.
 
     Raises:
         SpecError: A part would be empty.
@@ -142,7 +143,11 @@ def hold_out(
 
 
 def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
-    """Return the test samples by natural client; None if the clients are not natural or the data do not name them."""
+    """Return the data set's own test samples of each client.
+
+    The result is None if the clients do not come with the data, or if the data do not say to which client a test sample
+    belongs.
+    """
     if data.client_test is None or assignment.codes is None:
         return None
     number = np.full(len(data.client_names), UNUSED, dtype=np.int64)
@@ -154,15 +159,18 @@ def natural_tests(data: Dataset, assignment: Assignment) -> Assignment | None:
 def split_each(
     assignment: Assignment, data: Dataset, share: float, seed: int, purpose: str, *, least: int
 ) -> tuple[Assignment, Assignment]:
-    """Split each client's samples by label into the samples that it keeps and a share of them.
+    """Take a share of each client's samples, spread over its labels.
 
     Args:
         assignment: The samples of each client.
         data: The data set.
-        share: The share of each client's samples.
+        share: The share to take.
         seed: The experiment's seed.
-        purpose: The purpose, which keys the randomness.
-        least: The fewest samples to take from a client that has at least two.
+        purpose: A name for this use of random numbers; other purposes give independent random numbers.
+        least: The fewest samples to take from a client that has at least two. One sample always stays.
+
+    Returns:
+        The samples that each client keeps, and the samples that are taken from it.
     """
     sizes, owners = assignment.sizes, assignment.owners
     wanted = np.minimum(np.maximum(np.round(share * sizes).astype(np.int64), least), np.maximum(sizes - 1, 0))
@@ -172,21 +180,22 @@ def split_each(
 
 
 def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: str) -> Mask:
-    """Choose samples of each client, spread over its labels.
+    """Choose samples of each client at random, spread over its labels.
 
-    Systematic sampling: each client's samples are ordered by label and shuffled within each label. Every (n / m)-th is
-    taken from a random start, so that of each label the share m / n is taken, rounded up or down. The random numbers
-    depend only on the client and a sample's place among its own, so that a real site chooses as a simulation does.
+    This is systematic sampling. To choose m of a client's n samples, the samples are sorted by label and shuffled
+    within each label. From a random start, every (n / m)-th sample is then chosen. Of each label, a share of m / n is
+    thus chosen, rounded up or down. The random numbers depend only on the client and on the position of a sample among
+    the client's samples, so that a real site makes the same choice as a simulation.
 
     Args:
-        owners: The client of each sample, (n,), ascending.
-        labels: The label of each sample, (n,).
-        wanted: m, the number of samples to take from each client, (N,).
+        owners: The client of each sample, ascending, one entry per sample.
+        labels: The label of each sample, one entry per sample.
+        wanted: m, the number of samples to choose from each client, shape (N,).
         seed: The experiment's seed.
-        purpose: The purpose, which keys the randomness.
+        purpose: A name for this use of random numbers; other purposes give independent random numbers.
 
     Returns:
-        (n,); True for ``wanted`` of each client.
+        A mask with one entry per sample: True for the chosen samples.
 
     >>> held_by_label(np.zeros(6, int), np.array([0, 0, 0, 0, 1, 1]), np.array([3]), 0, "doc").sum()
     np.int64(3)
@@ -204,7 +213,7 @@ def held_by_label(owners: Ints, labels: Ints, wanted: Ints, seed: int, purpose: 
 def _cut_own(
     share: float, data: Dataset, assignment: Assignment, seed: int, everybody: bool
 ) -> tuple[Assignment, Assignment]:
-    """Split off each client's own test part, at least one sample.
+    """Hold out each client's own test part, at least one sample; return the samples to keep and those held out.
 
     Raises:
         SpecError: A client has fewer than two samples.
@@ -219,7 +228,7 @@ def _cut_own(
 
 
 def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
-    """Return the clients that train and those that never do, both ascending.
+    """Choose at random which clients never train; return the clients that train and the others, both ascending.
 
     Raises:
         SpecError: No client would be left to train.
@@ -233,7 +242,7 @@ def _deal_clients(clients: int, share: float, seed: int) -> tuple[Ints, Ints]:
 
 
 def only_clients(assignment: Assignment, chosen: Ints) -> Assignment:
-    """Return the assignment of some clients, which are numbered from 0."""
+    """Return the assignment of the ``chosen`` clients, which get new ids from 0 in the same order."""
     wanted = np.zeros(len(assignment), dtype=bool)
     wanted[chosen] = True
     ends = np.cumsum(assignment.sizes[chosen])

@@ -20,18 +20,16 @@ class Evaluated(Reply):
     """The evaluation of a model on a client's own samples.
 
     Args:
-        sums: The sums over its samples.
-        values: The exact metrics by label, without those that are undefined; None if the site withholds them.
+        sums: The sums over the client's samples, from which metrics can be computed.
+        values: A mapping from the labels of metrics to the client's exact values, without undefined values; None if the
+            site withholds them.
     """
 
     sums: EvaluationSums
     values: dict[str, float] | None
 
     def require(self, classes: int) -> None:
-        """Refuse sums over another number of classes.
-
-        Args:
-            classes: C.
+        """Refuse sums whose shape does not fit the number of classes, C.
 
         Raises:
             ReplyRefusedError: The sums have another number of classes.
@@ -42,16 +40,16 @@ class Evaluated(Reply):
 
 @record("Evaluate")
 class Evaluate(Request):
-    """Evaluate a model on samples of the client's own that it does not train on.
+    """Evaluate a model on a client's own samples that were held out of training.
 
     Args:
-        round: The round.
+        round: The round after which the model is evaluated.
         weights: The global model.
-        part: The samples: ``"test"`` or ``"validation"``.
-        personal: Whether the client personalises the model: with its own BatchNorm statistics, and by fine-tuning.
+        part: The samples to evaluate on: ``"test"`` or ``"validation"``.
+        personal: Whether the client first personalises the model: it uses its own BatchNorm statistics and fine-tunes.
         epochs: Epochs of fine-tuning on the client's training samples.
-        score_bins: Bins of each class's scores in the sums.
-        confidence_bins: Bins of the confidence.
+        score_bins: The number of bins of each class's histogram of scores; see ``EvaluationSums``.
+        confidence_bins: The number of bins of the histogram of confidence.
     """
 
     reply_type: ClassVar[type[Reply]] = Evaluated
@@ -70,7 +68,7 @@ class Evaluate(Request):
     confidence_bins: int
 
     def check(self, reply: Evaluated) -> None:
-        """Refuse impossible counts, and another number of bins than was asked for."""
+        """Refuse a reply with impossible counts, or with another number of bins than was requested."""
         sums = reply.sums
         require_shape(sums.confusion, (-1, -1), torch.int64, "confusion")
         require_shape(sums.scores, (-1, 2, self.score_bins), torch.int64, "scores")

@@ -1,7 +1,7 @@
 """The metrics that ``evaluation.metrics`` of a spec may name.
 
-Most metrics are computed from counts. The same lines then serve a test set, each of a thousand clients, and sums from
-real sites. A metric of the user's own is a function, or a class with one method.
+Most metrics are computed from counts. The same code then computes the metric of a test set, of each of a thousand
+clients at once, and of sums that real sites sent. Users may add a metric as a function, or as a class with one method.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Reals = NDArray[np.float64]
 
 
 class Metric(Setting):
-    """A measure of the quality of predictions. A metric of your own overrides ``of``.
+    """A measure of the quality of predictions. To define a metric of your own, override ``of``.
 
     >>> class Errors(Metric):
     ...     higher_is_better = False
@@ -37,25 +37,25 @@ class Metric(Setting):
     """
 
     higher_is_better: ClassVar[bool] = True
-    """Whether the higher of two values is better."""
+    """Whether a higher value is better."""
 
     score_bins: ClassVar[int] = 0
-    """The bins of each class's scores that ``of_sums`` needs."""
+    """The number of bins of each class's histogram of scores that ``of_sums`` needs; 0 if it needs none."""
 
     confidence_bins: ClassVar[int] = 0
-    """The bins of the confidence that ``of_sums`` needs."""
+    """The number of bins of the histogram of confidence that ``of_sums`` needs; 0 if it needs none."""
 
     @property
     def label(self) -> str:
-        """The metric's name in records: the part of its name after the last colon."""
+        """The metric's name in records: its name in the spec, without the part before the last colon."""
         return self.name.rpartition(":")[2]
 
     @abstractmethod
     def of(self, predictions: Predictions) -> float | None:
-        """Return the value; None if it is undefined, such as AUROC of a single class."""
+        """Return the metric's value; None if it is undefined, such as AUROC of a single class."""
 
     def by_client(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
-        """Return the value for each client's samples.
+        """Return the metric's value for each client's samples.
 
         Args:
             predictions: The predictions of N samples.
@@ -63,7 +63,7 @@ class Metric(Setting):
             clients: The number of clients.
 
         Returns:
-            (clients,); NaN if a client's value is undefined.
+            One value per client, shape (clients,); NaN if it is undefined.
         """
         order = np.argsort(owners, kind="stable")
         ends = np.searchsorted(owners[order], np.arange(clients + 1))
@@ -71,7 +71,7 @@ class Metric(Setting):
         return np.array([nan_for_none(self.of(predictions[part]) if len(part) else None) for part in parts])
 
     def of_sums(self, sums: EvaluationSums) -> float | None:
-        """Return the value from sums that real sites sent.
+        """Return the metric's value, computed from sums that real sites sent.
 
         Raises:
             NotImplementedError: The metric cannot be computed from sums.
@@ -79,11 +79,11 @@ class Metric(Setting):
         raise NotImplementedError
 
     def error_of_sums(self, sums: EvaluationSums) -> float | None:
-        """Return the largest error of ``of_sums``; None if it is exact."""
+        """Return an upper bound of the error of ``of_sums``; None if ``of_sums`` is exact."""
         return None
 
     def by_class(self, predictions: Predictions) -> list[float | None] | None:
-        """Return the value for each class; None if the metric has no values by class."""
+        """Return the metric's value for each class; None if the metric is not defined for single classes."""
         return None
 
     @property
@@ -92,7 +92,7 @@ class Metric(Setting):
         return type(self).of_sums is not Metric.of_sums
 
     def check(self, classes: int) -> None:
-        """Try the metric on a few artificial predictions of all classes.
+        """Test that the metric works, on a few artificial predictions that contain all classes.
 
         Raises:
             SpecError: The metric fails, or returns neither a number nor None.
@@ -110,7 +110,7 @@ class Metric(Setting):
 
 
 class _ByClient(Metric):
-    """A metric that is computed for all clients at once, by ``by_client``."""
+    """A metric whose subclasses define ``by_client`` and not ``of``, to compute the values of all clients at once."""
 
     @override
     def of(self, predictions: Predictions) -> float | None:
@@ -118,14 +118,26 @@ class _ByClient(Metric):
 
 
 class _OfCounts(_ByClient):
-    """A metric of the numbers of correct predictions, samples and predictions of each class."""
+    """A metric that is a function of three counts per class: correct predictions, samples, and predictions."""
 
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value for each class, (…, C) from three times (…, C), NaN if undefined; recall by default."""
+        """Return the value for each class, by default the recall; NaN if it is undefined.
+
+        Args:
+            hits: The number of correctly predicted samples of each class, (…, C).
+            actual: The number of samples of each class, (…, C).
+            predicted: How often each class was predicted, (…, C).
+
+        Returns:
+            The values, (…, C).
+        """
         return _ratio(hits, actual)
 
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
-        """Return the value, (…) from three times (…, C): the mean over the classes that have a value."""
+        """Return the value over all classes, shape (…): by default, the mean over the classes that have a value.
+
+        The arguments are those of ``each``.
+        """
         return _mean_of_known(self.each(hits, actual, predicted))
 
     @override
@@ -144,7 +156,7 @@ class _OfCounts(_ByClient):
 
 
 class Accuracy(_OfCounts):
-    """Share of samples whose largest logit is that of their label; by class, the recall."""
+    """Share of samples whose largest logit is that of their label. For a single class, this is its recall."""
 
     @override
     def overall(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -156,7 +168,7 @@ class BalancedAccuracy(_OfCounts):
 
 
 class MacroF1(_OfCounts):
-    """Mean F1 over the classes that have samples or were predicted (scikit-learn's ``f1_score``, macro)."""
+    """Mean F1 over the classes that have samples or were predicted (scikit-learn's macro ``f1_score``)."""
 
     @override
     def each(self, hits: Reals, actual: Reals, predicted: Reals) -> Reals:
@@ -164,13 +176,13 @@ class MacroF1(_OfCounts):
 
 
 class AUROC(_ByClient):
-    """Area under the ROC curve: of the second of two classes, or the mean over classes of one against the rest.
+    """Area under the ROC curve: for the second of two classes, otherwise the mean over classes, each against the rest.
 
-    A class is left out of the mean if it has no samples or has all of them. Real sites send histograms of scores, and
-    the value then has a largest error.
+    The mean leaves out classes that have no samples or all samples. Real sites send histograms of scores. The value is
+    then approximate, and the record also has an upper bound of its error.
 
     Args:
-        bins: Bins of each class's histogram of scores at a real site.
+        bins: The number of bins of each class's histogram of scores at a real site.
     """
 
     bins: Annotated[int, Field(ge=2, le=100_000)] = 400
@@ -185,7 +197,10 @@ class AUROC(_ByClient):
         return _mean_of_known(self._each(predictions, owners, clients))
 
     def _each(self, predictions: Predictions, owners: Ints, clients: int) -> Reals:
-        """Return the areas, (clients, classes), of two classes only the second; NaN if undefined."""
+        """Return each client's area for each class, shape (clients, C), NaN if undefined.
+
+        With two classes, there is only the column of the second class.
+        """
         classes = [1] if predictions.classes == 2 else range(predictions.classes)
         return np.stack(
             [_areas(predictions.probabilities[:, c], predictions.labels == c, owners, clients) for c in classes],
@@ -199,7 +214,7 @@ class AUROC(_ByClient):
 
     @override
     def of_sums(self, sums: EvaluationSums) -> float | None:
-        # Samples in one bin count as tied.
+        # Two samples in the same bin count half, as a tie does, because the order of their scores is unknown.
         below, tied, pairs = self._pairs(sums)
         return none_for_nan(_mean_of_known(_ratio(below + tied / 2, pairs)[None])[0])
 
@@ -209,10 +224,11 @@ class AUROC(_ByClient):
         return none_for_nan(_mean_of_known(_ratio(tied / 2, pairs)[None])[0])
 
     def _pairs(self, sums: EvaluationSums) -> tuple[Reals, Reals, Reals]:
-        """Return the number of pairs of another sample and one of the class, each (classes,).
+        """Count, for each class, the pairs of a sample of the class and a sample of another class.
 
         Returns:
-            The pairs in which the other sample is in a lower bin, those with both in one bin, and all pairs.
+            Three counts of pairs, each with one entry per class: with the other sample in a lower bin, with both
+            samples in the same bin, and all pairs.
         """
         scores = sums.scores.numpy().astype(np.float64)
         others, members = (scores[1:] if len(scores) == 2 else scores).transpose(1, 0, 2)
@@ -241,10 +257,13 @@ class LogLoss(Metric):
 
 
 class ECE(_ByClient):
-    """Expected calibration error (Guo et al. 2017): the mean distance of confidence and accuracy over bins.
+    """Expected calibration error (Guo et al. 2017): how far the confidence of predictions is from their accuracy.
+
+    Samples are sorted into bins by their confidence, the largest of a sample's probabilities. The error is the absolute
+    difference between mean confidence and accuracy in a bin, averaged over bins with their sample counts as weights.
 
     Args:
-        bins: Bins of equal width over the confidence, which is the largest probability.
+        bins: The number of bins, which have equal width.
     """
 
     higher_is_better = False
@@ -269,14 +288,16 @@ class ECE(_ByClient):
 
 
 class FunctionMetric(Metric):
-    """A function of the user's own: ``fn(labels, probabilities)`` of (N,) and (N, C) returns a number, or None.
+    """A metric that is a function of the user's own, ``fn(labels, probabilities)``.
+
+    The function gets arrays of shapes (N,) and (N, C), and returns a number, or None if the value is undefined.
 
     Args:
         function: The function, as ``"module:function"``.
-        lower_is_better: Whether the lower of two values is better.
+        lower_is_better: Whether a lower value is better.
     """
 
-    function: Annotated[str, Field(exclude=True)]  # by its name in a spec, not as a key
+    function: Annotated[str, Field(exclude=True)]  # excluded, because a spec gives the function as the metric's name
     lower_is_better: bool = False
 
     @property
@@ -301,7 +322,7 @@ class FunctionMetric(Metric):
 
 
 class _Metrics(Registry[Metric]):
-    """The metrics by name, with classes and functions of the user's own."""
+    """A registry that also finds metrics of the user's own, classes and functions named ``"module:name"``."""
 
     @override
     def find(self, name: str) -> type[Metric]:
@@ -338,7 +359,7 @@ AnyMetric = Annotated[Metric, FromRegistry(METRICS)]
 
 
 def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals, Reals, Reals]:
-    """Return the numbers of correct predictions, samples and predictions of each class, each (clients, C)."""
+    """Count correct predictions, samples, and predictions of each class for each client; each of shape (clients, C)."""
     classes, labels, predicted = predictions.classes, predictions.labels, predictions.predicted
     hit = labels == predicted
 
@@ -350,16 +371,19 @@ def _counts(predictions: Predictions, owners: Ints, clients: int) -> tuple[Reals
 
 
 def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: int) -> Reals:
-    """Return the area under each client's ROC curve by the ranks of its positives (Mann and Whitney); ties count half.
+    """Return the area under each client's ROC curve, computed from the ranks of the positives (Mann and Whitney).
+
+    The area is the share of pairs of a positive and a negative sample in which the positive has the higher score; ties
+    count half.
 
     Args:
-        scores: The scores, (N,).
+        scores: The score of each sample, (N,).
         positive: Whether each sample is positive, (N,).
         owners: The client of each sample, (N,).
         clients: The number of clients.
 
     Returns:
-        (clients,); NaN for a client without positives, without negatives, or with a score that is NaN.
+        The areas, shape (clients,); NaN for a client without positives, without negatives, or with a NaN score.
     """
     order = np.lexsort((scores, owners))
     s, k, p = scores[order], owners[order], positive[order]
@@ -380,7 +404,7 @@ def _areas(scores: Reals, positive: NDArray[np.bool_], owners: Ints, clients: in
 
 
 def _ratio(above: ArrayLike, below: ArrayLike) -> Reals:
-    """Return the quotient, NaN for a denominator of 0."""
+    """Return ``above / below`` for each element; NaN if the denominator is 0."""
     top, bottom = np.asarray(above, dtype=np.float64), np.asarray(below, dtype=np.float64)
     ratio: Reals = np.full(np.broadcast(top, bottom).shape, np.nan)
     np.divide(top, bottom, out=ratio, where=bottom != 0)

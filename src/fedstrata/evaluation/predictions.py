@@ -26,9 +26,9 @@ class Predictions:
 
     Args:
         labels: True labels, (N,).
-        logits: (N, C), float32.
-        predicted: The class of the largest logit, (N,).
-        total_loss: Summed cross-entropy in nats, as computed in float32 batch by batch.
+        logits: The model's outputs, (N, C), float32.
+        predicted: The class of the largest logit of each sample, (N,).
+        total_loss: Sum of the samples' cross-entropies, in nats; ``predict`` computes it in float32, batch by batch.
 
     >>> Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [0.0, 0.0]])).probabilities[1].tolist()
     [0.5, 0.5]
@@ -56,13 +56,13 @@ class Predictions:
 
     @property
     def classes(self) -> int:
-        """C."""
+        """C, the number of classes."""
         return int(self.logits.shape[1])
 
     @cached_property
     def log_probabilities(self) -> Reals:
         """Logarithm of the softmax, (N, C)."""
-        with np.errstate(invalid="ignore"):  # of a model that has diverged
+        with np.errstate(invalid="ignore"):  # the logits of a model that has diverged may be infinite
             shifted = self.logits.astype(np.float64)
             shifted -= shifted.max(axis=1, keepdims=True, initial=-np.inf)
             shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True))
@@ -97,7 +97,7 @@ def predict(
         weights: The parameters and buffers.
         data: The data set.
         split: ``"train"`` or ``"test"``.
-        indices: The samples, in this order; by default, all samples of the split.
+        indices: The indices of the samples to predict, in this order; by default, all samples of the split.
         batch_size: Samples per batch.
         batch_statistics: Let BatchNorm normalise with each batch's statistics instead of the running ones.
     """
@@ -108,9 +108,9 @@ def predict(
         device = next(iter(params.values())).device
         norms = [m for m in model.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         for layer in norms:
-            # A single sample has no batch statistics.
+            # BatchNorm cannot compute statistics of a single sample, and uses the running ones.
             layer.train(batch_statistics and n > 1)
-        # Batches of nearly equal size, because a last batch of a single sample would have no statistics.
+        # Make batches of nearly equal size, so that the last batch is not a single sample.
         bounds = np.linspace(0, n, -(-n // batch_size) + 1).astype(int).tolist()
         for begin, end in itertools.pairwise(bounds):
             part = slice(begin, end) if indices is None else indices[begin:end]

@@ -17,30 +17,32 @@ TARGETS = [0.5, 0.8, 0.9, 0.95]
 
 
 class Evaluation(Setting):
-    """The metrics of a run, the samples and rounds of its evaluations, and the rounds of its checkpoints.
+    """Settings of the evaluations of a run, and of its checkpoints.
 
-    When a run is resumed, the settings that decide which samples train (``validation``, ``client_test``,
-    ``test_clients``) and ``weight_diversity`` must stay the same. All other settings may change.
+    When a run is resumed, ``weight_diversity`` and the settings that decide which samples are used for training
+    (``validation``, ``client_test`` and ``test_clients``) must stay the same. All other settings may change.
 
     Args:
-        every: Rounds between two evaluations on the test set; the last round is always evaluated. 0: only the last.
+        every: Number of rounds from one evaluation to the next. The last round is always evaluated; 0: only this one.
         batch_size: Samples per batch of an evaluation.
-        metrics: The metrics beside the loss.
-        targets: Accuracies in (0, 1] for which the summary gives the first round that reached them; for other metrics
-            a table of lists, such as ``{ macro-f1 = [0.5] }``.
-        validation: Share of the training samples that is held out by label before the partition, or of each client's
-            samples if the clients come with the data. The best round and early stopping then use these samples, and
-            never the test set.
-        client_test: Share of each client's samples that is held out by label, at least one, as its own test part. Real
-            sites hold it out too, unless they bring test samples.
-        test_clients: Share of the clients that never train, and are evaluated on all their samples.
-        fine_tune: Epochs in which each client fine-tunes the global model on its own samples, before its own test part
-            evaluates that personal model. With 0, the client only uses its own state, such as BatchNorm's statistics.
-        unheard: Evaluations after which a client without a reply that counted is reported among the unheard clients.
-        checkpoint_every: Rounds between two checkpoints; 0: none.
-        per_class: Record the accuracy of every class too, and the other metrics by class if they are defined.
-        weight_diversity: Record the mean squared distance Λ of the clients' models of a round from their mean (ReBaFL,
-            Eq. 24). SFL and Stratify have none, because their clients have no models of their own.
+        metrics: The metrics to compute; the loss is always computed.
+        targets: Accuracies in (0, 1]; the summary gives the first round that reached each of them. To set targets of
+            other metrics, give a table that maps a metric to its list, such as ``{ macro-f1 = [0.5] }``.
+        validation: Share of the training samples to hold out for validation. They are held out of each class before
+            the partition, or, if the clients come with the data, of each client. The best round and early stopping
+            then use these samples, and never the test set.
+        client_test: Share of each client's samples, at least one, to hold out as its own test part, spread over its
+            labels. Real sites also hold out such a part, but not if they have separate test samples.
+        test_clients: Share of the clients that never train; the model is evaluated on all their samples.
+        fine_tune: Epochs in which each client fine-tunes the global model on its own training samples. The client then
+            evaluates this personal model on its own test part. With 0, a client does not fine-tune, but still uses its
+            own state, such as BatchNorm's statistics.
+        unheard: Number of evaluations. Clients are reported separately, as unheard, if the server used none of their
+            replies since so many evaluations ago.
+        checkpoint_every: Number of rounds from one checkpoint to the next; 0: no checkpoints.
+        per_class: Also record the accuracy of every class, and each other metric that is defined for single classes.
+        weight_diversity: Record Λ, the mean squared distance of the clients' models from their mean in each round
+            (ReBaFL, Eq. 24). SFL and Stratify do not record it, because their clients have no models of their own.
     """
 
     every: Annotated[int, Field(ge=0), MayChange()] = 1
@@ -96,12 +98,12 @@ class Evaluation(Setting):
 
     @property
     def labels(self) -> list[str]:
-        """The metrics' names in records."""
+        """The names of the metrics in records."""
         return [metric.label for metric in self.metrics]
 
     @property
     def chosen(self) -> bool:
-        """Whether metrics other than the accuracy are measured."""
+        """Whether ``metrics`` differs from its default, only the accuracy."""
         return self.labels != ["accuracy"]
 
     @property
@@ -111,20 +113,20 @@ class Evaluation(Setting):
 
     @property
     def metric_targets(self) -> Mapping[str, list[float]]:
-        """The targets of other metrics, by label."""
+        """A mapping from the labels of metrics other than the accuracy to their targets."""
         targets = self.targets if isinstance(self.targets, dict) else {}
         return {name: values for name, values in targets.items() if name != "accuracy"}
 
     @property
     def lower(self) -> frozenset[str]:
-        """The metrics for which lower is better, by label."""
+        """The labels of the metrics for which lower is better, including ``loss``."""
         return frozenset({"loss"} | {metric.label for metric in self.metrics if not metric.higher_is_better})
 
     def metric(self, label: str) -> Metric:
-        """Return the metric with a label.
+        """Return the metric whose name in records is ``label``.
 
         Raises:
-            SpecError: The metric is unknown.
+            SpecError: The run has no metric with this label.
         """
         metrics = dict(zip(self.labels, self.metrics, strict=True))
         if label not in metrics:
@@ -137,7 +139,7 @@ class Evaluation(Setting):
         return frozenset([*range(self.every, last, self.every), last] if self.every else [last])
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings as a table; a metric without settings is its name."""
+        """Return the settings as a table, in which a metric without settings is replaced with its name."""
         tables = [plain(metric) for metric in self.metrics]
         return super().to_spec() | {"metrics": [t["name"] if len(t) == 1 else t for t in tables]}
 

@@ -15,20 +15,22 @@ Ints = NDArray[np.int64]
 Reals = NDArray[np.float64]
 
 EXTREME = 12.0
-"""The log-odds at the outer edge of a histogram of scores; further scores fall into the first or last bin."""
+"""The log-odds at the outer edges of a histogram of scores; scores beyond them fall into the first or the last bin."""
 
 
 @record("EvaluationSums")
 class EvaluationSums(Message):
-    """The sums of an evaluation; sums over different samples can be added.
+    """The sums over some samples from which metrics can be computed; sums over different samples can be added.
 
     Args:
         samples: The number of samples.
-        loss: Summed cross-entropy in nats.
+        loss: Sum of the samples' cross-entropies, in nats.
         confusion: The number of samples of each class (row) that were predicted as each class (column), (C, C) int64.
-        scores: The number of samples with a score in each bin, first of the samples of other classes, then of those of
-            the class, (C, 2, B) int64. A score is the log-odds of the class's probability. B is 0 if no metric uses it.
-        calibration: Summed confidence and hits of the samples in each bin of confidence, (E, 2) float64.
+        scores: Two histograms for each class c, (C, 2, B) int64: the scores of the samples of other classes, and of
+            those of class c. A sample's score for c is the log-odds of its predicted probability of c. B is 0 if no
+            metric uses the scores.
+        calibration: For each bin of confidence, the sum of the confidences and the number of correct predictions,
+            (E, 2) float64.
 
     >>> one = sums_of(Predictions.of(np.array([0, 1]), np.array([[2.0, 0.0], [1.0, 0.0]])))
     >>> (one + one).confusion.tolist()
@@ -46,12 +48,12 @@ class EvaluationSums(Message):
 
 
 def sums_of(predictions: Predictions, score_bins: int = 0, confidence_bins: int = 0) -> EvaluationSums:
-    """Return the sums of some predictions.
+    """Return the sums over some predictions.
 
     Args:
         predictions: The predictions of N samples.
-        score_bins: B, bins of each class's scores.
-        confidence_bins: E, bins of the confidence.
+        score_bins: B, the number of bins of each class's histogram of scores; 0 for no histograms.
+        confidence_bins: E, the number of bins of confidence; 0 for none.
     """
     n, classes = len(predictions), predictions.classes
     labels = predictions.labels
@@ -82,16 +84,18 @@ def confusion_of(predictions: Predictions) -> Ints:
 
 
 def calibration(predictions: Predictions, owners: Ints, clients: int, bins: int) -> Reals:
-    """Sum confidence and correct predictions of each client in bins of confidence, ((k − 1) / bins, k / bins].
+    """Sum up confidences and correct predictions in bins of confidence, for each client.
+
+    Bin k of E bins, counted from 1, holds the samples with a confidence in ((k − 1) / E, k / E].
 
     Args:
         predictions: The predictions of N samples.
         owners: The client of each sample, (N,).
         clients: The number of clients.
-        bins: E.
+        bins: E, the number of bins.
 
     Returns:
-        (clients, E, 2).
+        The sum of the confidences and the number of correct predictions in each bin, shape (clients, E, 2).
     """
     if not bins:
         return np.zeros((clients, 0, 2))

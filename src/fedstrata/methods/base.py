@@ -1,4 +1,4 @@
-"""The base class of all methods, and the recipe, which is the base class of most."""
+"""``Method``, the base class of all methods, and ``Recipe``, the base class of methods that combine four choices."""
 
 from __future__ import annotations
 
@@ -29,28 +29,33 @@ ASKING = {
     "data_sampler": ("keep", "init", "handlers"),
     "objective": ("client_final", "handlers"),
 }
-"""The hooks that decide what is asked and sent. A class that overrides one must override its declaration as well."""
+"""The methods of each class that decide what clients are asked to compute and send.
+
+A subclass that overrides one of them must also override its declaration of requests: ``allowed``, or ``sends`` in an
+objective.
+"""
 
 
 class Method(Setting):
     """A federated method: Python code that runs on the server and sends typed requests to clients.
 
-    The fields are the method's settings. The state is one record with at least ``weights``, the global model;
-    ``run_round`` takes and returns it explicitly.
+    The fields are the method's settings. What changes from round to round is the state, a record with at least the
+    field ``weights``, the global model. ``init`` returns the first state; ``run_round`` takes a state and returns the
+    next one.
     """
 
     paper: ClassVar[str] = ""
     """The paper that defines the method."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code for the method's own requests: functions marked with ``fedstrata.clients.handling``."""
+    """Client code for the method's own requests: functions with a decorator from ``fedstrata.clients.handling``."""
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the method's own handlers and the handlers of its choices."""
+        """Return the client code for all requests of the method; a recipe adds the handlers of its choices."""
         return self.handlers
 
     def objective_in_use(self) -> Objective:
-        """Return the objective of local training."""
+        """Return the objective that clients minimise in local training."""
         return CrossEntropy()
 
     def personal_objective(self) -> Objective:
@@ -58,24 +63,24 @@ class Method(Setting):
         return CrossEntropy()
 
     def asks_for_changes(self) -> bool:
-        """Return True if clients answer with updates of the model they were sent, which codecs may compress."""
+        """Return True if clients answer with changes of the model that they received, which codecs may compress."""
         return False
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the method with their bounds; real sites answer no other request.
+        """Return the requests that the method may send, with their bounds; real sites refuse all others.
 
-        None means that the requests are not declared: the method then runs in simulations only. A subclass that
-        overrides ``run_round``, ``init`` or ``handlers`` must override ``allowed`` as well.
+        None means that the requests are not declared: the method then runs only in simulations. A subclass that
+        overrides one of the methods in ``ASKING`` must override ``allowed`` as well.
         """
         return None
 
     def declared(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return ``allowed``, or None if a subclass may ask more than that."""
+        """Return ``allowed``; None if a subclass overrides a method in ``ASKING`` and does not override ``allowed``."""
         return self.allowed(agreed) if declares(type(self), "allowed", *ASKING["method"]) else None
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """The facts about clients that the method keeps private, and that evaluations must not disclose."""
+        """The facts about clients that the method keeps private; evaluations must not disclose them either."""
         return frozenset()
 
     def check(self, config: FederationConfig) -> None:
@@ -83,14 +88,14 @@ class Method(Setting):
 
     @abstractmethod
     def init(self, federation: Federation, weights: Weights) -> Any:
-        """Return the state before the first round; clients may be asked (round 0)."""
+        """Return the state before the first round. A method may already send requests to clients here, in round 0."""
 
     @abstractmethod
     def run_round(self, federation: Federation, state: Any) -> tuple[Any, dict[str, Any]]:
         """Run one round; return the new state and the method's metrics of the round."""
 
     def evaluated(self, config: FederationConfig, state: Any) -> Weights:
-        """Return the model that is evaluated, and that a run saves; ``state.weights`` by default."""
+        """Return the model that is evaluated, and that is saved at the end of a run. Default: ``state.weights``."""
         weights: Weights = state.weights
         return weights
 
@@ -115,7 +120,7 @@ class RecipeState:
 
 
 class Parts(TypedDict, total=False):
-    """Choices of a recipe by name."""
+    """The choices in which a recipe differs from FedAvg; every key may be missing."""
 
     client_sampler: ClientSampler
     data_sampler: DataSampler
@@ -125,14 +130,14 @@ class Parts(TypedDict, total=False):
 
 Choice = Literal["client_sampler", "data_sampler", "objective", "aggregator"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
-"""The choices of a recipe, in the order of a round."""
+"""The names of a recipe's four choices, in the order in which a round uses them."""
 
 
 class Recipe(Method):
-    """A method that consists of four choices. A spec may replace each choice by a name or a table of settings.
+    """A method that consists of four choices. A spec may replace each of them: by a name, or by a table of settings.
 
-    The function ``parts`` of a subclass returns the choices in which it differs from FedAvg, built from the subclass's
-    settings. A setting is refused if a spec replaces every choice on which it has an effect.
+    A subclass overrides ``parts``, which builds the choices that differ from FedAvg's from the subclass's settings. If
+    a spec replaces all choices that a setting affects, it must not contain the setting.
 
     Args:
         client_sampler: How the clients of a round are drawn.
@@ -151,7 +156,7 @@ class Recipe(Method):
     """
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """The names of the method's settings in its choices, for settings that have another name there."""
+    """A mapping from the name of a method's setting to its name in a choice, for settings whose two names differ."""
 
     client_sampler: AnyClientSampler = Uniform()
     data_sampler: AnyDataSampler = AllData()
@@ -159,11 +164,15 @@ class Recipe(Method):
     aggregator: AnyAggregator = MeanBySize()
 
     def parts(self) -> Parts:
-        """Return the choices in which the method differs from FedAvg, under the method's settings."""
+        """Return the choices in which the method differs from FedAvg, built from the method's settings."""
         return {}
 
     def shared_settings(self) -> dict[str, tuple[Choice, str]]:
-        """Return the method's settings that are also settings of a part: by key, the choice and the name there."""
+        """Return the method's settings that ``parts`` passes on to a choice.
+
+        Returns:
+            A mapping from the setting's name in the method to the choice and the setting's name in it.
+        """
         names = {key: self.renamed.get(key, key) for key in type(self).model_fields if key not in CHOICES}
         return {
             key: (choice, name)
@@ -173,7 +182,7 @@ class Recipe(Method):
         }
 
     def _checked_parts(self) -> dict[Choice, Setting]:
-        """Return ``parts`` after a check of their names and types."""
+        """Return ``parts``; raise ``TypeError`` if it contains an unknown choice, or an object of another class."""
         parts: Any = self.parts()
         for choice, part in parts.items():
             if choice not in CHOICES:
@@ -185,7 +194,7 @@ class Recipe(Method):
         return dict(parts)
 
     def _defaults(self) -> dict[str, Any]:
-        """Return the defaults of the method's settings, without the choices and without required settings."""
+        """Return the defaults of the method's optional settings; the four choices are not among them."""
         return {
             key: field.get_default(call_default_factory=True)
             for key, field in type(self).model_fields.items()
@@ -194,11 +203,11 @@ class Recipe(Method):
 
     @model_validator(mode="after")
     def _set_parts(self) -> Self:
-        """Use the parts for choices that are not replaced, and refuse settings that affect only replaced choices."""
+        """Set the choices that the spec does not replace, and refuse settings that affect only replaced choices."""
         parts, given, defaults = self._checked_parts(), self.model_fields_set, self._defaults()
         replaced = given.intersection(CHOICES)
         for key in sorted(given & defaults.keys()) if replaced else ():
-            # A setting affects the choices that differ from the parts under its default.
+            # A setting affects the choices that would be different if the setting had its default value.
             usual = self.model_copy(update={key: defaults[key]})._checked_parts()
             affected = {choice for choice in parts.keys() | usual.keys() if parts.get(choice) != usual.get(choice)}
             if affected and affected <= replaced:
@@ -211,7 +220,7 @@ class Recipe(Method):
         return self
 
     def to_spec(self) -> dict[str, Any]:
-        """Return the settings that have an effect and the replaced choices; parsing them gives an equal method."""
+        """Return the settings that have an effect, and the replaced choices. Parsing them gives an equal method."""
         given, defaults = self.model_fields_set, self._defaults()
         of_replaced = [key for key, (choice, _) in self.shared_settings().items() if choice in given]
         omitted = {key for key in of_replaced if getattr(self, key) == defaults.get(key, ...)} | set(CHOICES) - given
@@ -222,19 +231,19 @@ class Recipe(Method):
         return self.client_sampler, self.data_sampler, self.objective, self.aggregator
 
     def all_handlers(self) -> tuple[Callable[..., Any], ...]:
-        """Return the method's own handlers and the handlers of its choices."""
+        """Return the client code for the method's own requests and for those of its four choices."""
         return self.handlers + tuple(function for choice in self.choices() for function in choice.handlers)
 
     def objective_in_use(self) -> Objective:
-        """Return the objective of local training."""
+        """Return the objective that clients minimise in local training."""
         return self.objective
 
     def asks_for_changes(self) -> bool:
-        """Return True: clients answer with updates of the model they were sent."""
+        """Return True: clients answer with changes of the model that they received."""
         return True
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the samplers and of local training."""
+        """Return the requests of the samplers and of local training; None if a choice does not declare its requests."""
         _, data, objective, _ = self.choices()
         kept = data.fixed_share
         where = {"keep": SHARE if kept is None else kept, "counts": not data.private}
@@ -246,7 +255,7 @@ class Recipe(Method):
         return self.with_samplers(agreed, Allowed(Fit, where=where, limit=step_limit(agreed), rule=rule))
 
     def with_samplers(self, agreed: Agreed, training: Allowed) -> list[Allowed] | None:
-        """Return the requests of the samplers and of training; None if a choice does not declare its requests."""
+        """Return the requests of the two samplers, and ``training``; None if a choice does not declare its requests."""
         parts = [
             choice.allowed(agreed) if declares(type(choice), "allowed", *ASKING[name]) else None
             for name, choice in (("client_sampler", self.client_sampler), ("data_sampler", self.data_sampler))
@@ -256,7 +265,7 @@ class Recipe(Method):
 
     @property
     def conceals(self) -> frozenset[Fact]:
-        """Sizes, if the data sampler keeps them private."""
+        """The clients' sizes (how many samples each has), if the data sampler keeps them private."""
         return frozenset({"sizes"} if self.data_sampler.private else ())
 
     def check(self, config: FederationConfig) -> None:
@@ -314,7 +323,7 @@ class Recipe(Method):
         replies = self.train_clients(federation, invited, request)
 
         combined, aggregator_state = aggregator.combine(weights, state.aggregator, selection, replies)
-        # A server optimiser with weight decay would change parameters that clients do not train.
+        # Restore parameters that clients do not train: a server optimiser with weight decay would change them.
         frozen = {n: w for n, w in weights.params.items() if not objective.trains(n, config.model)}
         combined = Weights(combined.params | frozen, combined.buffers) if frozen else combined
         answers = list(replies.values())

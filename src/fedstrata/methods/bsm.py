@@ -9,7 +9,7 @@ from fedstrata.objectives.calibrated import Balanced
 
 
 class BSMFedAvg(Recipe):
-    """FedAvg with balanced softmax under each client's own class shares; missing classes have prior 0."""
+    """FedAvg whose clients train with balanced softmax; the prior of a class is its share of the client's samples."""
 
     paper = "Chen and Chao 2022, On Bridging Generic and Personalized FL (ICLR)"
 

@@ -6,6 +6,6 @@ from fedstrata.methods.base import Recipe
 
 
 class FedAvg(Recipe):
-    """Uniform clients, all their data, cross-entropy, and the mean by size over the clients that returned."""
+    """Clients are drawn uniformly and train on all their data; their models are averaged, weighted by sample counts."""
 
     paper = "McMahan et al. 2017, Communication-Efficient Learning of Deep Networks (AISTATS)"

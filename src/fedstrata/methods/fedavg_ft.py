@@ -1,4 +1,4 @@
-"""FedAvg-FT: the server re-trains the head on a small balanced set (ReBaFL §3.3)."""
+"""FedAvg-FT: after each round, the server trains the head on a small set of balanced samples (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from fedstrata.methods.head_tuning import HeadTuning
 
 
 class FedAvgFT(Recipe, HeadTuning):
-    """FedAvg whose aggregated head is trained on server data before clients receive it: an upper bound.
+    """FedAvg whose server trains the aggregated head on samples that no client holds: an upper bound for comparisons.
 
-    A partition that assigns every sample to a client is refused, because the server then has no samples.
+    A partition that gives all samples to clients is refused.
     """
 
     paper = "Xu et al. (ReBaFL §3.3): FedAvg with server-side fine-tuning, an upper-bound reference"
 
     def check(self, config: FederationConfig) -> None:
-        """Require samples at the server."""
+        """Require the server to have enough samples of every class."""
         super().check(config)
         self.require_samples(config, "method")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the recipe's requests; the head is trained at the server and needs none."""
+        """Return the recipe's requests; training the head at the server needs no further request."""
         return super().allowed(agreed)
 
     def run_round(self, federation: Federation, state: RecipeState) -> tuple[RecipeState, dict[str, Any]]:
-        """Run a recipe's round, then train the head."""
+        """Run a round of FedAvg, then train the head at the server; skip the head if no client trained."""
         state, metrics = super().run_round(federation, state)
         if not metrics["clients_trained"]:
             return state, metrics

@@ -13,15 +13,15 @@ from fedstrata.objectives.fedbabu import BodyOnly, HeadOnly
 
 
 class FedBABU(Recipe):
-    """FedAvg of the body; the head keeps its initial values, and the global model is evaluated with it.
+    """FedAvg of the body, the layers before the head; the head keeps its initial values, in evaluations too.
 
-    With ``fine_tune``, a copy of the head is trained at the server before each evaluation and for the run's final
-    model; clients never see it. The paper fine-tunes at each client, on the client's own data, as
-    ``evaluation.fine_tune`` does.
+    With ``fine_tune``, the server trains a copy of the head before each evaluation and for the run's final model.
+    Clients never receive this copy. The paper instead fine-tunes at each client, on the client's own data; for this,
+    set ``evaluation.fine_tune``.
 
     Args:
-        fine_tune: How the head is trained for evaluation, such as ``{ per_class = 10 }``, with the keys and defaults of
-            FedAvg-FT. Default: the head is not trained.
+        fine_tune: A table of settings for the head's training at the server, such as ``{ per_class = 10 }``, with the
+            keys and defaults of FedAvg-FT. Default: the head is not trained.
     """
 
     paper = "Oh, Kim and Yun 2022, FedBABU: Toward Enhanced Representation (ICLR)"
@@ -37,11 +37,11 @@ class FedBABU(Recipe):
         return HeadOnly()
 
     def check(self, config: FederationConfig) -> None:
-        """Require samples at the server if it trains the head."""
+        """Require enough samples at the server if the server trains the head."""
         super().check(config)
         if self.fine_tune:
             self.fine_tune.require_samples(config, "method.fine_tune")
 
     def evaluated(self, config: FederationConfig, state: RecipeState) -> Weights:
-        """Return the model with its head fine-tuned, if ``fine_tune`` is set."""
+        """Return the global model; if ``fine_tune`` is set, with a head that was trained at the server."""
         return self.fine_tune.tuned(config, state.weights)[0] if self.fine_tune else state.weights

@@ -10,7 +10,7 @@ from fedstrata.objectives.fedprox import Proximal
 
 
 class FedProx(Recipe):
-    """FedAvg whose clients are pulled back to the global model: F_k(w) + (μ/2) ‖w − w_t‖²."""
+    """FedAvg whose clients minimise F_k(w) + (μ/2) ‖w − w_t‖², which keeps them near the global model w_t."""
 
     paper = "Li et al. 2020, Federated Optimization in Heterogeneous Networks (MLSys)"
 

@@ -11,7 +11,7 @@ from fedstrata.sampling.fedsampling import Everyone, FedSamplingData
 
 
 class FedSampling(Recipe):
-    """All clients train on a few samples, kept with one probability; updates are weighted by the samples kept."""
+    """FedAvg in which all clients train on a random part of their samples; each sample has the same probability."""
 
     paper = "Qi et al. 2023, FedSampling: A Better Sampling Strategy for FL (IJCAI)"
 

@@ -14,7 +14,10 @@ from fedstrata.sampling.fedssar import Features, FedSSARSampler
 
 
 class FedSSAR(Recipe):
-    """OPTICS clusters of the clients' parameters, each sampled by its size; F_k(w) + (α/2) ‖w − w_t‖²; mean by size.
+    """FedProx with stratified client sampling: clients with similar parameters form a cluster, found with OPTICS.
+
+    The larger a cluster, the more of its clients take part. Clients minimise F_k(w) + (α/2) ‖w − w_t‖², and their
+    models are averaged, weighted by sample counts.
 
     Args:
         alpha: α, the strength of the proximal term.

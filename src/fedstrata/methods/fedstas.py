@@ -16,11 +16,14 @@ from fedstrata.sampling.stratified import Compared, Gradients, Refresh, Stratifi
 
 
 class FedSTS(Recipe):
-    """Clients in strata of compressed gradients, Neyman allocation, importance sampling.
+    """Stratified client sampling: clients with similar compressed gradients form a stratum.
+
+    Neyman allocation decides how many clients are drawn from each stratum, and importance sampling draws them: clients
+    with large gradients are drawn more often.
 
     Args:
-        aggregation: ``paper``, which importance sampling biases, or ``horvitz-thompson``, which is unbiased and draws
-            with replacement.
+        aggregation: How models are combined. ``paper``: the mean of the strata's means, which importance sampling
+            biases. ``horvitz-thompson``: unbiased weights, with clients drawn with replacement.
     """
 
     paper = "Gao et al. 2024, FedSTS: A Stratified Client Selection Framework"
@@ -51,7 +54,7 @@ class FedSTS(Recipe):
 
 
 class FedSTaS(FedSTS):
-    """FedSTS with data-level sampling: the server requests a number of samples per round."""
+    """FedSTS in which clients train on a random part of their samples, in total about the same number in each round."""
 
     paper = "FedSTaS: Client Stratification and Client-Level Sampling for Efficient FL (2024)"
 

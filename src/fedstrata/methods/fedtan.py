@@ -19,12 +19,12 @@ from fedstrata.sampling.base import AllData
 
 
 class FedTAN(Recipe):
-    """Uniform clients and the mean by size; BatchNorm's statistics are averaged over them in the first local step.
+    """FedAvg whose clients use common BatchNorm statistics, computed over all of them in the first local step.
 
     In that step every BatchNorm layer normalises with the mean and the variance averaged over the round's clients, and
     the gradients of both are averaged on the way back: one exchange per layer in each direction. Later local steps keep
     these statistics, and so does the global model. The clients of a round train at the same time; if one of them fails
-    in the first step, the round is void.
+    in the first step, the round does not change the model.
 
     Only the data sampler ``all`` and the objective ``cross-entropy`` are accepted.
     """
@@ -32,7 +32,7 @@ class FedTAN(Recipe):
     paper = "Wang et al. 2023, Why Batch Normalization Damage FL on Non-IID Data? (IEEE TNNLS)"
 
     def check(self, config: FederationConfig) -> None:
-        """Require a model with BatchNorm whose statistics are averaged."""
+        """Require a model with BatchNorm layers, averaged statistics, all data and cross-entropy."""
         super().check(config)
         if not has_batchnorm(config.model.module):
             problem = "FedTAN is about BatchNorm and the model has none; fedavg is the same"
@@ -44,7 +44,7 @@ class FedTAN(Recipe):
                 raise SpecError(f"method.{key}", "FedTAN trains on all data with cross-entropy; leave it out")
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the sampler and of local training, which all clients start together."""
+        """Return the requests of the sampler, and of local training that all clients start at the same time."""
         size = agreed.training.batch_size
         reason = f"tells sums over a first batch, which has training.batch_size = {size} samples at most"
         return self.with_samplers(agreed, Allowed(FitTogether, limit=SampleLimit(size, reason)))

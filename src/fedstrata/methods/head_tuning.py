@@ -1,4 +1,4 @@
-"""Training of a model's head at the server, on a small balanced set of its own (ReBaFL §3.3)."""
+"""Training of a model's head at the server, on a small set of samples with equally many per class (ReBaFL §3.3)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from fedstrata.models.batchnorm import has_batchnorm
 class HeadTuning(Setting):
     """Full-batch gradient descent on only the head, with samples **that no client holds**.
 
-    The server uses the same samples in every round. Features are computed once per round, in evaluation mode.
+    The server uses the same samples every time. The features, which are the input of the head, are computed once per
+    training, in evaluation mode.
 
     Args:
-        per_class: Samples of every class at the server.
-        steps: Steps per training of the head.
-        lr: Learning rate of the steps.
-        momentum: Momentum of the steps, 0 at the start of each training.
-        weight_decay: L2 penalty on the head.
+        per_class: How many samples of each class the server trains on.
+        steps: Gradient steps each time that the head is trained.
+        lr: Learning rate.
+        momentum: Coefficient of momentum. The velocity starts at 0 each time that the head is trained.
+        weight_decay: Factor of the L2 penalty on the head.
     """
 
     per_class: PositiveInt = 10
@@ -35,7 +36,7 @@ class HeadTuning(Setting):
     weight_decay: NonNegativeFloat = 0.0
 
     def require_samples(self, config: FederationConfig, section: str) -> None:
-        """Require samples at the server, and the features that are evaluated.
+        """Require enough samples at the server, and BatchNorm statistics that the server and the clients share.
 
         Args:
             config: The federation's settings.
@@ -63,7 +64,7 @@ class HeadTuning(Setting):
         """Return the model with its head trained on the server's samples, and the loss before the last step."""
         assert config.server_data is not None
         x, y = config.server_data.balanced(self.per_class, rng(config.seed, "server-samples"))
-        # The model stays loaded until the end, because a head may have buffers.
+        # Keep the model loaded while the head is trained, because a head may have buffers.
         with config.model.loaded(weights.params, weights.buffers) as params:
             with torch.no_grad():
                 features, _ = config.model.with_features(params, x)

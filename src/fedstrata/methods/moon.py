@@ -10,7 +10,7 @@ from fedstrata.objectives.moon import Contrastive
 
 
 class MOON(Recipe):
-    """FedAvg with a loss that pulls features towards the global model's and away from the client's last model's."""
+    """FedAvg that pulls features towards those of the global model, away from those of the client's last model."""
 
     paper = "Li, He and Song 2021, Model-Contrastive Federated Learning (CVPR)"
 

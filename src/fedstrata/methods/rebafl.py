@@ -10,9 +10,10 @@ from fedstrata.objectives.rebafl import Rebalanced
 
 
 class ReBaFL(Recipe):
-    """Algorithm 1: FedAvg whose clients train with relaxed balanced softmax and augmented features.
+    """FedAvg whose clients train with relaxed balanced softmax and augmented features (Algorithm 1).
 
-    With μ = 0 only relaxed balanced softmax is left (R-BSM); without ``relaxed``, only the augmentation (F-Aug).
+    The paper's two ablations: ``mu = 0`` turns off the augmentation, so that only relaxed balanced softmax is left
+    (R-BSM); ``relaxed = false`` turns off relaxed balanced softmax, so that only the augmentation is left (F-Aug).
     """
 
     paper = "Xu et al., Stabilizing and Improving FL with Non-IID Data and Client Dropout"

@@ -10,11 +10,15 @@ from fedstrata.objectives.scaffold import Scaffold
 
 
 class SCAFFOLD(Recipe):
-    """Uniform clients whose steps are corrected by control variates; the plain mean of their models."""
+    """FedAvg whose clients correct each step with control variates; models are averaged with equal weights.
+
+    The control variates c_k and c estimate the gradients of client k and of the federation. A client adds c − c_k to
+    each gradient, so that its steps go in the direction of the federation's gradient.
+    """
 
     paper = "Karimireddy et al. 2020, SCAFFOLD: Stochastic Controlled Averaging (ICML)"
 
     @override
     def parts(self) -> Parts:
-        # Algorithm 1, line 16: x ← x + (η_g / |S|) Σ Δy.
+        # The plain mean is Algorithm 1, line 16: x ← x + (η_g / |S|) Σ Δy.
         return {"objective": Scaffold(), "aggregator": Mean()}

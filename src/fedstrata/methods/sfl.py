@@ -18,14 +18,14 @@ from fedstrata.sampling.base import AnyClientSampler, Uniform
 
 @record("SFLState")
 class SFLState:
-    """The global model and the state of the client sampler."""
+    """The state of SFL between rounds: the global model and the state of the client sampler."""
 
     weights: Weights
     clients: Tree
 
 
 class SFL(Method):
-    """The model visits the round's clients in random order; each trains E epochs on its data and passes it on.
+    """The model visits the round's clients in random order; each client trains it for E epochs and passes it on.
 
     Models are not averaged, so the model drifts towards the clients that it visited last. The drift grows with the
     differences between clients.
@@ -39,7 +39,7 @@ class SFL(Method):
     client_sampler: AnyClientSampler = Uniform()
 
     def check(self, config: FederationConfig) -> None:
-        """Check the sampler against the federation."""
+        """Check that the sampler fits the federation, and that BatchNorm's statistics are not kept by clients."""
         if config.training.batch_norm == "local":
             problem = "one travelling model has one set of statistics; use average"
             raise SpecError("training.batch_norm", problem, "local")
@@ -50,17 +50,17 @@ class SFL(Method):
         sampler.check(config)
 
     def allowed(self, agreed: Agreed) -> list[Allowed] | None:
-        """Return the requests of the sampler, and a visit of the model in every round."""
+        """Return the requests of the sampler, and the request to train the visiting model."""
         sampler = self.client_sampler
         known = declares(type(sampler), "allowed", *ASKING["client_sampler"])
         return joined(sampler.allowed(agreed) if known else None, [Allowed(Visit, limit=step_limit(agreed))])
 
     def init(self, federation: Federation, weights: Weights) -> SFLState:
-        """Return the initial state of the sampler."""
+        """Return the state before the first round: the initial model and the sampler's initial state."""
         return SFLState(weights, self.client_sampler.init(federation))
 
     def run_round(self, federation: Federation, state: SFLState) -> tuple[SFLState, dict[str, Any]]:
-        """Send the model from client to client, once through the selected clients."""
+        """Send the model to each of the selected clients, one after the other."""
         config, sampler = federation.config, self.client_sampler
         selection, clients = sampler.select(federation, state.clients, state.weights)
         order = federation.rng("journey").permutation(selection.clients).tolist()
@@ -72,6 +72,6 @@ class SFL(Method):
         loss = sum(reply.loss * reply.seen for reply in replies) / seen if seen else None
         metrics = {"samples": seen, "train_loss": loss, **selection.metrics}
         metrics |= communication(relayed.weights, federation.log.hops, config.clients, federation.round)
-        # The sampler may use which clients took part. A sampler that needs their models is refused by ``check``.
+        # The sampler learns here which clients took part. ``check`` refuses samplers that also need their models.
         by_client = {order[position]: reply for position, reply in relayed.replies.items()}
         return SFLState(relayed.weights, sampler.observe(clients, by_client)), metrics

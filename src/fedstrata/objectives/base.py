@@ -1,8 +1,9 @@
 """Objectives of local training: the base class, and plain cross-entropy.
 
-An objective has hooks at the client (the loss, a correction of the gradient, the message to the server) and hooks at
-the server (the message to clients, the use of their messages). Most objectives override one or two methods. ``loss``
-and ``correction`` are pure functions of tensors, so the same code runs in a plain loop and at a remote site.
+An objective consists of hooks: methods that are called at certain points of a round. Hooks at a client compute the
+loss, a correction of the gradient, and a message to the server. Hooks at the server compute a message to the clients
+and use their messages. Most objectives override one or two hooks. ``loss`` and ``correction`` are pure functions of
+tensors, so the same code runs in a plain loop and at a remote site.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ class Batch:
 
 
 Batches = Callable[[], Iterable[Batch]]
-"""Returns all samples that a client uses in the round once, batch by batch, in a fixed order."""
+"""A function that iterates once over all samples that a client uses in the round, in batches and in a fixed order."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """The inputs of a client's loss besides parameters and batch; constant during local training.
+    """What a client's loss needs besides the parameters and the batch; it is constant during local training.
 
     Args:
         start: The global parameters w_t at which the client starts.
-        counts: n_k(c), the training samples of each class, shape (C,), float32.
-        received: The server's message, with the additions of ``client_prepare``.
-        kept: The client's state of this objective, as ``client_final`` returned it; None the first time.
-        lr: η of this round.
+        counts: n_k(c), how many training samples of each class c the client has, shape (C,), float32.
+        received: The server's message, with the entries that ``client_prepare`` added.
+        kept: The client's state of this objective, as ``client_final`` last returned it; None in its first round.
+        lr: The learning rate η of this round.
         derived: Values that ``client_init`` computed once for all steps.
     """
 
@@ -71,9 +72,9 @@ class Trained:
     Args:
         params: The parameters after the last step.
         steps: K, the number of steps taken.
-        model: The client's model, for features under ``params``.
-        batches: Returns the local data batch by batch, in a fixed order.
-        least: Minimum number of samples behind each value that is sent.
+        model: The client's model, to compute features with ``params``.
+        batches: A function that iterates over the local data, in batches and in a fixed order.
+        least: A minimum number of samples. Values that are computed from fewer samples are not sent.
     """
 
     params: Params
@@ -87,22 +88,26 @@ class Objective(Setting):
     """Cross-entropy on the local data, and the hooks that other objectives override."""
 
     handlers: ClassVar[tuple[Callable[..., Any], ...]] = ()
-    """Client code for the objective's own requests; see ``fedstrata.clients.handling``."""
+    """Client code that answers the objective's own requests; see ``fedstrata.clients.handling``."""
 
     additive: ClassVar[frozenset[str]] = frozenset()
-    """Groups of a client's message that are summed over the rounds. Codecs with error feedback compress only these."""
+    """The keys of a client's message whose tensors the server adds up over the rounds.
+
+    Codecs with error feedback compress only these tensors.
+    """
 
     @property
     def sends(self) -> str:
-        """A description of ``client_final``'s message for ``fedstrata asks``; empty if it sends no message.
+        """A description of the message that ``client_final`` returns, for ``fedstrata asks``; empty without a message.
 
-        A class that overrides ``client_final`` must override ``sends`` as well; sites refuse to answer it otherwise.
+        A class that overrides ``client_final`` must also override ``sends``. If it does not, sites refuse to train with
+        the objective.
         """
         return ""
 
     @property
     def discloses(self) -> frozenset[Fact]:
-        """The facts about a client that its message discloses."""
+        """The facts about a client that the message of ``client_final`` discloses."""
         return frozenset()
 
     # Hooks at the server.
@@ -111,7 +116,7 @@ class Objective(Setting):
         """Raise ``SpecError`` for a model or training settings under which the objective would be wrong."""
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if messages disclose how many samples clients hold, which private data samplers forbid."""
+        """Return True if messages disclose how many samples clients hold; private data samplers forbid this."""
         return False
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
@@ -119,7 +124,7 @@ class Objective(Setting):
         return None
 
     def message(self, state: Tree) -> Extra:
-        """Return the server's message that goes to clients with the global model."""
+        """Return the server's message, which clients receive with the global model."""
         return {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
@@ -132,8 +137,8 @@ class Objective(Setting):
         """Update the server's state and the global model with the clients' messages.
 
         Args:
-            state: The server's state.
-            before: w_t.
+            state: The server's state of this objective.
+            before: The global model w_t before the round.
             after: The aggregated model.
             replies: The accepted replies, in client order.
             clients: N, the number of clients in the federation.
@@ -144,24 +149,24 @@ class Objective(Setting):
         return state, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return the objective's metrics of a round."""
+        """Return further columns for the record of a round."""
         return {}
 
     # Hooks at a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Return the server's message, with additions computed from the client's data before training.
+        """Return the server's message, with entries that are computed from the client's data before training.
 
         Args:
-            model: The client's model, not loaded.
-            weights: The received model; its buffers are the client's own under ``batch_norm = "local"``.
-            batches: Returns the local data.
+            model: The client's model; ``weights`` are not loaded into it yet.
+            weights: The received parameters and buffers; with ``batch_norm = "local"``, the buffers are the client's.
+            batches: A function that iterates over the local data.
             received: The server's message.
         """
         return received
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Compute the values that stay constant during the client's training."""
+        """Add values to ``context.derived`` that stay constant during the client's training."""
         return context
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
@@ -177,7 +182,7 @@ class Objective(Setting):
         return True
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the message to the server after training, and the client's new state."""
+        """Return the message to the server after training, and the state that the client keeps for its next round."""
         return {}, context.kept
 
 
@@ -186,7 +191,7 @@ class CrossEntropy(Objective):
 
 
 class PerSample(Objective):
-    """An objective whose loss is the mean of the losses of samples; subclasses define only ``losses``."""
+    """An objective whose loss is a mean over samples; subclasses define only ``losses``, the loss of each sample."""
 
     def loss(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
         """Return the mean of ``losses``."""

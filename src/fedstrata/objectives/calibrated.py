@@ -1,7 +1,8 @@
-"""Cross-entropy on calibrated logits, scale · z + shift by class, which corrects a client's skewed labels.
+"""Cross-entropy on calibrated logits, which corrects a client's skewed labels.
 
-FedRS (Li and Zhan 2021), FedLC (Zhang et al. 2022) and balanced softmax (Ren et al. 2020; Chen and Chao 2022 in FL).
-All are computed as cross-entropy on shifted logits, never as a logarithm of a sum of exponentials.
+The logit z of each class becomes scale · z + shift. FedRS (Li and Zhan 2021) sets the scale; FedLC (Zhang et al. 2022)
+and balanced softmax (Ren et al. 2020; Chen and Chao 2022 in FL) set the shift. The loss is PyTorch's cross-entropy of
+these logits, which is numerically stable, and not the papers' formulas with logarithms of sums of exponentials.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ finite, so that gradients do not become NaN."""
 
 
 def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
-    """Return the logarithm of p̂(c) = (1 − ε) n(c) / n + ε / C (ReBaFL, Eq. 10); ``EXCLUDED`` if p̂ = 0.
+    """Return log p̂(c) with the prior p̂(c) = (1 − ε) n(c) / n + ε / C (ReBaFL, Eq. 10); ``EXCLUDED`` if p̂(c) = 0.
 
     Args:
-        counts: n(c), or any multiple of it, shape (C,).
-        epsilon: ε in [0, 1]; 0 is the plain prior, 1 the uniform one.
+        counts: n(c), the sample count of each class, or any multiple of it, shape (C,).
+        epsilon: ε in [0, 1]: 0 for the classes' shares, 1 for a uniform prior.
 
     Returns:
         Shape (C,).
@@ -39,15 +40,15 @@ def log_prior(counts: Tensor, epsilon: float = 0.0) -> Tensor:
     """
     share = counts / counts.sum().clamp(min=torch.finfo(counts.dtype).tiny)
     prior = (1 - epsilon) * share + epsilon / len(counts)
-    # Where p̂ is 0, take the logarithm of 1: log 0 would give a NaN gradient, although its value is not used.
+    # Where p̂ is 0, compute log 1: log 0 would make the gradient NaN, although ``where`` does not use its value.
     return torch.where(prior > 0, torch.where(prior > 0, prior, 1.0).log(), EXCLUDED)
 
 
 def idle_clients(replies: Sequence[FitReply]) -> dict[str, Any]:
-    """Count the clients whose loss is exactly 0, because their softmax has only one class.
+    """Count the clients that learn nothing: their loss is exactly 0, because their softmax has only one class.
 
-    Its probability is 1, so that all gradients are 0. Only weight decay and corrections change the model of such a
-    client. Clients without steps are not counted.
+    The probability of this class is always 1, so that all gradients are 0. Only weight decay and corrections change the
+    model of such a client. Clients that took no step are not counted.
     """
     trained = [reply for reply in replies if reply.trained]
     return {"idle_clients": sum(reply.loss == 0 for reply in trained)} if trained else {}
@@ -57,14 +58,14 @@ Missing = Literal["excluded", "one"]
 
 
 class Calibrated(PerSample):
-    """Cross-entropy on ``scale`` · z + ``shift``, which depend on the client's class counts."""
+    """Cross-entropy on scale · z + shift; a subclass computes scale and shift from the client's class counts."""
 
     @abstractmethod
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return scale and shift of every class, shape (C,); None for scale 1 or shift 0.
+        """Return the scale and the shift of every class, each of shape (C,), or None for scale 1 or shift 0.
 
         Args:
-            counts: n_k(c), shape (C,), float32.
+            counts: n_k(c), how many training samples of each class the client has, shape (C,), float32.
         """
 
     def client_init(self, model: Model, context: Context) -> Context:
@@ -82,12 +83,12 @@ class Calibrated(PerSample):
 
 
 class Restricted(Calibrated):
-    """FedRS's restricted softmax: logits of classes that the client lacks count for less (Eq. 5).
+    """FedRS's restricted softmax: logits of missing classes, which the client lacks, are multiplied by α (Eq. 5).
 
-    The scaled logits change the weights of missing classes less.
+    Local training then changes the head's weights of missing classes less.
 
     Args:
-        alpha: α, the factor of these logits; 1 is FedAvg, 0 freezes the weights of missing classes.
+        alpha: α. With 1, training is that of FedAvg; with 0, the weights of missing classes do not change.
     """
 
     alpha: float = Field(default=0.5, ge=0, le=1)
@@ -100,20 +101,20 @@ class Restricted(Calibrated):
 class LogitMargins(Calibrated):
     """FedLC's calibrated logits z_c − τ n_k(c)^(−1/4) (Eq. 4): rarer classes get a larger margin.
 
-    By the formula, the margin of a class without samples is infinite. The class is then excluded from the softmax, as
-    in balanced softmax, and a client with one class learns nothing (``idle_clients``).
+    In the formula, the margin of a class without samples is infinite. By default, such a class is therefore excluded
+    from the softmax, as in balanced softmax. A client with only one class then learns nothing (``idle_clients``).
 
     Args:
-        tau: τ, the strength.
-        missing: How classes without samples are treated: ``excluded`` from the softmax (the formula's limit), or with
-            the margin τ of a class with ``one`` sample.
+        tau: τ, the factor of all margins.
+        missing: How classes without samples are treated. ``excluded``: they are excluded from the softmax. ``one``:
+            they get the margin τ, as if the client had one sample of them.
     """
 
     tau: NonNegativeFloat = 1.0
     missing: Missing = "excluded"
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the margins as a shift."""
+        """Return None as the scale, and the negative margins as the shift."""
         margins = self.tau * counts.clamp(min=1) ** -0.25
         return None, torch.where(counts > 0, -margins, EXCLUDED) if self.missing == "excluded" else -margins
 
@@ -123,14 +124,14 @@ class LogitMargins(Calibrated):
 
 
 class Balanced(Calibrated):
-    """Balanced softmax with the client's own class shares as prior (ReBaFL, Eq. 8).
+    """Balanced softmax: the logarithm of the client's own class shares, the prior, is added to logits (ReBaFL, Eq. 8).
 
-    Missing classes have prior 0 and are excluded from the softmax. A client with one class learns nothing
-    (``idle_clients``).
+    Classes that the client lacks have prior 0 and are excluded from the softmax. A client with only one class learns
+    nothing (``idle_clients``).
     """
 
     def calibration(self, counts: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the logarithm of the prior as a shift."""
+        """Return None as the scale, and the logarithm of the prior as the shift."""
         return None, log_prior(counts)
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:

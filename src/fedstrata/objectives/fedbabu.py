@@ -1,4 +1,4 @@
-"""FedBABU's local objectives (Oh, Kim and Yun 2022): body only for training, head only for personalisation."""
+"""FedBABU's local objectives (Oh, Kim and Yun 2022): one trains only the body, the other only the head."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from fedstrata.objectives.base import CrossEntropy
 
 
 class BodyOnly(CrossEntropy):
-    """Cross-entropy whose steps leave the head as it was initialised.
+    """Cross-entropy that trains only the body, the layers before the head; the head keeps its initial values.
 
-    The head is still sent, and its bytes count, although clients do not change it.
+    Clients still send the head, although they do not change it, and its bytes are counted.
     """
 
     def check(self, config: FederationConfig) -> None:
-        """Require parameters outside the head."""
+        """Require a model that has parameters outside the head."""
         if config.model.head_names.issuperset(config.model.params()):
             problem = "the model has only a head, and FedBABU trains the layers before it. Use a deeper model"
             raise SpecError("model", problem, config.model.head_name)
@@ -26,7 +26,7 @@ class BodyOnly(CrossEntropy):
 
 
 class HeadOnly(CrossEntropy):
-    """Cross-entropy whose steps change only the head, for personalisation."""
+    """Cross-entropy that trains only the head, to personalise the global model at a client."""
 
     def trains(self, name: str, model: Model) -> bool:
         """Return True for parameters of the head."""

@@ -15,31 +15,31 @@ from fedstrata.objectives.base import Context, CrossEntropy, Trained
 
 
 class Dynamic(CrossEntropy):
-    """F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖²; then λ_k ← λ_k − α (w_k − w_t).
+    """Client k minimises F_k(w) − ⟨λ_k, w⟩ + (α/2) ‖w − w_t‖², then updates its λ_k ← λ_k − α (w_k − w_t).
 
-    At the server, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, where w̄ is the aggregated model (the mean of the
-    w_k in FedDyn). N counts all clients, also clients that did not return. If no client returns, the model does not
-    change.
+    At the server, h ← h − (α/N) Σ_{k∈S} (w_k − w_t) and w ← w̄ − h/α, where S are the clients that returned and w̄ is
+    the aggregated model (FedDyn: the mean of the w_k). N counts all clients of the federation. If no client returns,
+    the model does not change.
 
     Args:
-        alpha: α, the strength. The paper's grid is 0.1, 0.01 and 0.001.
+        alpha: α, the strength of the regularisation. The paper tries 0.1, 0.01 and 0.001.
     """
 
     alpha: PositiveFloat = 0.01
 
     @property
     def sends(self) -> str:
-        """Empty: λ_k stays with the client."""
+        """Empty, because the client does not send λ_k."""
         return ""
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        """Return the server's h = 0."""
+        """Return the server's initial state, h = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
     def server_update(
         self, state: Tree, before: Weights, after: Weights, replies: Sequence[FitReply], clients: int
     ) -> tuple[Tree, Weights]:
-        """Update h, and shift the model by it."""
+        """Update h, and subtract h/α from the aggregated model."""
         if not replies:
             return state, after
         h = dict(state)
@@ -50,16 +50,16 @@ class Dynamic(CrossEntropy):
         return h, Weights(shifted, after.buffers)
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Load the client's λ_k, which is 0 in its first round."""
+        """Put the client's λ_k into ``derived``; it is 0 in the client's first round."""
         dual = context.kept or {name: torch.zeros_like(w) for name, w in context.start.items()}
         return context.deriving(dual=dual)
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return −λ_k + α (w − w_t)."""
+        """Return −λ_k + α (w − w_t), the gradient of the terms after F_k."""
         dual: Params = context.derived["dual"]
         return {name: self.alpha * (w.detach() - context.start[name]) - dual[name] for name, w in params.items()}
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return no message, and the new λ_k, which stays with the client."""
+        """Return no message, and the new λ_k as the client's state."""
         dual: Params = context.derived["dual"]
         return {}, {n: dual[n] - self.alpha * (w - context.start[n]) for n, w in trained.params.items()}

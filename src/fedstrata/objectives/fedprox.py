@@ -9,14 +9,14 @@ from fedstrata.objectives.base import Context, Objective
 
 
 class Proximal(Objective):
-    """F_k(w) + (μ/2) ‖w − w_t‖², over the parameters, without buffers.
+    """Cross-entropy F_k(w) plus the proximal term (μ/2) ‖w − w_t‖², where w_t is the global model's parameters.
 
     Args:
-        mu: μ, the strength; 0 is plain cross-entropy.
+        mu: μ, the strength of the proximal term; 0 turns it off.
     """
 
     mu: NonNegativeFloat = 0.01
 
     def correction(self, params: Params, context: Context) -> Params | None:
-        """Return μ (w − w_t)."""
+        """Return μ (w − w_t), the gradient of the proximal term."""
         return {name: self.mu * (w.detach() - context.start[name]) for name, w in params.items()}

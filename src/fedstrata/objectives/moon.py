@@ -18,16 +18,16 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
     """Return −log( e^{sim(z, z⁺)/τ} / (e^{sim(z, z⁺)/τ} + e^{sim(z, z⁻)/τ}) ) with cosine similarity.
 
     Args:
-        z: Features of the model in training, shape (B, …).
-        positive: z⁺, of the global model.
-        negative: z⁻, of the client's last model.
+        z: Features that the model in training computes for a batch, shape (B, …).
+        positive: z⁺, the features that the global model computes for the same batch, shape (B, …).
+        negative: z⁻, the features that the client's last model computes, shape (B, …).
         temperature: τ.
 
     Returns:
-        Shape (B,).
+        The loss of each sample, shape (B,).
 
     >>> z = torch.tensor([[2.0, 0.0]])
-    >>> contrastive(z, z, -z, 1.0).exp() - 1  # e⁻² more than 1
+    >>> contrastive(z, z, -z, 1.0).exp() - 1  # e⁻²
     tensor([0.1353])
     """
     near = F.cosine_similarity(z.flatten(1), positive.flatten(1))
@@ -37,11 +37,12 @@ def contrastive(z: Tensor, positive: Tensor, negative: Tensor, temperature: floa
 
 
 class Contrastive(PerSample):
-    """Cross-entropy + μ · contrastive loss: towards the global model's features, away from the client's last ones.
+    """Cross-entropy + μ · contrastive loss, which pulls features to the global model's, away from the last model's.
 
-    The features are the head's input. The two frozen models run in evaluation mode, with their own buffers. In a
-    client's first round, its last model is the global model, and the contrastive loss has no gradient. A client stores
-    a whole model between the rounds.
+    The features are the head's input. The last model is the one that the client trained when it last took part; the
+    client stores it between rounds. In a client's first round, the global model replaces the last model, and the
+    contrastive loss has no gradient. The global and the last model compute features in evaluation mode, with their own
+    buffers.
 
     Args:
         mu: μ, the weight of the contrastive loss. The paper's grid is 0.1, 1, 5 and 10.
@@ -53,22 +54,22 @@ class Contrastive(PerSample):
 
     @property
     def sends(self) -> str:
-        """Empty: the client's last model stays with the client."""
+        """Empty, because the client does not send its last model."""
         return ""
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the received buffers, because training changes them."""
+        """Add the received buffers, which ``losses`` needs; training changes the buffers in the model."""
         return {**received, "buffers": weights.buffers}
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Load the global model and the client's last model."""
+        """Put the global model and the client's last model into ``derived``."""
         received = {**context.start, **context.received["buffers"]}
-        # A state from a checkpoint has lost its memory format, which affects the rounding in convolutions.
+        # A checkpoint does not store the memory format of tensors, which affects the rounding in convolutions.
         last = model.laid_out(context.kept) if isinstance(context.kept, dict) else received
         return context.deriving(positive=received, negative=last)
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return the sum of both losses of every sample, shape (B,)."""
+        """Return the cross-entropy plus μ times the contrastive loss of every sample, shape (B,)."""
         features, logits = model.with_features(params, batch.x)
         with torch.no_grad(), evaluating(model):
             positive, negative = (
@@ -78,7 +79,7 @@ class Contrastive(PerSample):
         return F.cross_entropy(logits, batch.y, reduction="none") + self.mu * second
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Keep the trained model as the next negative; a client without steps keeps its previous one."""
+        """Keep the trained model as the client's last model; a client that took no step keeps the previous one."""
         if trained.steps == 0:
             return {}, context.kept
         return {}, {**trained.params, **trained.model.current_buffers()}

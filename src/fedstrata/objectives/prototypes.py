@@ -1,7 +1,8 @@
-"""Prototypes: the mean feature of every class, at a client and over the federation (ReBaFL §4.3, Eq. 18, 21 and 23).
+"""Tables of prototypes (ReBaFL §4.3, Eq. 18, 21 and 23).
 
-A table of prototypes holds two tensors: ``means``, shape (C, d), and ``samples``, shape (C,), the number of samples
-behind each mean. A class without a prototype has 0 samples and a row of zeros.
+A prototype is the mean feature vector of a class, over the samples of one client or of the whole federation. A table of
+prototypes holds two tensors: ``means``, shape (C, d), and ``samples``, shape (C,), the number of samples that each mean
+is computed from. A class without a prototype has 0 samples and a row of zeros in ``means``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batches
 
 Table = dict[str, Tensor]
-"""``means`` (C, d) and ``samples`` (C,), float32."""
+"""A table of prototypes: the keys ``means``, shape (C, d), and ``samples``, shape (C,), both float32."""
 
 
 def feature_size(model: Model) -> int:
-    """Return d, the length of the features: the input size of the head's first linear layer.
+    """Return d, the length of a feature vector: the input size of the head's first linear layer.
 
     Raises:
         SpecError: The head has no linear layer.
@@ -35,13 +36,13 @@ def feature_size(model: Model) -> int:
 
 
 def no_prototypes(classes: int, size: int) -> Table:
-    """Return a table without prototypes."""
+    """Return a table of zeros, in which no class has a prototype; ``size`` is d."""
     return {"means": torch.zeros(classes, size), "samples": torch.zeros(classes)}
 
 
 @contextmanager
 def evaluating(model: Model) -> Iterator[None]:
-    """Put the module into evaluation mode for the block: without dropout or changes of BatchNorm's statistics."""
+    """Inside a ``with`` block, switch off dropout, and let BatchNorm use its running statistics unchanged."""
     training = model.module.training
     model.train_mode(False)
     try:
@@ -52,13 +53,13 @@ def evaluating(model: Model) -> Iterator[None]:
 
 @torch.no_grad()
 def class_means(model: Model, params: Params, batches: Batches, classes: int) -> Table:
-    """Return a client's prototypes (Eq. 21): its features in evaluation mode, averaged by class.
+    """Return a client's prototypes (Eq. 21): the mean of its samples' features for each class, in evaluation mode.
 
     Args:
-        model: The model, with the buffers that belong to ``params``.
-        params: The parameters.
-        batches: Returns the client's samples.
-        classes: C.
+        model: The architecture, already loaded with the buffers that belong to ``params``.
+        params: The parameters with which features are computed.
+        batches: A function that iterates over the client's samples.
+        classes: C, the number of classes.
     """
     device = next(iter(params.values())).device
     sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=device)
@@ -76,7 +77,7 @@ def class_means(model: Model, params: Params, batches: Batches, classes: int) ->
 
 
 def merged(first: Table, second: Table) -> Table:
-    """Return the prototypes of the first table, and those of the second for classes that the first lacks (Eq. 18)."""
+    """Return the first table; classes without a prototype in it get the second table's prototype (Eq. 18)."""
     known = first["samples"] > 0
     return {
         "means": torch.where(known[:, None], first["means"], second["means"]),
@@ -85,7 +86,7 @@ def merged(first: Table, second: Table) -> Table:
 
 
 def of_enough(table: Table, least: int) -> Table:
-    """Return the table without classes that have fewer than ``least`` samples.
+    """Return the table without the prototypes that are computed from fewer than ``least`` samples.
 
     >>> of_enough({"means": torch.tensor([[1.0], [5.0]]), "samples": torch.tensor([3.0, 1.0])}, 2)
     {'means': tensor([[1.],
@@ -99,13 +100,13 @@ def of_enough(table: Table, least: int) -> Table:
 
 
 def averaged(before: Table, tables: Iterable[Table]) -> Table:
-    """Return the mean of the clients' prototypes, weighted by samples (Eq. 23).
+    """Return each class's mean over the clients' prototypes, weighted by their sample counts (Eq. 23).
 
-    A class that no client reported keeps its last prototype.
+    A class that no client reported keeps its prototype from ``before``.
 
     Args:
         before: The federation's prototypes before the round.
-        tables: The prototypes of the clients that returned.
+        tables: One table for each client that returned.
 
     >>> one = {"means": torch.tensor([[1.0], [0.0]]), "samples": torch.tensor([3.0, 0.0])}
     >>> two = {"means": torch.tensor([[5.0], [0.0]]), "samples": torch.tensor([1.0, 0.0])}

@@ -1,15 +1,16 @@
 """ReBaFL's local objective: relaxed balanced softmax and prototype feature augmentation (Xu et al., §4).
 
-With augmentation (μ > 0), prototypes are stored and sent as tables (``fedstrata.objectives.prototypes``):
+A prototype is the mean feature vector of a class. With augmentation (μ > 0), prototypes are stored and sent as tables
+``{"means": (C, d), "samples": (C,)}`` (``fedstrata.objectives.prototypes``):
 
-- The server's state, ``RecipeState.objective``, is its table, ``{"means": (C, d), "samples": (C,)}``. ``samples`` is 0
-  for a class that no client has ever reported. For other classes, it counts the samples of the last round in which a
-  client reported the class.
-- A client's message is ``{"prototypes": table}`` of its own classes, with rows of zeros for the other classes.
+- The server's state, ``RecipeState.objective``, is the table of the federation's prototypes. ``samples`` is 0 for a
+  class that no client has ever reported. For other classes, it counts the samples of the last round in which a client
+  reported the class.
+- A client's message is ``{"prototypes": table}``, with zeros for classes that the client lacks.
 - With ``keep_prototypes``, a client's state under ``"objective"`` is the table that it sent last. Training never uses
   it; the leakage audit reads it from a checkpoint.
 
-With μ = 0, no prototype is computed or sent, and both states are None.
+With μ = 0, no prototype is computed or sent, and the states of the server and of the clients are None.
 """
 
 from __future__ import annotations
@@ -34,23 +35,25 @@ from fedstrata.objectives.prototypes import averaged, class_means, feature_size,
 
 
 class Rebalanced(PerSample):
-    """ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16): two cross-entropies on z + log p̂, of which the second trains only the head φ.
+    """ℓ(w; x) + μ ℓ(φ; h̃) (Eq. 16): the samples' loss and that of augmented features h̃, which trains only the head φ.
 
-    p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10). Sample j of a batch, of class y and with feature h, becomes
-    h̃ = P[c_j] + λ (h − P[y]) of class c_j, where c_j cycles through the classes with a prototype in P (Eq. 15). P holds
-    the client's own prototypes under the received model, and the federation's for other classes (Eq. 18). The prior of
-    the augmented labels is that of the batch, relaxed by the same ε. The cycle starts again with each batch, so that
-    the last classes are never augmented if there are more classes than samples in a batch. Prototypes are means in
-    evaluation mode (Eq. 21) and h is computed in training mode, so that h − P[y] is not centred with BatchNorm or
-    dropout.
+    Both losses are cross-entropies of the logits z + log p̂. For samples, the prior is
+    p̂(c) = (1 − ε) n_k(c) / n_k + ε / C (Eq. 10). For augmented features, n_k(c) counts the new labels of the batch.
+
+    Augmentation (Eq. 15) gives each sample a new class: sample j, of class y and with features h, becomes
+    h̃ = P[c_j] + λ (h − P[y]) with the label c_j. P holds the prototypes: the client's own, computed with the received
+    model, and the federation's for classes that the client lacks (Eq. 18). c_j cycles through the classes that have a
+    prototype and starts again in each batch. If there are more such classes than samples in a batch, the last classes
+    are therefore never augmented. Prototypes are computed in evaluation mode (Eq. 21), but h in training mode. With
+    BatchNorm or dropout, the mean of h − P[y] is therefore not 0.
 
     Args:
         epsilon: ε, how far the client's class prior is moved towards the uniform prior: 0 is balanced softmax, 1 plain
             softmax.
-        mu: μ, the weight of the augmented loss; 0 turns the augmentation off. The paper has 0.1; the published code's
-            default is 0.5 (with ``training.momentum = 0.5``).
-        transfer: λ, the share of a sample's deviation from its prototype that is added to the other class's prototype.
-        relaxed: False for plain cross-entropy in both losses, for the ablation.
+        mu: μ, the weight of the augmented loss; 0 turns the augmentation off. The paper uses 0.1; the default of the
+            published code is 0.5 (with ``training.momentum = 0.5``).
+        transfer: λ, the factor of h − P[y], a sample's deviation from its prototype, in an augmented feature.
+        relaxed: False replaces both losses with plain cross-entropy (p̂ = 1), for the paper's ablation.
         keep_prototypes: Whether a client stores the prototypes that it sent last, for the leakage audit.
     """
 
@@ -62,7 +65,7 @@ class Rebalanced(PerSample):
 
     @property
     def sends(self) -> str:
-        """A description of the prototypes; empty without augmentation."""
+        """A description of the prototypes that are sent; empty without augmentation."""
         return "the mean feature of its samples of each class, with how many there are" if self.mu else ""
 
     @property
@@ -77,7 +80,7 @@ class Rebalanced(PerSample):
     # Hooks at the server.
 
     def check(self, config: FederationConfig) -> None:
-        """Require features of a known length, and a head without buffers, for the augmentation."""
+        """Require for the augmentation that the features have a known length and the head has no buffers."""
         if not self.mu:
             return
         feature_size(config.model)
@@ -94,7 +97,7 @@ class Rebalanced(PerSample):
         return {"prototypes": state} if self.mu else {}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return an empty table for all classes."""
+        """Return a table of zeros with the shapes that the table in a client's message must have."""
         return {"prototypes": self.init(weights, config)} if self.mu else {}
 
     def server_update(
@@ -104,13 +107,13 @@ class Rebalanced(PerSample):
         return averaged(state, [reply.message["prototypes"] for reply in replies]) if self.mu else None, after
 
     def metrics(self, replies: Sequence[FitReply]) -> dict[str, Any]:
-        """Return ``idle_clients`` if ε = 0, because clients cannot be idle otherwise."""
+        """Return ``idle_clients`` if ε = 0; with a larger ε, no client is idle."""
         return idle_clients(replies) if self.relaxed and self.epsilon == 0 else {}
 
     # Hooks at a client.
 
     def client_prepare(self, model: Model, weights: Weights, batches: Batches, received: Extra) -> Extra:
-        """Add the client's own prototypes under the received model, for Eq. 18."""
+        """Add the client's own prototypes, computed with the received model (for Eq. 18)."""
         if not self.mu:
             return received
         with model.loaded(weights.params, weights.buffers) as params:
@@ -118,18 +121,18 @@ class Rebalanced(PerSample):
             return {**received, "own": class_means(model, params, batches, classes)}
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Compute the client's log prior, its prototypes P, and the cycle of classes with a prototype."""
+        """Add the client's log prior, the prototypes P, and the cycle of classes with a prototype to ``derived``."""
         shift = log_prior(context.counts, self.epsilon) if self.relaxed else 0.0
         if not self.mu:
             return context.deriving(log_prior=shift)
         table = merged(context.received["own"], context.received["prototypes"])
         known = table["samples"] > 0
-        # Known classes come first.
+        # The classes with a prototype come first, in ascending order.
         cycle = torch.argsort(known.logical_not().to(torch.uint8), stable=True)
         return context.deriving(log_prior=shift, prototypes=table["means"], cycle=cycle, known=known.sum().clamp(min=1))
 
     def losses(self, model: Model, params: Params, batch: Batch, context: Context) -> Tensor:
-        """Return ℓ + μ ℓ̃ of every sample, shape (B,)."""
+        """Return the loss of every sample plus μ times that of its augmented features, shape (B,)."""
         prior = context.derived["log_prior"]
         if not self.mu:
             return F.cross_entropy(model(params, batch.x) + prior, batch.y, reduction="none")
@@ -143,14 +146,14 @@ class Rebalanced(PerSample):
         return F.cross_entropy(logits + prior, batch.y, reduction="none") + self.mu * second
 
     def augment(self, features: Tensor, labels: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Return P[c_j] + λ (h_j − P[y_j]), shape (B, d), and c_j, shape (B,) (Eq. 15)."""
+        """Return the augmented features P[c_j] + λ (h_j − P[y_j]), (B, d), and their labels c_j, (B,) (Eq. 15)."""
         P: Tensor = context.derived["prototypes"]
         positions = torch.arange(len(labels), device=labels.device)
         targets: Tensor = context.derived["cycle"][positions % context.derived["known"]]
         return P[targets] + self.transfer * (features - P[labels]), targets
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return the class means of features under the trained model (Eq. 21)."""
+        """Return the client's prototypes, computed with the trained model (Eq. 21), as message and as state."""
         if not self.mu:
             return {}, None
         table = class_means(trained.model, trained.params, trained.batches, len(context.counts))

@@ -15,10 +15,11 @@ from fedstrata.objectives.base import Context, Objective, Trained
 
 
 class Scaffold(Objective):
-    """Steps w ← w − η (g − c_k + c); then c_k⁺ = c_k − c + (w_t − w) / (K η) and c ← c + (|S|/N) mean Δc.
+    """Client k corrects each gradient g with the control variates c_k, its own, and c, the server's.
 
-    K is the number of steps taken. The formula of c_k⁺ holds only for plain SGD steps, so momentum and clipping are
-    refused.
+    A step is w ← w − η (g − c_k + c). After K steps from w_t, the client sets c_k⁺ = c_k − c + (w_t − w) / (K η) and
+    sends Δc_k = c_k⁺ − c_k. The server then sets c ← c + (1/N) Σ_{k∈S} Δc_k, where S are the clients that returned and
+    N counts all clients. The formula of c_k⁺ holds only for plain SGD, so momentum and clipping are refused.
     """
 
     additive = frozenset({"delta_c"})
@@ -33,23 +34,23 @@ class Scaffold(Objective):
 
     @property
     def sends(self) -> str:
-        """The message Δc."""
+        """A description of the message Δc_k."""
         return "the change of its control variate, a mean of gradients over its samples"
 
     def tells_counts(self, config: FederationConfig) -> bool:
-        """Return True if K depends on a client's samples, because the model and Δc_k together disclose K."""
+        """Return True if K depends on how many samples a client has: the model and Δc_k together disclose K."""
         return config.training.local_steps is None
 
     def init(self, weights: Weights, config: FederationConfig) -> Tree:
-        """Return the server's c = 0."""
+        """Return the server's initial state, c = 0."""
         return {name: torch.zeros_like(w) for name, w in weights.params.items()}
 
     def message(self, state: Tree) -> Extra:
-        """Return the server's c."""
+        """Return the server's control variate c."""
         return {"c": state}
 
     def expected(self, weights: Weights, config: FederationConfig) -> Extra:
-        """Return the shape of Δc, that of the parameters."""
+        """Return the parameters, because Δc_k has their names, shapes and dtypes."""
         return {"delta_c": weights.params}
 
     def server_update(
@@ -63,7 +64,7 @@ class Scaffold(Objective):
         return c, after
 
     def client_init(self, model: Model, context: Context) -> Context:
-        """Compute c − c_k, which stays the same at every step."""
+        """Add c_k and the correction c − c_k to ``derived``; both are the same at every step."""
         c = context.received["c"]
         c_k = context.kept or {name: torch.zeros_like(tensor) for name, tensor in c.items()}
         return context.deriving(c_k=c_k, correction={name: c[name] - c_k[name] for name in c})
@@ -74,7 +75,7 @@ class Scaffold(Objective):
         return correction
 
     def client_final(self, trained: Trained, context: Context) -> tuple[Extra, Tree]:
-        """Return Δc_k = c_k⁺ − c_k for the server, and c_k⁺, which stays with the client."""
+        """Return Δc_k = c_k⁺ − c_k as the message, and c_k⁺ as the client's new state."""
         c_k: Params = context.derived["c_k"]
         if trained.steps == 0:
             return {"delta_c": {name: torch.zeros_like(tensor) for name, tensor in c_k.items()}}, c_k

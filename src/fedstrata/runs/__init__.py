@@ -1,1 +1,1 @@
-"""One run: its preparation, its loop, its folder and checkpoints, and the model that it leaves."""
+"""One run: its preparation, its loop over rounds, its folder and checkpoints, and inference with its final model."""

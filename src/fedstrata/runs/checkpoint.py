@@ -1,9 +1,9 @@
-"""Checkpoints that survive a kill at any moment and detect damage.
+"""Checkpoints, which stay usable if the process is killed at any moment, and which detect damaged files.
 
-``checkpoint/round-R/`` holds the server's state and a manifest with the checksum of each of the checkpoint's files.
-Each client's state is a file of its own and is written only if it changed, so that the cost of a checkpoint depends on
-the clients that took part since the last one. Everything is written under a temporary name, synced and renamed. The two
-newest checkpoints are kept.
+``checkpoint/round-R/`` holds the server's state and a manifest, which lists the checkpoint's files with their
+checksums. The state of each client is in a file of its own under ``checkpoint/clients/`` and is written only if it
+changed. The cost of a checkpoint therefore depends on how many clients took part since the last one. Each file is
+written under a temporary name, synced to the disk and then renamed. The two newest checkpoints are kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedstrata.clients.store import StateStore
 KEEP = 2
 STATE, MANIFEST, CLIENTS = "state.bin", "manifest.json", "clients"
 DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, WireError)
-"""The exceptions that reading a damaged checkpoint raises."""
+"""The exceptions that may occur when a damaged checkpoint is read."""
 
 
 @record("Stored")
@@ -35,7 +35,7 @@ class Stored:
 
     Args:
         state: The method's state.
-        own: The loop's state.
+        own: The state of the loop over rounds; see ``fedstrata.runs.loop_state``.
     """
 
     state: Tree
@@ -44,16 +44,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was read.
+    """A checkpoint that was read from a run folder.
 
     Args:
-        round: The last round that it contains.
+        round: The last round that was complete when the checkpoint was saved.
         state: The method's state.
-        clients: The file of every client that has a state.
-        remote: Whether the sites keep the clients' states, so that the checkpoint has none.
+        clients: A mapping from each client that has a state to the state's file.
+        remote: Whether the sites keep the clients' states; the checkpoint then has none.
         identity: The run's identity; None if the checkpoint has none.
-        logs: The checksum of the last line of each file of records at that time, by the file's name.
-        loop_state: The state of the loop; None without one.
+        logs: A mapping from the names of the run's logs, such as ``metrics.jsonl``, to the checksum of the last line
+            that they had when the checkpoint was saved.
+        loop_state: The state of the loop over rounds; None if the checkpoint has none.
     """
 
     round: int
@@ -65,7 +66,7 @@ class Checkpoint:
     loop_state: Tree = None
 
     def only(self, clients: Collection[int]) -> Checkpoint:
-        """Return this checkpoint with the states of these clients only."""
+        """Return a copy of this checkpoint that has only the states of these clients."""
         return replace(self, clients={client: path for client, path in self.clients.items() if client in clients})
 
     def restore(self, store: StateStore) -> None:
@@ -89,18 +90,18 @@ def save(
     """Write the checkpoint of a round.
 
     Args:
-        folder: The run's ``checkpoint/``.
-        round: The round that is complete.
+        folder: The folder ``checkpoint/`` of the run.
+        round: The last complete round.
         state: The method's state.
-        store: The clients' states; those that changed since the last checkpoint are written.
-        remote: Whether the sites keep the clients' states, so that ``store`` has none.
+        store: The clients' states. Only states that changed since the last checkpoint are written.
+        remote: Whether the sites keep the clients' states; ``store`` then has none.
         identity: The run's identity; see ``fedstrata.runs.identity``.
-        logs: The checksum of the last line of each file of records, by the file's name.
-        loop_state: The state of the loop.
+        logs: A mapping from the names of the run's logs to the checksum of their last line.
+        loop_state: The state of the loop over rounds.
     """
     clients = folder / CLIENTS
     clients.mkdir(parents=True, exist_ok=True)
-    # A checkpoint of this round or a later one is damaged, or the run would have been resumed from it.
+    # Checkpoints of this round or later ones must be damaged: otherwise the run would have been resumed from them.
     for stale in _complete(folder):
         if stale.name >= _name(round):
             shutil.rmtree(stale)
@@ -128,14 +129,14 @@ def save(
 
 
 def load(folder: Path, last: int | None = None) -> Checkpoint | None:
-    """Read the newest undamaged checkpoint; return None if none was ever completed.
+    """Read the newest checkpoint that is not damaged; return None if the folder has no checkpoint.
 
     Args:
         folder: The folder that ``save`` wrote to.
-        last: The latest round to consider; None for any.
+        last: Ignore checkpoints of rounds after this one; None to consider all.
 
     Raises:
-        CheckpointError: There are checkpoints, and all of them are damaged.
+        CheckpointError: There are checkpoints, but all of them are damaged.
     """
     problems = []
     for path in _complete(folder):
@@ -153,7 +154,7 @@ def load(folder: Path, last: int | None = None) -> Checkpoint | None:
 def _read(path: Path) -> Checkpoint:
     manifest = _manifest(path)
     if _name(manifest["round"]) != path.name:
-        # The next checkpoint would list the clients' states of another round.
+        # The folder has a wrong name. If it were used, the next checkpoint would list clients' states of another round.
         raise ValueError(f"it is of round {manifest['round']}")
     data = (path / STATE).read_bytes()
     if _digest(data) != manifest["state"]:
@@ -182,7 +183,7 @@ def _name(round: int) -> str:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints, newest first."""
+    """Return the folders of the checkpoints that were written completely, newest first."""
     return sorted((path for path in folder.glob("round-*") if path.suffix != ".part"), reverse=True)
 
 
@@ -195,7 +196,7 @@ def _prune(folder: Path) -> None:
         try:
             wanted |= {name for name, _ in _manifest(kept)["clients"].values()}
         except DAMAGED:
-            return  # a damaged checkpoint may need files that its manifest can no longer name
+            return  # delete no file: it is unknown which files a checkpoint with a damaged manifest needs
     for path in (folder / CLIENTS).iterdir():
         if path.name not in wanted:
             path.unlink()
@@ -207,7 +208,7 @@ def _write(path: Path, data: bytes) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
+    """Make sure that files renamed in a folder keep their new names after a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

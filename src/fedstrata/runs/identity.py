@@ -1,8 +1,8 @@
-"""The identity of a run: fingerprints of its spec, data, model, partition and code.
+"""The identity of a run: its spec, and checksums of its data, model, partition and code.
 
-A run folder's ``run.json`` and every checkpoint hold the identity, and a run is only resumed with the same identity.
-Settings that may change are marked in their fields (``config.MayChange``). The versions and the processor are not part
-of the identity: if they differ, a resumed run warns that the last bits of its results may differ.
+The identity is stored in a run folder's ``run.json`` and in every checkpoint. A run can only be resumed with the same
+identity, except for settings whose fields are marked with ``config.MayChange``. Software versions and the processor are
+not part of the identity: if they differ, a resumed run warns that the last bits of its results may differ.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 
 RESULTS = 2
-"""The version of results: a commit that changes results raises it, see ``tests/integration/test_golden.py``.
+"""The version of the results. A commit that changes the results of any spec increases it.
 
-Such a commit also raises the ``version`` of each table of ``fedstrata.papers`` whose results it changes.
+``tests/integration/test_golden.py`` detects such changes. The commit also increases the ``version`` of each table in
+``fedstrata.papers`` whose results it changes.
 """
 
 LONG = 20
-"""Characters per item and items of a long list, which is represented by its fingerprint."""
+"""A list in a spec with more than ``LONG * LONG`` characters is replaced with its checksum in the identity."""
 
 
 def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assignment) -> dict[str, Any]:
-    """Return the identity of a run as plain values.
+    """Return the identity of a run, as values that JSON can represent.
 
     Args:
         spec: The experiment.
@@ -57,25 +58,25 @@ def identity_of(spec: Experiment, data: Dataset, model: Model, assignment: Assig
 
 
 def well_formed(identity: object) -> bool:
-    """Return whether a value that was read has the form of an identity."""
+    """Return True if a value that was read from a file has the keys and types of an identity."""
     kinds = {"results_version": int, "spec": dict, "data": str, "model": str, "partition": str, "code": dict}
     return isinstance(identity, dict) and all(isinstance(identity.get(key), kind) for key, kind in kinds.items())
 
 
 def about_data(data: Dataset) -> str:
-    """Return the name of the user's own data in a spec."""
+    """Return the description that stands for the user's own data in a spec: their checksum and their shape."""
     sizes = f"{data.train_size} training and {len(data.y_test)} test samples of shape {data.shape}"
     return f"sha256 {fingerprint_of_data(data)}: {sizes}, {data.classes} classes"
 
 
 def about_model(model: Model) -> str:
-    """Return the name of the user's own module in a spec."""
+    """Return the description that stands for the user's own module in a spec: its checksum, class and size."""
     cls, count = type(model.module), sum(w.numel() for w in model.params().values())
     return f"sha256 {fingerprint_of_model(model)}: {cls.__module__}.{cls.__qualname__}, {count} parameters"
 
 
 def fingerprint_of_data(data: Dataset) -> str:
-    """Return the SHA-256 of arrays, class names, normalisation, and client ids if there are any."""
+    """Return the SHA-256 of the samples, labels, class names, normalisation and, if there are any, client ids."""
     tensors = [data.x_train, data.y_train, data.x_test, data.y_test, data.shift, data.scale]
     names = [*data.class_names]
     if data.client_train is not None:
@@ -93,7 +94,7 @@ def fingerprint_of_model(model: Model) -> str:
 
 @cache
 def environment() -> dict[str, str]:
-    """Return the versions and the processor that a run is made with."""
+    """Return the versions of fedstrata, PyTorch and Python, and the processor, which are recorded with a run."""
     return {
         "fedstrata": importlib.metadata.version("fedstrata"),
         "torch": torch.__version__,
@@ -104,7 +105,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def processor() -> str:
-    """Return the processor's type; results are equal to the bit on machines of one type."""
+    """Return the name of the processor. Machines with the same processor compute the same bits."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -115,18 +116,18 @@ def processor() -> str:
 
 
 def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) -> list[str]:
-    """Refuse to resume a run with another identity.
+    """Refuse to resume a run if its identity differs in a way that is not permitted.
 
     Args:
-        before: The run's identity, as read from JSON.
-        now: The identity of the experiment to run.
-        where: The folder, for the message.
+        before: The identity of the run, as read from JSON.
+        now: The identity of the experiment that would continue it.
+        where: The run folder, for the error message.
 
     Returns:
-        The permitted differences, in words.
+        A description of each permitted difference.
 
     Raises:
-        SpecError: A difference changes the results.
+        SpecError: A difference is not permitted, because it would change the results.
     """
     advice = f"; go on with what it was, or give another folder than {where}"
     changes = []
@@ -155,7 +156,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str) 
 
 
 def _may_change(key: str) -> MayChange | None:
-    """Return the mark of a setting that may change; None if it may not."""
+    """Return the mark of a setting that may change when a run is resumed; None if the setting may not change."""
     section, name = key.split(".")[0], ".".join(key.split(".")[1:2])
     field = Experiment.model_fields.get(section)
     cls = field.annotation if field else None
@@ -169,14 +170,14 @@ def _grows(was: Any, will: Any) -> bool:
 
 
 def _rounds_decide(spec: Mapping[str, Any]) -> str | None:
-    """Return the setting because of which more rounds would change earlier rounds; None without one."""
+    """Return a setting whose effect on every round depends on the total number of rounds; None if there is none."""
     if spec.get("training.schedule") == "cosine":
         return "training.schedule = 'cosine'"
     return "method.mode = 'hybrid'" if spec.get("method.mode") == "hybrid" else None
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and plain values, with fingerprints for long lists."""
+    """Yield the dotted key and the value of each entry of a nested table; a long list is replaced with its checksum."""
     for key, value in table.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
@@ -187,13 +188,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _code(spec: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield the user's own modules with settings of a spec, and the SHA-256 of their source."""
+    """Yield the name and the SHA-256 of each module of the user's own that defines a class of the spec's settings."""
     for cls in {type(value) for value in _settings(spec)}:
         if cls.__module__.partition(".")[0] == "fedstrata":
             continue
         try:
             source = inspect.getsource(sys.modules[cls.__module__] if cls.__module__ != "__main__" else cls)
-        except (OSError, TypeError, KeyError):  # a class typed into a prompt has no source
+        except (OSError, TypeError, KeyError):  # a class that was typed into a Python prompt has no source file
             continue
         yield cls.__module__, _digest(source.encode())
 
@@ -213,7 +214,7 @@ def _bytes(tensor: Tensor | None) -> bytes:
 
 
 def _digest(*parts: bytes) -> str:
-    """Return the SHA-256 of parts, each after its length, so that the boundaries of the parts matter."""
+    """Return the SHA-256 of all parts; lengths are included, so that ("ab", "c") and ("a", "bc") differ."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

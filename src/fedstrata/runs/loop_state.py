@@ -1,4 +1,7 @@
-"""The state of a run beside the state of its method: evaluations, replies, and the memory of callbacks."""
+"""The state of the loop over rounds: evaluations, the clients' last replies, and the memory of callbacks.
+
+The loop is that of ``Simulation``. The state of the run's method is separate.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ from fedstrata.federation.messages import Weights
 
 @record("Measured")
 class Measured:
-    """The part of an evaluation that is kept.
+    """The part of an evaluation that is stored in checkpoints.
 
     Args:
-        round: The round.
-        value: The accuracy: on the validation samples if there are any, else on the test set.
-        confusion: The confusion matrix of the test set, (C, C); rows are true classes.
+        round: The round after which the model was evaluated.
+        value: The accuracy on the validation samples or, if there are none, on the test set.
+        confusion: The confusion matrix of the test set, (C, C): true classes are rows, predicted classes columns.
     """
 
     round: int
@@ -34,7 +37,7 @@ class Measured:
 
 @record("LoopState")
 class SavedLoopState:
-    """The loop's state as a checkpoint holds it; for the fields see ``LoopState``.
+    """The part of ``LoopState`` that is stored in checkpoints; fields with the same name are explained there.
 
     Args:
         heard: ``LoopState.last_reply``.
@@ -42,8 +45,8 @@ class SavedLoopState:
         last: The last evaluation.
         best: The best evaluation.
         memory: The memory of callbacks.
-        stopped: Why the run was stopped.
-        channel: The server's state of compression; None without compression.
+        stopped: The reason why the run was stopped.
+        channel: The server's state of the codecs that compress messages; None without compression.
     """
 
     heard: NDArray[np.int64]
@@ -57,19 +60,19 @@ class SavedLoopState:
 
 @dataclass
 class LoopState:
-    """The state of a run beside the state of its method.
+    """The state of the loop over rounds.
 
     Args:
-        last_reply: The last round in which a reply of each client counted, 0 for none, (N,); empty if the clients have
-            no test parts of their own.
+        last_reply: For each client, the last round in which the server used its reply, or 0, shape (N,). Empty if the
+            clients have no test parts of their own.
         evaluated: The last evaluated rounds, at most ``evaluation.unheard`` of them.
         last: The last evaluation.
-        best: The first of the best evaluations.
-        memory: The memory of callbacks, by their names.
-        stopped: Why the run ends before its last round; empty if it does not.
-        final_model: The model that the run saves at its end, and its round; None for the last model.
-        score: The last evaluation of this process, with all its results.
-        late_events: Events after the round's events were written.
+        best: The evaluation with the highest accuracy; the first of them if several are equal.
+        memory: A mapping from the names of callbacks to what they remember between rounds.
+        stopped: The reason why the run ends before its last round; empty if it does not.
+        final_model: The model to save at the end of the run, and its round; None to save the model of the last round.
+        score: The last evaluation in this process, with all its results.
+        late_events: Events that happened after the round's events had been written.
     """
 
     last_reply: NDArray[np.int64]
@@ -83,18 +86,18 @@ class LoopState:
     late_events: list[dict[str, Any]] = field(default_factory=list)
 
     def save(self, channel: CompressionState | None) -> SavedLoopState:
-        """Return what a checkpoint holds."""
+        """Return the part to store in a checkpoint, with ``channel``, the server's state of compression."""
         return SavedLoopState(self.last_reply, self.evaluated, self.last, self.best, self.memory, self.stopped, channel)
 
     def restore(self, saved: SavedLoopState) -> None:
-        """Continue from a checkpoint."""
+        """Take over the state that a checkpoint holds."""
         if len(saved.heard) == len(self.last_reply):
             self.last_reply = saved.heard.copy()
         self.evaluated, self.last, self.best = list(saved.evaluated), saved.last, saved.best
         self.memory, self.stopped = dict(saved.memory), saved.stopped
 
     def add_score(self, score: Score, round: int, settings: Evaluation) -> None:
-        """Keep an evaluation."""
+        """Store an evaluation as the last one and, if its accuracy is the highest so far, as the best one."""
         self.score = score
         self.evaluated = [*self.evaluated, round][-settings.unheard :]
         value = score.accuracy
@@ -105,12 +108,15 @@ class LoopState:
             self.best = self.last
 
     def unheard(self, evaluations: int) -> list[int]:
-        """Return the clients without a reply that counted since so many evaluations ago."""
+        """Return the clients of which the server used no reply after the first of the last ``evaluations`` evaluations.
+
+        If there were fewer evaluations, these are the clients of which it never used a reply.
+        """
         first = self.evaluated[0] if len(self.evaluated) == evaluations else 0
         clients: list[int] = np.flatnonzero(self.last_reply <= first).tolist()
         return clients
 
     def confusions(self) -> dict[str, Confusion]:
-        """Return the confusion matrices of the last and of the best evaluation."""
+        """Return the confusion matrices of the last evaluation (key ``last``) and of the best one (key ``best``)."""
         kept = {"last": self.last, "best": self.best}
         return {key: Confusion(m.round, m.confusion.numpy()) for key, m in kept.items() if m is not None}

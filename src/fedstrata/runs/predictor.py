@@ -31,16 +31,16 @@ from fedstrata.models.zoo import MODELS, make_model
 from fedstrata.runs.preparation import Prepared
 
 FORMAT = 1
-"""The version of the file's format; it is raised when an older fedstrata cannot read the file correctly."""
+"""The version of the format of ``model.json``. It increases if older versions of fedstrata cannot read new files."""
 
 CUSTOM = "custom"
-"""The name of the user's own module in a spec."""
+"""The value of ``model.name`` in a spec if the model is the user's own module."""
 
 
 def describe_model(prepared: Prepared) -> dict[str, Any]:
-    """Return the content of ``model.json``: what inference needs beside the parameters, as plain values.
+    """Return the content of ``model.json``: all that inference needs, except the parameters.
 
-    Numbers are exact: JSON holds the shortest text that reads as the same float64.
+    JSON holds all values exactly: a float is written as the shortest text that reads as the same float64.
 
     Args:
         prepared: The experiment.
@@ -70,7 +70,7 @@ def describe_model(prepared: Prepared) -> dict[str, Any]:
 
 
 def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
-    """Write ``model.json`` and ``model.safetensors``, with checksums of both in the first.
+    """Write ``model.json`` and ``model.safetensors``; ``model.json`` contains checksums of both files.
 
     Args:
         folder: The run folder.
@@ -78,8 +78,8 @@ def write_model(folder: Path, prepared: Prepared, content: bytes) -> None:
         content: The parameters and buffers in the format of safetensors.
     """
     about = describe_model(prepared) | {"parameters": hashlib.sha256(content).hexdigest()}
-    write_json(folder / MODEL, about | {"checksum": _checksum(about)})  # before the file that marks the end of the run
-    replace_file(folder / WEIGHTS, content)
+    write_json(folder / MODEL, about | {"checksum": _checksum(about)})
+    replace_file(folder / WEIGHTS, content)  # last, because the existence of this file shows that the run has ended
 
 
 def _checksum(about: Mapping[str, Any]) -> str:
@@ -89,15 +89,16 @@ def _checksum(about: Mapping[str, Any]) -> str:
 def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predictor:
     """Load the final model of a run for inference.
 
-    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the spec names a factory of
-    your own, ``"module:factory"``, that module is imported, unless you give ``model``.
+    Only ``model.json`` and ``model.safetensors`` are read, and nothing is unpickled. If the run's spec names a factory
+    of your own, ``"module:factory"``, its Python module is imported, but not if you give ``model``.
 
     Args:
         run_dir: The run folder, or any folder with these two files.
-        model: A module like your own module that the run trained. Its values do not matter, and it is not changed.
+        model: If the run trained a module of your own: a module with the same architecture. Its parameters do not
+            matter, and it is not changed.
 
     Raises:
-        SpecError: There is no run, it has not ended, or ``model`` is missing or does not fit.
+        SpecError: The folder has no run, the run has not ended, or ``model`` is missing or does not fit.
         DataError: A file is damaged.
 
     >>> import tempfile, fedstrata as fs
@@ -126,12 +127,13 @@ def load(run_dir: str | Path, model: nn.Module | Model | None = None) -> Predict
 class Predictor:
     """A trained model for inference: it normalises samples as the training samples were normalised.
 
-    On a run's test set it reproduces the run's ``final_accuracy``, because it forms the same batches. To compute on a
-    GPU, move ``module`` there.
+    On the run's test set, the predictions have exactly the run's ``final_accuracy``, because they are computed in the
+    same batches. To compute on a GPU, move ``module`` there.
 
-    With ``training.batch_norm = "local"``, no running statistics are shared, and the run's accuracy is measured with
-    the statistics of each test batch. ``predict`` does the same. The prediction for a sample then depends on the other
-    samples, so give many samples of all classes at once. ``module`` in evaluation mode then has initial statistics.
+    With ``training.batch_norm = "local"``, clients do not share BatchNorm's running statistics, and those of ``module``
+    have their initial values. A run then evaluates the model with the statistics of each test batch, and ``predict``
+    does the same. The prediction for a sample then depends on the other samples, so give many samples of all classes at
+    once.
 
     Args:
         module: The module with its final parameters.
@@ -140,11 +142,11 @@ class Predictor:
 
     def __init__(self, module: nn.Module, about: Mapping[str, Any]) -> None:
         self.module = module
-        """The ``nn.Module`` in evaluation mode; it takes normalised inputs, as ``inputs`` returns them."""
+        """The ``nn.Module``, in evaluation mode. It takes normalised samples, which ``inputs`` returns."""
         self.classes: tuple[int | str, ...] = _labels(about["class_names"])
-        """The label of each column of ``predict_proba``, as ``predict`` returns them."""
+        """The labels that ``predict`` may return, in the order of the columns of ``predict_proba``."""
         self.shape: tuple[int, ...] = tuple(about["input_shape"])
-        """Shape of one sample as ``module`` sees it, (channels, height, width) or (features,)."""
+        """Shape of one sample in the input of ``module``: (channels, height, width) or (features,)."""
         self._batch_size, self._batch_statistics = int(about["batch_size"]), bool(about["batch_statistics"])
         normalisation = about["normalisation"]
         self._shift = self._scale = None
@@ -156,19 +158,20 @@ class Predictor:
         """Return the most likely class of each sample.
 
         Args:
-            x: Samples before normalisation: (N, F), (N, H, W), (N, H, W, C) or (N, C, H, W), as ``from_arrays`` takes
-                them. A single sample has the first axis too.
+            x: Samples before normalisation, in a shape that ``from_arrays`` takes: (N, F), (N, H, W), (N, H, W, C) or
+                (N, C, H, W). A single sample has N = 1.
 
         Returns:
-            (N,): integers if all class names are integers, otherwise the names as strings. Labels become names when
-            data are read: the strings "0" and "1" are returned as numbers, and True and False as strings.
+            The labels, shape (N,): integers if all class names are integers, otherwise the names as strings. A data set
+            stores class names as text. Labels that were the strings "0" and "1" are therefore returned as integers, and
+            labels that were True and False as strings.
 
         Raises:
             DataError: The samples are not numbers, not finite, or have another shape than the training samples.
         """
         numbers = np.concatenate([logits.argmax(dim=1).cpu().numpy() for logits in self._logits(x)])
         labels: NDArray[Any] = np.array(self.classes)
-        if labels.dtype.kind == "f":  # NumPy has no type for integers on both sides of 2**63
+        if labels.dtype.kind == "f":  # NumPy makes floats of integers if some are negative and some at least 2**63
             labels = np.array(self.classes, dtype=object)
         predicted: NDArray[Any] = labels[numbers]
         return predicted
@@ -180,7 +183,7 @@ class Predictor:
             x: See ``predict``.
 
         Returns:
-            (N, C), float32; the columns are those of ``classes``.
+            The probabilities, shape (N, C), float32; column c belongs to ``classes[c]``.
 
         Raises:
             DataError: See ``predict``.
@@ -188,7 +191,7 @@ class Predictor:
         return np.concatenate([logits.softmax(dim=1).cpu().numpy() for logits in self._logits(x)])
 
     def inputs(self, x: Array) -> Tensor:
-        """Return samples as ``module`` takes them: normalised, float32, (N, F) or (N, C, H, W).
+        """Return samples in the form that ``module`` takes: normalised, float32, shape (N, F) or (N, C, H, W).
 
         Args:
             x: See ``predict``.
@@ -205,14 +208,14 @@ class Predictor:
         if self._batch_statistics and n == 1:
             problem = "a single sample; this model was trained with batch_norm = 'local' and normalises each batch"
             raise DataError(f"x: {problem} with its own statistics: give many samples at once")
-        # The batches of the run's test set: of nearly equal size, so that the last is never a single sample.
+        # Make batches as a run's evaluation does: of nearly equal size, so that the last is never a single sample.
         bounds = np.linspace(0, n, -(-n // self._batch_size) + 1).astype(int).tolist()
         with _batch_statistics(self.module) if self._batch_statistics else nullcontext():
             for begin, end in pairwise(bounds):
                 yield self.module(data.inputs(slice(begin, end), "test").to(device))
 
     def _samples(self, x: Array) -> Dataset:
-        """Return samples as a data set with the normalisation of the run's data set."""
+        """Return a data set that contains the samples and has the normalisation of the run's data set."""
         stored = checked_inputs(x, "x", exact=self._shift is not None and self._shift.dtype == torch.float64)
         form = (*self.shape[1:], self.shape[0]) if len(self.shape) == 3 else self.shape
         if stored.shape[1:] != form:
@@ -229,7 +232,7 @@ class Predictor:
 
 @contextmanager
 def _batch_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorm normalise with each batch's statistics in the block, without updating its own."""
+    """Inside a ``with`` block, let BatchNorm normalise with each batch's statistics and not update its running ones."""
     norms = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     tracked = [layer.track_running_stats for layer in norms]
     try:
@@ -244,7 +247,7 @@ def _batch_statistics(module: nn.Module) -> Iterator[None]:
 
 
 def _labels(names: list[str]) -> tuple[int | str, ...]:
-    """Return class names as labels: integers became text when the data were read.
+    """Return the labels that class names stand for: integers if all names are integers, otherwise the names.
 
     >>> _labels(["-1", "7"]), _labels(["1", "1.5"]), _labels(["07", "7"])
     ((-1, 7), ('1', '1.5'), ('07', '7'))
@@ -318,10 +321,10 @@ def _check(about: Mapping[str, Any]) -> None:
 
 
 def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
-    """Build the architecture with arbitrary values."""
+    """Build the architecture; its parameters have arbitrary values."""
     if isinstance(model, (Model, nn.Module)):
         module = model.module if isinstance(model, Model) else model
-        return Model(copy.deepcopy(module), head="")  # no features are needed here, so that any part may be the head
+        return Model(copy.deepcopy(module), head="")  # inference needs no features, so any layer may be the head
     if model is not None:
         raise SpecError("model", "expected an nn.Module or a fedstrata Model, or nothing", type(model).__name__)
     name = about["model"]["name"]
@@ -340,7 +343,7 @@ def _build(about: Mapping[str, Any], model: object, folder: Path) -> Model:
 
 
 def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
-    """Return the user's own module in the memory format of its training.
+    """Return the user's own module in the memory format that training uses, after a test on two samples.
 
     Raises:
         SpecError: The module does not take the samples, or does not return a logit for each class.
@@ -361,10 +364,10 @@ def _try_out(model: Model, about: Mapping[str, Any]) -> Model:
 
 
 def _require_fit(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Require that module and file have the same tensors.
+    """Require that the module and the file have tensors of the same names, dtypes and shapes.
 
     Raises:
-        SpecError: With the first difference.
+        SpecError: A tensor is missing or differs; the error names the first one.
     """
     expected = {**model.params(), **model.buffers()}
     for name in expected | dict(tensors):

@@ -1,4 +1,4 @@
-"""Preparation of an experiment: load data, partition and model once, and check all settings against them."""
+"""Preparation of an experiment: load the data, split them, build the model, and check all settings against these."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Prepared:
     Args:
         spec: The experiment.
         data: The data set.
-        assignment: The samples of each client.
-        config: The configuration that server and clients share.
+        assignment: The training samples of each client.
+        config: The configuration that the server and the clients share.
         held: The samples that are held out of training.
     """
 
@@ -61,7 +61,7 @@ class Prepared:
 
 
 def prepare(spec: Experiment, *, data: Arrays | None = None, model: nn.Module | Model | None = None) -> Prepared:
-    """Load the data, split them and check all settings, before anything is written.
+    """Load the data, split them among the clients, build the model and check all settings. No file is written.
 
     Args:
         spec: The experiment.
@@ -114,11 +114,11 @@ def assemble(
         dataset: The data set.
         assignment: The samples of each client, as far as they are known here.
         model: See ``prepare``.
-        sizes_known: Whether the assignment is that of all clients; False if sites keep their own data.
-        validation: Training samples that were held out before the partition.
-        brought: Test samples that a site provides for its clients.
-        fitting: The clients whose training samples decide the normalisation and the replacement of missing values, or
-            the statistics of these samples; None if they are not known yet.
+        sizes_known: Whether ``assignment`` has the samples of all clients; False if sites keep their own data.
+        validation: The indices of training samples that were held out before the partition.
+        brought: Test samples of each client that a site or the data set provides.
+        fitting: The samples that decide how features are normalised and missing values replaced: the training samples
+            of some clients, or the statistics of these samples. None if neither is known yet.
 
     Raises:
         SpecError: A setting does not fit the data, the federation or another setting.
@@ -164,7 +164,7 @@ def assemble(
         random=_draws_random_numbers(made, dataset),
         privacy=spec.privacy,
     )
-    # ``check`` stores values of this run in its object, so that the spec's own must not be used.
+    # ``availability.check`` stores values of this run in the object. Copy it, so that the user's spec does not change.
     spec = spec.model_copy(update={"availability": spec.availability.model_copy()})
     known = assignment if sizes_known else None
     population = Population(config.clients, dataset.classes, known, dataset.y_train.cpu().numpy())
@@ -182,14 +182,14 @@ def assemble(
 
 
 def trained_on(data: Dataset, assignment: Assignment, held: HeldOut) -> Iterator[NDArray[np.int64]]:
-    """Return the indices of each client's training samples, without the samples held out."""
+    """Iterate over the clients: the indices of each client's samples, without those that are held out of training."""
     trains = np.ones(data.train_size, dtype=bool)
     trains[held.samples] = False
     return (rows[trains[rows]] for rows in map(assignment.__getitem__, range(len(assignment))))
 
 
 def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
-    """Return all samples that belong to clients or are held out, none of which a server may use."""
+    """Return an assignment of all samples that belong to clients or are held out; the server may use the others."""
     if held.validation is None:
         return assignment
     used = np.union1d(assignment.indices, held.validation)
@@ -197,13 +197,13 @@ def _all_but_the_servers(assignment: Assignment, held: HeldOut) -> Assignment:
 
 
 def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
-    """Return whether a forward pass in training mode draws random numbers, by trying it."""
+    """Try a forward pass in training mode; return True if it draws random numbers."""
     x = dataset.inputs(slice(0, 2), "train" if dataset.train_size else "test")
-    x = x if len(x) else torch.zeros(1, *dataset.shape)  # a server may have no samples
+    x = x if len(x) else torch.zeros(1, *dataset.shape)  # the server of real sites may have no samples
     before, draws = torch.get_rng_state(), _Draws()  # type: ignore[no-untyped-call]
     loaded = model.loaded(model.params(), model.buffers(), train=True)
     try:
-        # An error here occurs again in training, where it names the client.
+        # Ignore errors here: they occur again in training, and the message then names the client.
         with suppress(Exception), torch.no_grad(), loaded as params, draws:
             model(params, torch.cat([x, x])[:2])
         return draws.random
@@ -212,7 +212,10 @@ def _draws_random_numbers(model: Model, dataset: Dataset) -> bool:
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Detects operations of this thread that draw random numbers; all threads share the generator."""
+    """Detects whether this thread runs a PyTorch operation that draws random numbers.
+
+    A comparison of the generator's state would also notice other threads, because all threads share the generator.
+    """
 
     random = False
 
@@ -227,7 +230,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _check_start(model: Model, spec: Experiment) -> None:
-    """Raise ``SpecError`` if the initial model is not finite or cannot be evaluated."""
+    """Raise ``SpecError`` if the initial model has values that are not finite, or cannot be evaluated."""
     for name, tensor in {**model.params(), **model.buffers()}.items():
         if not torch.isfinite(tensor).all():
             problem = (

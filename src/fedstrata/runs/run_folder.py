@@ -1,4 +1,4 @@
-"""The files of a run: open the folder, append rounds, save checkpoints, write the results."""
+"""The folder of a run: lock it, append the records of rounds, save checkpoints, and write the results."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ RUN, SPEC, INDICES, METRICS, EVENTS, SUMMARY, WEIGHTS, CHECKPOINT = (
 )
 
 ABSENT = {"failed": "failed or refused", "dropped": "dropped out", "late": "late"}
-"""Why a reply is missing, by the column that counts it."""
+"""Columns that count missing replies, without the prefix ``clients_``, and the reason that each stands for."""
 
 LONG = 100
-"""Sample numbers of a ``given`` partition; with more of them, they are in a file of their own."""
+"""If a ``given`` partition has more sample indices than this, they are written to a separate file."""
 
 
 def rounds_done(folder: Path) -> int:
-    """Return the number of rounds that a run has recorded; another process may be running it."""
+    """Return the number of rounds that a run has recorded so far. The run may be going on in another process."""
     try:
         with (folder / METRICS).open("rb") as file:
             return sum(1 for _ in file)
@@ -56,7 +56,7 @@ def rounds_done(folder: Path) -> int:
 
 
 def is_over(path: Path, rounds: int) -> bool:
-    """Return whether a folder holds a run with all its rounds, or one that stopped early, and the run's model."""
+    """Return True if a folder holds a finished run: its model, its summary, and all ``rounds`` or an early stop."""
     if not ((path / SUMMARY).exists() and (path / WEIGHTS).exists()):
         return False
     history = History.load(path)
@@ -64,13 +64,13 @@ def is_over(path: Path, rounds: int) -> bool:
 
 
 class RunFolder:
-    """A run folder, or only the history if nothing is written.
+    """The folder of a run; or, without a folder, only the run's history in memory.
 
     Args:
-        path: The folder; None to keep the history in memory.
+        path: The folder; None to write no files.
         prepared: The experiment.
-        checkpoint: The checkpoint that the run continues from.
-        notes: Reasons of the events to record when the run is resumed.
+        checkpoint: The checkpoint that the run continues from; None for a new run.
+        notes: Texts to record as events when the run is resumed, such as a changed setting.
     """
 
     def __init__(
@@ -80,22 +80,22 @@ class RunFolder:
         spec = prepared.spec
         self.history = History(path=path, **about(spec))
         self._saved: int | None = None
-        """The round of the last checkpoint that this process saved."""
-        # One log per file for the whole run: a new log reads the file to find its last line.
+        """The round of the last checkpoint that this process saved; None if it has saved none."""
+        # Keep each log open for the whole run, because opening one reads the whole file to find its last line.
         self._logs = {} if path is None else {name: MetricsLog(path / name) for name in (METRICS, EVENTS)}
 
     @classmethod
     @contextmanager
     def open(cls, path: Path | None, prepared: Prepared, *, resume: bool = False) -> Iterator[RunFolder]:
-        """Lock a folder for the block; nothing in it changes before ``begin``.
+        """Lock a folder during a ``with`` block. No file of a run in it is changed before ``begin`` is called.
 
         Args:
-            path: The folder; None to keep the history in memory.
+            path: The folder; None to write no files.
             prepared: The experiment.
-            resume: Continue the run in the folder.
+            resume: Whether to continue the run in the folder.
 
         Raises:
-            SpecError: The folder holds another run, or one that is not to be resumed.
+            SpecError: The folder holds a run and ``resume`` is False, or it holds a run of another experiment.
             CheckpointError: Every checkpoint is damaged.
         """
         if path is None:
@@ -110,15 +110,15 @@ class RunFolder:
                 yield cls(path, prepared, newest, [f"resumed with another setting: {change}" for change in changes])
         except BaseException:
             if created:
-                # The folder is still empty if the run did not begin, such as without its engine.
+                # The folder is still empty if the run failed before it began, for example because an engine is missing.
                 with suppress(OSError):
                     path.rmdir()
             raise
 
     def finished(self) -> History | None:
-        """Return the history of a run that is over and has no checkpoint; None otherwise.
+        """Return the history of the folder's run if the run is over and has no checkpoint; None otherwise.
 
-        A run without a checkpoint starts again and deletes its files, which must not happen to a run that is over.
+        Such a run must not be resumed: without a checkpoint it would start again and delete its results.
         """
         rounds = self.prepared.spec.training.rounds
         if self.path is None or self.checkpoint is not None or not is_over(self.path, rounds):
@@ -128,7 +128,7 @@ class RunFolder:
         return history
 
     def begin(self, simulation: Simulation) -> None:
-        """Write the run's files before its first round, and remove records after the checkpoint.
+        """Write the first files of a run, and remove records of rounds after the checkpoint.
 
         Raises:
             DataError: The records end before the checkpoint.
@@ -136,20 +136,20 @@ class RunFolder:
         if self.path is None:
             return
         done, notes = simulation.round, self._notes + self._other_environment()
-        # First the file that identifies the run, so that every folder with a spec has it, even after a kill.
+        # Write the identity before the spec, so that a folder with a spec has it even if the process is killed here.
         write_json(self.path / RUN, {"identity": self.prepared.identity, "made_with": environment()})
         self._write_spec(self.path)
         for log in self._logs.values():
             if log.path.exists() and (damage := log.salvage()):
                 notes.append(f"{damage}; the file as it was lies beside it")
-            # Without a checkpoint the enrolment (round 0) is repeated too, and its events are removed.
+            # Without a checkpoint, round 0 (the method's ``init``) is repeated: remove its events too.
             log.truncate_after(done if done else -1)
         if (self.path / METRICS).exists():
             for record in read_jsonl(self.path / METRICS):
                 self.history.append(record)
         if done != (self.history[-1]["round"] if self.history else 0):
             raise DataError(f"{self.path / METRICS} ends before its checkpoint, which is of round {done}")
-        # The running checksum detects neither missing lines at the end nor the file of another run.
+        # Compare the last lines too: the logs' running checksum does not notice missing lines or another run's file.
         for name, last in self.checkpoint.logs.items() if self.checkpoint is not None else ():
             if last and not self._logs[name].holds(last):
                 problem = f"{self.path / name} is not what it was when the checkpoint of round {done} was made"
@@ -157,15 +157,16 @@ class RunFolder:
                     raise DataError(problem)
                 notes.append(f"{problem}: some of what had happened is lost")
         self._log(EVENTS, *({"round": done, "kind": "resumed", "reason": note} for note in notes))
-        # These files show that a run is over, and this run is not.
+        # Remove the files that exist only if a run is over.
         for name in (SUMMARY, WEIGHTS, EVALUATIONS, CLIENTS):
             (self.path / name).unlink(missing_ok=True)
         if self.prepared.config.sizes is not None and not (self.path / "partition.png").exists():
             draw_partition(self.prepared.assignment, self.prepared.data, self.path / "partition.png")
-        self.write_events(simulation)  # of the enrolment, or of states that were lost before the run was resumed
+        # Write the events of round 0 (the method's ``init``) or, in a resumed run, of clients' states that were lost.
+        self.write_events(simulation)
 
     def _write_spec(self, folder: Path) -> None:
-        """Write ``spec.toml``, and a long list of indices to a file of its own."""
+        """Write ``spec.toml``; a long list of sample indices is written to a separate file."""
         table, partition = self.prepared.spec.to_spec(), self.prepared.spec.partition
         if isinstance(partition, Given) and sum(map(len, partition.indices)) > LONG:
             replace_file(folder / INDICES, partition.packed())
@@ -174,7 +175,7 @@ class RunFolder:
         replace_file(folder / SPEC, tomli_w.dumps(table).encode())
 
     def _other_environment(self) -> list[str]:
-        """Return a note if the run was begun with other versions or on another processor, and warn."""
+        """Warn, and return a note, if the run was begun with other software versions or on another processor."""
         assert self.path is not None
         try:
             before = json.loads((self.path / RUN).read_text(encoding="utf-8"))["made_with"]
@@ -189,27 +190,30 @@ class RunFolder:
         return [note]
 
     def write_events(self, simulation: Simulation) -> None:
-        """Append the events of the last round, or of the round that has just failed."""
+        """Append to ``events.jsonl`` the events of the last round, or of the round that has just failed."""
         self._log(EVENTS, *simulation.events)
 
     def log(self, record: Mapping[str, Any], simulation: Simulation) -> None:
-        """Append a round and its events."""
+        """Append the record of a round to ``metrics.jsonl``, and its events to ``events.jsonl``."""
         self.history.append(record)
         self.write_events(simulation)
         self._log(METRICS, record)
 
     def save_checkpoint(self, simulation: Simulation, *, force: bool = False) -> None:
-        """Append the late events, and save a checkpoint if one is due; with ``force``, if the run keeps any."""
+        """Append the late events, and save a checkpoint if one is due.
+
+        With ``force``, a checkpoint is saved even if none is due, but not if ``evaluation.checkpoint_every`` is 0.
+        """
         self._log(EVENTS, *simulation.take_late_events())
         every, round = self.prepared.spec.evaluation.checkpoint_every, simulation.round
         if self.path is None or not every or not (force or simulation.done or round % every == 0):
             return
         if round == self._saved:
-            return  # a second checkpoint would list no client's state, because none has changed
+            return  # a second checkpoint of a round would not list the clients' states that changed in the round
         self._saved = round
         simulation.engine.save(round)
         for log in self._logs.values():
-            log.sync()  # a checkpoint must never be ahead of the records
+            log.sync()  # before the checkpoint, which must never contain rounds whose records are lost
         checkpoint.save(
             self.path / CHECKPOINT,
             round,
@@ -222,7 +226,7 @@ class RunFolder:
         )
 
     def finish(self, simulation: Simulation) -> History:
-        """Write the model and the summary."""
+        """Write the model, the last evaluations and the summary, and return the history with all of them."""
         history, loop_state = self.history, simulation.loop_state
         weights, history.model_round = loop_state.final_model or (simulation.evaluated(), None)
         history.stopped = simulation.stopped
@@ -238,7 +242,7 @@ class RunFolder:
         return history
 
     def _untrained(self, simulation: Simulation) -> str:
-        """Return a warning if the model never changed because no reply could be used; otherwise an empty text."""
+        """Return a warning if the model never changed, because no reply could be used; otherwise an empty string."""
         history, initial = self.history, self.prepared.config.model.params()
         absent = {column: int(history.total(f"clients_{column}")) for column in ABSENT}
         trained = any(isinstance(record.get("train_loss"), (int, float)) for record in history)
@@ -253,7 +257,7 @@ class RunFolder:
     def _broken_down(self) -> str:
         """Return a warning if replies came in each of the last rounds, and none could be used; otherwise an empty text.
 
-        A single such round at the end is left to chance.
+        A single such round at the end causes no warning: it may be chance.
         """
         failed, last = 0, 0
         for record in reversed(list(self.history)):
@@ -275,18 +279,18 @@ class RunFolder:
 
 
 def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> list[str]:
-    """Refuse to overwrite another run.
+    """Refuse a folder whose run would be overwritten, or would be resumed as another experiment.
 
     Args:
-        path: The folder; None for memory.
+        path: The folder; None if no files are written.
         prepared: The experiment to run there.
         resume: Whether to continue the run in the folder.
 
     Returns:
-        The permitted differences from the run in the folder.
+        Descriptions of the permitted differences from the experiment of the run in the folder.
 
     Raises:
-        SpecError: The folder holds a run that is not to be resumed, or another run.
+        SpecError: The folder holds a run and ``resume`` is False, or it holds a run of another experiment.
     """
     if path is None:
         if resume:
@@ -306,7 +310,8 @@ def refuse_foreign(path: Path | None, prepared: Prepared, *, resume: bool) -> li
 def identity_in(path: Path) -> dict[str, Any] | None:
     """Return the identity of the run in a folder, or None if it cannot be read.
 
-    It comes from the newest checkpoint or else from ``run.json``, because ``spec.toml`` may have been edited since.
+    It is read from the newest checkpoint or, without one, from ``run.json``. It is not computed from ``spec.toml``,
+    because the file may have been edited since the run began.
     """
     with suppress(CheckpointError):
         newest = checkpoint.load(path / CHECKPOINT)
@@ -320,7 +325,7 @@ def identity_in(path: Path) -> dict[str, Any] | None:
 
 
 def about(spec: Experiment) -> dict[str, Any]:
-    """Return the arguments of ``History`` that describe a run."""
+    """Return those arguments of ``History`` that describe a run and follow from its spec."""
     evaluation = spec.evaluation
     return {
         "method": spec.method.name,
@@ -336,8 +341,8 @@ def spec_of(folder: Path, key: str, overrides: Sequence[str] = ()) -> Experiment
 
     Args:
         folder: The run folder.
-        key: The name of the option that gave the folder, for the message.
-        overrides: ``section.key=value`` for settings that may change when the run is resumed.
+        key: The name of the option that gave the folder, for the error message.
+        overrides: Changed settings as ``section.key=value``; only some may change when a run is resumed.
 
     Raises:
         SpecError: It is not a run folder.
@@ -352,11 +357,11 @@ def prepare_again(folder: Path, key: str) -> Prepared:
 
     Args:
         folder: The run folder.
-        key: The name of the option that gave the folder, for the message.
+        key: The name of the option that gave the folder, for the error message.
 
     Raises:
         SpecError: It is not a run folder, or its spec, data or code have changed since the run.
-        DataError: The data are missing or damaged, or were given as arrays.
+        DataError: The data are missing or damaged, or the run was given arrays, which no file holds.
     """
     prepared = prepare(spec_of(folder, key))
     if (before := identity_in(folder)) is not None:

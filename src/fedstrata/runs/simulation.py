@@ -1,4 +1,4 @@
-"""The loop over the rounds of a run."""
+"""A run in one process: the loop over its rounds, with callbacks, checkpoints and the run folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fedstrata.stratify import client_batch, client_single
 from fedstrata.stratify.masking import client as masking
 
 Watcher = Callable[[Mapping[str, Any]], None]
-"""A function that is called with the record of every round: the simplest callback."""
+"""A callback that is only a function: it is called with the record of every round."""
 
 HANDLERS = Handlers(
     [
@@ -69,15 +69,15 @@ HANDLERS = Handlers(
         masking.report_shares,
     ]
 )
-"""The handlers of all requests of fedstrata; a method's own handlers are added to them."""
+"""The client functions that answer fedstrata's own requests. ``make_context`` adds the handlers of a method to them."""
 
 
 def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
-    """Return the context that the clients of a process share.
+    """Return the context, which holds what all clients of a process share.
 
     Args:
         prepared: The experiment.
-        keys: The key store for masked labels; by default, that of this machine.
+        keys: The store of the keys that mask labels; by default, the store of this machine.
     """
     method = prepared.spec.method
     handlers = HANDLERS + method.all_handlers()
@@ -97,13 +97,13 @@ def make_context(prepared: Prepared, keys: Any = None) -> ClientContext:
 
 
 class Simulation:
-    """A run, round by round: the loop behind ``run``, which may also be driven by hand.
+    """A run that does one round per ``step``; ``fedstrata.run`` uses it, and you may use it directly.
 
     Args:
         prepared: The experiment.
-        engine: The name of an engine, or an engine that is ready; it is closed at the end.
-        checkpoint: The checkpoint to continue from.
-        listener: Called with the round and the replies of every exchange.
+        engine: The name of an engine, or an engine object. The engine is closed when the simulation is closed.
+        checkpoint: The checkpoint to continue from; None for a new run.
+        listener: A function that is called with the round and the replies of every exchange with clients.
 
     Raises:
         SpecError: The engine is unknown, or it would not find the clients' states.
@@ -136,7 +136,7 @@ class Simulation:
             closing.callback(self.engine.close)
             method, availability = self.spec.method, self.spec.availability
             self.compression: Compression | None = None
-            """What encodes requests and decodes replies; None if they travel as they are."""
+            """The codecs that encode requests and decode replies; None if messages are sent without compression."""
             legs: Legs = one_leg
             if not self.spec.communication.plain:
                 clients, objective = prepared.config.clients, method.objective_in_use()
@@ -166,33 +166,33 @@ class Simulation:
                 model = prepared.config.model
                 self.state = method.init(self.federation, Weights(model.params(), model.buffers()))
             self.events: list[dict[str, Any]] = []
-            """The events of the last round, or of the enrolment before the first."""
+            """The events of the last round. Before the first round: the events of ``method.init``, which is round 0."""
             self._collect_events()
             self._closing = closing.pop_all()
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """The fingerprints of the run's spec, data, model, partition and code."""
+        """The run's spec, and checksums of its data, model, partition and code; see ``fedstrata.runs.identity``."""
         return self.prepared.identity
 
     @property
     def memory(self) -> dict[str, Tree]:
-        """The memory of callbacks by their names; it is part of each checkpoint."""
+        """A mapping from the names of callbacks to what they remember; it is stored in checkpoints."""
         return self.loop_state.memory
 
     @property
     def stopped(self) -> str:
-        """Why the run ends before its last round; empty if it does not."""
+        """The reason why the run ends before its last round; empty if it does not."""
         return self.loop_state.stopped
 
     @property
     def score(self) -> Score | None:
-        """The last evaluation in this process."""
+        """The last evaluation in this process; None before the first."""
         return self.loop_state.score
 
     @property
     def done(self) -> bool:
-        """Whether all rounds of the spec have run, or the run was stopped."""
+        """Whether the run has done all its rounds or was stopped."""
         return bool(self.stopped) or self.round >= self.spec.training.rounds
 
     def step(self) -> dict[str, Any]:
@@ -212,22 +212,22 @@ class Simulation:
         finally:
             self._collect_events()  # also those before an error or an interruption
         record |= federation.log.metrics()
-        # A method's metrics follow these columns and never replace them.
+        # Put the method's metrics after these columns, and let them not replace a column of the same name.
         record = {**record, **metrics, **record}
         record["seconds"] = time.perf_counter() - began
         return record
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the records of the rounds that are left."""
+        """Run the rounds that are left, and yield the record of each."""
         while not self.done:
             yield self.step()
 
     def evaluated(self) -> Weights:
-        """Return the global model that is evaluated, and that a run saves at its end."""
+        """Return the global model that is evaluated, and that is saved at the end of the run."""
         return self.spec.method.evaluated(self.prepared.config, self.state)
 
     def evaluate(self) -> Score:
-        """Evaluate the global model on the test set and on the other samples that the spec names."""
+        """Evaluate the global model on the test set and on the other samples that ``evaluation`` of the spec names."""
         place, prepared = self.context.cached(on_device), self.prepared
         evaluator = Evaluator(
             self.spec.evaluation,
@@ -253,31 +253,35 @@ class Simulation:
         return score
 
     def stop(self, reason: str) -> None:
-        """End the run after this round; an event and the summary give the reason."""
+        """End the run after this round. The reason is recorded as an event and in the summary."""
         if not self.stopped:
             self.loop_state.stopped = reason
             self.loop_state.late_events.append({"round": self.round, "kind": "stopped", "reason": reason})
 
     def leave(self, weights: Weights, round: int) -> None:
-        """Save another model than the last one at the end of the run.
+        """Choose the model that is saved at the end of the run; by default, it is the model of the last round.
 
         Args:
-            weights: The model.
-            round: The round after which it was evaluated.
+            weights: The parameters and buffers to save.
+            round: The round after which this model was evaluated.
         """
         self.loop_state.final_model = weights, round
 
     def take_late_events(self) -> list[dict[str, Any]]:
-        """Return the events after the round's events were written, and forget them."""
+        """Return the events that happened after the round's events had been written, and remove them from the state."""
         events, self.loop_state.late_events = self.loop_state.late_events, []
         return events
 
     def client_table(self) -> list[dict[str, Any]]:
-        """Return one row per client with its samples and the last evaluation's results; empty without test parts."""
+        """Return one row per client: its sample counts and its results in the last evaluation.
+
+        The list is empty if clients have no test parts of their own.
+        """
         held, sizes = self.prepared.held, self.prepared.config.sizes
         if held.own_test is None:
             return []
-        score = self.score if self.score is not None else self.evaluate()  # a run may be resumed after its last round
+        # There is no score yet if the run was resumed after its last round.
+        score = self.score if self.score is not None else self.evaluate()
         if not score.table:
             return []
         last_reply = self.loop_state.last_reply.tolist()
@@ -289,7 +293,7 @@ class Simulation:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def saved_loop_state(self) -> SavedLoopState:
-        """Return the loop's state for a checkpoint."""
+        """Return the part of the loop's state that is stored in a checkpoint."""
         return self.loop_state.save(self.compression.state if self.compression is not None else None)
 
     def _restore(self, saved: Tree) -> None:
@@ -299,7 +303,7 @@ class Simulation:
                 self.compression.state = saved.channel
 
     def _record_evaluation(self) -> dict[str, Any]:
-        """Evaluate the model, keep the result, and return its part of the round's record."""
+        """Evaluate the model, store the result in the loop's state, and return its columns of the round's record."""
         settings, score = self.spec.evaluation, self.evaluate()
         self.loop_state.add_score(score, self.round, settings)
         record: dict[str, Any] = {"accuracy": score.accuracy, "loss": score.loss}
@@ -307,7 +311,7 @@ class Simulation:
         return record | score.more
 
     def close(self) -> None:
-        """Free the resources of the engine."""
+        """Close the engine, which frees its processes and memory, and restore the number of threads of this process."""
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -319,7 +323,7 @@ class Simulation:
         self.close()
 
     def _collect_events(self) -> None:
-        """Set ``events``: those of the engine, then those of the round."""
+        """Set ``events`` to the engine's events, followed by the events of the round."""
         self.events = []
         for kind, clients, reason in self.engine.events():
             event = {"round": self.federation.round, "kind": kind, "clients": clients, "reason": reason}
@@ -339,10 +343,10 @@ def run_prepared(
 
     Args:
         prepared: The experiment.
-        path: The run folder; nothing is written without one.
-        engine: The name of an engine, or an engine that is ready; it is closed at the end.
+        path: The run folder; None to write no files.
+        engine: The name of an engine, or an engine object. The engine is closed at the end.
         callbacks: Callbacks in addition to those of the spec.
-        resume: Continue the run in the folder.
+        resume: Whether to continue the run in the folder.
     """
     tracking = prepared.spec.tracking.callbacks
     watching = [*tracking, *prepared.spec.callbacks, *(each for each in callbacks if isinstance(each, Callback))]
@@ -368,14 +372,15 @@ def run_prepared(
                 folder.write_events(simulation)
                 raise
             folder.log(record, simulation)
-            # The memory of callbacks is part of the round's checkpoint. Functions have none and are called after it.
+            # Call callbacks before the round's checkpoint, which contains their memory. Functions have no memory and
+            # are called after it.
             failed = None
             for callback in watching:
                 try:
                     with named(callback, folder.history):
                         callback.on_round(simulation, folder.history[-1])
                 except Exception as error:
-                    failed = failed or error  # the others must not miss the round
+                    failed = failed or error  # raised below, after all callbacks were called for the round
             folder.save_checkpoint(simulation, force=failed is not None)
             if failed is not None:
                 raise failed
@@ -400,7 +405,7 @@ def _close(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """Let all callbacks close their resources; raise the first error of theirs unless the run itself failed."""
+    """Let all callbacks close their resources. If the run did not fail, raise the first error of a callback."""
     failed = error
     for callback in watching:
         try:
@@ -413,12 +418,12 @@ def _close(
 
 
 def refuse_elsewhere(was: bool, will: bool, engine: str) -> None:
-    """Refuse to continue without the clients' states.
+    """Refuse to continue a run with an engine that would not find the clients' states.
 
     Args:
-        was: Whether the sites kept the clients' states, so that the checkpoint has none.
-        will: Whether they will from now on.
-        engine: The engine that was asked for.
+        was: Whether the sites kept the clients' states so far; the checkpoint then has none.
+        will: Whether the sites keep the clients' states with the engine that would continue the run.
+        engine: The name of the engine.
 
     Raises:
         SpecError: The engine would not find the states.
