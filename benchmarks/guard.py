@@ -23,6 +23,7 @@ from fedstrata.sites.guard import Guard
 from fedstrata.sites.ledger import Ledger
 from fedstrata.sites.messenger import Messenger
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
@@ -71,7 +72,7 @@ def measured(job: dict[str, Any], rounds: int, folder: Path) -> tuple[float, flo
     ledger = Ledger(folder / "ledger")
     ledger.append = writing.timed(ledger.append)  # type: ignore[method-assign]
     site_server = SiteServer(
-        "a", folder, lambda target, data: b"", patience=60.0, policy=Policy(min_samples=1), ledger=ledger
+        "a", folder, lambda target, data: b"", SiteSettings(), policy=Policy(min_samples=1), ledger=ledger
     )
 
     class Transport:

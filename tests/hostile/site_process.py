@@ -15,6 +15,7 @@ from fedstrata.sites import site_server as servers
 from fedstrata.sites.guard import Guard
 from fedstrata.sites.ledger import PLACE, Ledger
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.settings import SiteSettings
 
 GUARDED = servers.Guard
 
@@ -34,10 +35,8 @@ def make(folder: str, policy: dict[str, Any], opened: bool) -> servers.SiteServe
         "a",
         Path(folder),
         lambda target, data: b"",
-        patience=20.0,
+        SiteSettings(patience=20.0, simulated=opened),
         policy=None if opened else Policy(**{"jobs": "within-policy", **policy}),
-        catalog=None if opened else (),
-        undeclared=opened,
         ledger=Ledger(Path(folder) / PLACE),
     )
 

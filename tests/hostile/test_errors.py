@@ -20,6 +20,7 @@ from fedstrata.sites.data_schema import prepare_server
 from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.ledger import PLACE, Ledger, check
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.wire import Begin, Begun, Envelope, Refused, Survey, Surveyed
 
@@ -89,7 +90,7 @@ class Hospital:
         """Its process starts, also once more."""
         place = self.folder / "states"
         self.site_server = SiteServer(
-            "a", place, lambda target, data: b"", patience=5.0, data=self.data, policy=self.policy,
+            "a", place, lambda target, data: b"", SiteSettings(patience=5.0, data=self.data), policy=self.policy,
             ledger=Ledger(self.folder / PLACE),
         )  # fmt: skip
 

@@ -172,7 +172,7 @@ class _Line:
 
     def __init__(self, folder: Path) -> None:
         self.sites = {
-            name: SiteServer(name, folder / name, lambda target, data: b"", patience=1.0) for name in ("a", "b", "c")
+            name: SiteServer(name, folder / name, lambda target, data: b"", SiteSettings()) for name in ("a", "b", "c")
         }
 
     def is_reachable(self, site: str) -> bool:

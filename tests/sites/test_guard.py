@@ -27,9 +27,10 @@ from fedstrata.federation.communication.messages import Coefficients, Encoded, M
 from fedstrata.federation.messages import Fit, FitReply, Request, Weights
 from fedstrata.sampling.messages import Compress, SizeReply, SizeReport
 from fedstrata.sites.disclosure import hash_of
-from fedstrata.sites.guard import Quota, admitted
+from fedstrata.sites.guard import Quota, declared
 from fedstrata.sites.ledger import Entry
 from fedstrata.sites.policy import Policy, RuleError
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.wire import Begin, Begun, Failed, Fetch, Hopped, Refused, Survey, Total
 from fedstrata.stratify.messages import Gradient, GradientReply, LabelReport, Reserve, Steps
 
@@ -440,7 +441,7 @@ def test_a_method_that_declares_nothing_runs_only_in_a_simulation(tmp_path: Path
     refused = Site(tmp_path / "real", table, allow=["asking"]).begin()
     assert ruled(refused) == "declared"
     assert "asking:Counted" in refused.reason
-    made = Site(tmp_path / "trial", table, allow=None, undeclared=True)
+    made = Site(tmp_path / "trial", table, simulated=True)
     assert isinstance(made.begin(), Begun)
     assert not isinstance(*made.ask(asking.HowOften()), Failed)
 
@@ -477,7 +478,7 @@ def test_a_spec_names_no_file_of_a_site(site: Make, monkeypatch: pytest.MonkeyPa
 def test_a_column_may_be_called_file() -> None:
     columns = {"file": "category", "age": {"range": [0, 9]}}
     table = {"data": {"name": "a.csv", "schema": {"label": "sick", "classes": ["no", "yes"], "columns": columns}}}
-    admitted(fs.Experiment.from_table(table).to_toml(), None, clients=2, own_data=True, catalog=())
+    declared(fs.Experiment.from_table(table).to_toml(), SiteSettings(), clients=2, own_data=True)
 
 
 def test_a_site_lists_what_a_spec_may_name(site: Make, tmp_path: Path) -> None:
@@ -597,7 +598,8 @@ def test_a_survey_counts_by_the_policys_limits(hospital: Callable[..., Site]) ->
 def test_data_that_changed_are_not_told_to_the_same_job(hospital: Callable[..., Site]) -> None:
     made = hospital()
     survey(made)
-    file = made.settings["data"]
+    file = made.settings.data
+    assert file is not None
     arrays = dict(np.load(file))
     np.savez(file, **(arrays | {"x_train": arrays["x_train"] + 1}))
     assert ruled(survey(made)) == "repeat"
@@ -610,7 +612,8 @@ def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
     first, second = survey(one).statistics, survey(other).statistics
     assert first.samples - second.samples == 1
     gone = first.count * first.mean - second.count * second.mean
-    rows = np.load(one.settings["data"])["x_train"]
+    assert one.settings.data is not None
+    rows = np.load(one.settings.data)["x_train"]
     assert np.abs(rows - gone.numpy()).max(axis=1).min() < 1e-6, "the control: that sample, to the last digit"
     same = {"training": {"rounds": 2}, "evaluation": {"validation": 0.04}}
     for table in ({"seed": 1}, {"evaluation": {"validation": 0.4}}, {"seed": 2}):
@@ -620,7 +623,7 @@ def test_another_seed_is_no_other_survey(hospital: Callable[..., Site]) -> None:
     assert not isinstance(survey(hospital(same, surveys=2)), Refused), "the same again"
     assert ruled(survey(hospital({"seed": 3}))) == "policy.surveys"
     approved = hospital({"seed": 3})
-    approved.settings["policy"] = Policy(approved=[hash_of(approved.spec)])
+    approved.policy = Policy(approved=[hash_of(approved.spec)])
     approved.start()
     assert not isinstance(survey(approved), Refused)
 

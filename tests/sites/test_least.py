@@ -20,6 +20,7 @@ from fedstrata.sites import engine as engines
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
@@ -78,7 +79,7 @@ def run(
         def carry(target: str, data: bytes, name: str = name) -> object:
             return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
-        transport.site_servers[name] = SiteServer(name, place / name, carry, patience=60.0, allow=None, frank=True)
+        transport.site_servers[name] = SiteServer(name, place / name, carry, SiteSettings(simulated=True))
     common = {"spec": spec.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
     engine = make_site_engine(prepared.config, transport, list("abc"), sums, **common)
     if made is not None:
@@ -188,7 +189,7 @@ def own_data(transport: Transport, place: Path, least: int, fewer: Any) -> tuple
     prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
     for name in "ab":
         transport.site_servers[name] = SiteServer(
-            name, place / name, lambda to, data: b"", patience=60.0, data=place / f"{name}.csv"
+            name, place / name, lambda to, data: b"", SiteSettings(data=place / f"{name}.csv")
         )
     common = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": least, "fewer": fewer}
     engine = make_site_engine(prepared.config, transport, list("ab"), sums, **common)
@@ -222,8 +223,8 @@ def test_who_refuses_one_kind_of_question_is_in(transport: Transport, tmp_path: 
     experiment = spec("fedavg", **OWN | {"evaluation": {"every": 1}})
     prepared, sums = prepare_server(experiment, None, 2), Sums(60.0)
     for name in "ab":
-        own: dict[str, Any] = {"data": tmp_path / f"{name}.csv", "policy": Policy(jobs="within-policy", min_samples=5)}
-        transport.site_servers[name] = SiteServer(name, tmp_path / name, lambda to, data: b"", patience=60.0, **own)
+        settings, policy = SiteSettings(data=tmp_path / f"{name}.csv"), Policy(jobs="within-policy", min_samples=5)
+        transport.site_servers[name] = SiteServer(name, tmp_path / name, lambda to, data: b"", settings, policy=policy)
     common: dict[str, Any] = {"spec": experiment.to_toml(), "run": "run", "patience": 60.0, "least": 2, "fewer": fewer}
     engine = make_site_engine(prepared.config, transport, list("ab"), sums, **common)
     history = run_prepared(surveyed(prepared, engine, tmp_path / "out", resume=False), None, engine)

@@ -20,6 +20,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.ledger import FILE, HEAD, HEADS, PLACE, Entry, Head, Ledger, check, heads_of, totals
 from fedstrata.sites.policy import Policy
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
@@ -299,7 +300,7 @@ def test_the_head_goes_with_the_answers_and_into_the_servers_run_folder(tmp_path
             name,
             tmp_path / name,
             lambda target, data: b"",
-            patience=60.0,
+            SiteSettings(),
             policy=Policy(jobs="within-policy", min_samples=1),
             ledger=ledger,
         )

@@ -15,6 +15,7 @@ from site_engine import make_site_engine
 import fedstrata as fs
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import run_prepared
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Ask, Envelope, Hop, SiteLostError, read
@@ -59,7 +60,8 @@ def run(spec: fs.Experiment, place: Path, hook: Hook, patience: float = 4.0) -> 
         def carry(target: str, data: bytes, name: str = name) -> object:
             return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
-        transport.site_servers[name] = SiteServer(name, place / name, carry, patience=patience, allow=None, frank=True)
+        settings = SiteSettings(patience=patience, simulated=True)
+        transport.site_servers[name] = SiteServer(name, place / name, carry, settings)
     toml, site_of_client = spec.to_toml(), list("abc")
     engine = make_site_engine(prepared.config, transport, site_of_client, sums, spec=toml, run="run", patience=patience)
     try:

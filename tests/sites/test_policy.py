@@ -22,6 +22,7 @@ from fedstrata.clients.handlers.sequential import Visit
 from fedstrata.federation.messages import Fit, FitReply, Weights
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sites.policy import FILE, Policy, approve
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import Begun, Fetch, Hopped, Refused, Survey
@@ -262,8 +263,8 @@ def _at_sites(
             return sums.add_up(name, data) if target == SERVER else site_servers[target].call(name, data)
 
         own = strict if strict is not None and name == "c" else policy
-        settings: dict[str, Any] = {"policy": own, "ledger": ledger, "keys": keys, "allow": ["combinations"]}
-        site_servers[name] = SiteServer(name, folder / name, carry, patience=60.0, **settings)
+        settings, more = SiteSettings(allow=["combinations"]), {"policy": own, "ledger": ledger, "keys": keys}
+        site_servers[name] = SiteServer(name, folder / name, carry, settings, **more)  # type: ignore[arg-type]
     engine = make_site_engine(
         prepared.config, Transport(), list("aabbcc"), sums, spec=spec.to_toml(), run="run", patience=60.0
     )

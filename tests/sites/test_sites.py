@@ -31,6 +31,7 @@ from fedstrata.runs.preparation import Prepared, prepare
 from fedstrata.runs.simulation import run_prepared
 from fedstrata.sampling.messages import SizeReply, SizeReport
 from fedstrata.sites.data_schema import prepare_server, surveyed
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 from fedstrata.sites.wire import (
@@ -70,7 +71,8 @@ class Sites:
         self.sums = Sums(PATIENCE)
         data: dict[str, Path] = options.pop("data", {})
         self.own_data = bool(data) and options.pop("own_data", True)
-        self.settings: dict[str, Any] = {key: options.pop(key) for key in ("allow", "frank", "tells") if key in options}
+        names = "allow", "simulated", "tells"
+        self.settings: dict[str, Any] = {key: options.pop(key) for key in names if key in options}
         keys = KeyRing(folder / "keys", create=True)
         self.site_servers = {
             name: self._site_server(name, data.get(name), keys) for name in sorted(set(site_of_client))
@@ -88,7 +90,8 @@ class Sites:
                 raise SiteLostError("they may not talk")
             return self.site_servers[target].call(name, message)
 
-        return SiteServer(name, self.folder / name, send, patience=PATIENCE, data=data, keys=keys, **self.settings)
+        settings = SiteSettings(patience=PATIENCE, data=data, **self.settings)
+        return SiteServer(name, self.folder / name, send, settings, keys=keys)
 
     def is_reachable(self, site: str) -> bool:
         return True
@@ -557,7 +560,7 @@ class Own(FedAvg): ...
 
 
 def _begin(spec: str, **settings: Any) -> Begun:
-    site_server = SiteServer("a", Path("states"), lambda target, data: b"", patience=1.0, **settings)
+    site_server = SiteServer("a", Path("states"), lambda target, data: b"", SiteSettings(patience=1.0, **settings))
     begin = Begin("run", spec, None, [0, 1, 2], 3, 0)
     return read(site_server.call(SERVER, records.encode(Envelope([], begin))), Begun)
 
@@ -593,7 +596,7 @@ def test_a_site_loads_only_what_its_own_list_allows(
     monkeypatch.syspath_prepend(tmp_path / "installed")
     assert _begin(text.replace('"fedavg"', f'"own_{named}:Own"'), allow=[f"own_{named}"]) == Begun(0, [])
     monkeypatch.syspath_prepend(tmp_path)
-    assert _begin(brought, allow=None) == Begun(0, []), "a simulation is the user's own"
+    assert _begin(brought, simulated=True) == Begun(0, []), "a simulation is the user's own"
 
 
 class _Broken(CrossEntropy):
@@ -613,7 +616,7 @@ def test_what_a_client_raises_stays_in_its_sites_log(
     sites: Callable[..., Sites], caplog: pytest.LogCaptureFixture, frank: bool
 ) -> None:
     spec = _spec().model_copy(update={"method": Broken()})
-    made = sites(spec, allow=None, frank=frank)
+    made = sites(spec, allow=[__name__.partition(".")[0]], simulated=frank)
     with pytest.raises(FedstrataError) as raised:
         made.run()
     assert "ValueError" in str(raised.value)
@@ -1034,7 +1037,7 @@ def test_a_site_with_a_file_does_not_take_part_in_a_run_about_other_data(
 
 
 def test_a_run_must_have_a_plain_name(tmp_path: Path) -> None:
-    site_server = SiteServer("a", tmp_path, lambda target, data: b"", patience=1.0)
+    site_server = SiteServer("a", tmp_path, lambda target, data: b"", SiteSettings())
     begin = Begin("../../elsewhere", _spec().to_toml(), None, [0], 3, 0)
     with pytest.raises(SiteRefusedError, match="names no run"):
         read(site_server.call(SERVER, records.encode(Envelope([], begin))), Done)

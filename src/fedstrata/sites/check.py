@@ -98,13 +98,14 @@ def _policy(kit: Path) -> str:
 
 def _job(kit: Path) -> str:
     """Check whether the site accepts the job that its folder was made for."""
-    from fedstrata.sites.guard import admitted
+    from fedstrata.sites.guard import declared
 
     settings, text = SiteSettings.read(kit), (kit / SPEC).read_text(encoding="utf-8")
     clients = json.loads((kit / PART).read_text(encoding="utf-8"))["clients"]
     try:
         with only_from(settings.packages):
-            asked = admitted(text, Policy.read(kit), clients=clients, own_data=True, catalog=settings.catalog)
+            asked = declared(text, settings, clients=clients, own_data=True)
+            Policy.read(kit).check(asked)
     except RuleError as error:
         raise FedstrataError(f"job of {SPEC}: {error}; this site's policy is {POLICY}") from None
     except (SpecError, ValueError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedstrata.base import errors
 from fedstrata.base.errors import FedstrataError
+from fedstrata.base.jsonl import write_json
 from fedstrata.sites.settings import JobSpec
 
 CLASSES = (
@@ -40,31 +41,21 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     common: dict[str, Any] = {"format_version": 2, "task_data_filters": [], "task_result_filters": []}
     controller, executor, server, client = CLASSES
     arguments: dict[str, Any] = {"collab_obj_ids": [], "props": {}}
-    _write(
-        config / "config_fed_server.json",
-        common
-        | {
-            # NVFlare creates components first; ours prepares the thread pools of the controller.
-            "components": [{"id": "server_", "path": server, "args": {"plans": [plan.table() for plan in plans]}}],
-            "workflows": [{"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}],
-        },
-    )
+    # NVFlare creates components first; ours prepares the thread pools of the controller.
+    components = [{"id": "server_", "path": server, "args": {"plans": [plan.table() for plan in plans]}}]
+    workflow = {"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}
+    write_json(config / "config_fed_server.json", {**common, "components": components, "workflows": [workflow]})
+    components = [{"id": "site_", "path": client, "args": {}}]
     runner = {"path": executor, "args": {"client_obj_id": "site_", **arguments}}
-    _write(
-        config / "config_fed_client.json",
-        common
-        | {
-            "components": [{"id": "site_", "path": client, "args": {}}],
-            "executors": [{"tasks": ["*"], "executor": runner}],
-        },
-    )
+    executors = [{"tasks": ["*"], "executor": runner}]
+    write_json(config / "config_fed_client.json", {**common, "components": components, "executors": executors})
     # Other sites with a certificate do not receive the job.
     named = sorted({site for plan in plans for site in plan.sites})
     places = ["server", *named] if named else ["@ALL"]
     # NVFlare begins a job when so many sites are connected; otherwise the run decides whether fewer suffice.
     least = min(plan.least if plan.fewer == "wait" else 1 for plan in plans)
     meta = {"name": _name_of(plans, specs), "resource_spec": {}, "min_clients": least, "deploy_map": {"app": places}}
-    _write(folder / "meta.json", meta)
+    write_json(folder / "meta.json", meta)
 
 
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
@@ -111,7 +102,3 @@ def _packed(value: object) -> dict[str, Any]:
 
 def _unpacked(packed: Mapping[str, Any]) -> object:
     return _Shown(packed["shown"]) if "shown" in packed else packed.get("value", ...)
-
-
-def _write(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.sites.directory import Fewer
 from fedstrata.sites.disclosure import hash_of
 from fedstrata.sites.policy import Policy
-from fedstrata.sites.settings import PATIENCE, read_setting
+from fedstrata.sites.settings import PATIENCE, SiteSettings, read_setting
 from fedstrata.spec.experiment import Experiment
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*")
@@ -109,6 +109,18 @@ class Sites(Setting):
         """
         return read_setting(cls, path, "--sites")
 
+    def settings_of(self, name: str, base_dir: Path | None) -> SiteSettings:
+        """Return the initial settings of a site.
+
+        Args:
+            name: The site.
+            base_dir: The base of relative paths in a trial on this machine; None for the site's own machine.
+        """
+        entry = self.site[name]
+        given: dict[str, Any] = {key: path_of(getattr(entry, key), base_dir) for key in ("data", "keys")}
+        given |= {key: getattr(entry, key) for key in ("allow", "catalog", "tells")}
+        return SiteSettings(patience=self.patience, secure=True, **given)
+
     def site_of_client(self, spec: Experiment) -> tuple[str, ...]:
         """Return the site of every client.
 
@@ -122,6 +134,14 @@ class Sites(Setting):
         if clients < len(names):
             raise SpecError("partition.clients", f"there are {len(names)} sites; at least so many", clients)
         return tuple(names[client * len(names) // clients] for client in range(clients))
+
+
+def path_of(given: str | None, base_dir: Path | None) -> Path | None:
+    """Return a path of a federation's file; see ``Sites.settings_of``."""
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    return path if base_dir is None else (base_dir / path).absolute()
 
 
 def policy_of(spec: Experiment, sites: Sites) -> Policy:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,49 +21,32 @@ from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.messages import PHASES, ClientId, Order, Phase, Request
 from fedstrata.sites.disclosure import Declaration, declaration_of
 from fedstrata.sites.policy import Policy, RuleError
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.spec.experiment import Experiment, parse_toml
 
 BUNDLED = ("digits",)
 """Data sets that come with scikit-learn: a spec that names one reads no file of the site."""
 
 
-def admitted(
-    text: str,
-    policy: Policy | None,
-    *,
-    clients: int,
-    own_data: bool,
-    catalog: Collection[str] | None,
-    undeclared: bool = False,
-    has_data: bool = False,
-    named: Callable[[str], None] = lambda job: None,
-) -> Declaration:
-    """Return what a job asks, if the site takes part in it. Nothing that the spec names is read to decide this.
+def declared(text: str, settings: SiteSettings, *, clients: int, own_data: bool) -> Declaration:
+    """Return what a job asks, if it reads only files that the site allows.
+
+    The site's policy may still refuse the job. Nothing that the spec names is read to decide this.
 
     Args:
         text: The spec as TOML.
-        policy: The site's policy; None for none.
+        settings: The site's settings. A data file of its own is used instead of the spec's data.
         clients: N.
         own_data: Whether the job is about the sites' own data; otherwise about the data that the spec names.
-        catalog: The data sets that a spec may name here; None for any.
-        undeclared: Whether a method that does not declare what it asks may run, as in a simulation.
-        has_data: Whether the site has a data file of its own, which is used instead of the spec's data.
-        named: Called with the job's hash before the policy is applied.
 
     Raises:
-        RuleError: The site does not take part, by this rule.
+        RuleError: The spec names data or files that are not in the site's catalog.
         SpecError: The spec is wrong.
     """
     table = parse_toml(text)
-    if catalog is not None:
-        _refuse_files(table, catalog, data=not own_data and not has_data)
-    declaration = declaration_of(Experiment.from_table(table), clients=clients, own_data=own_data)
-    named(declaration.job)
-    if policy is not None:
-        policy.check(declaration)
-    elif declaration.allowed is None and not undeclared:
-        Policy(jobs="within-policy", min_samples=1).check(declaration)
-    return declaration
+    if not settings.simulated:
+        _refuse_files(table, settings.catalog, data=not own_data and settings.data is None)
+    return declaration_of(Experiment.from_table(table), clients=clients, own_data=own_data)
 
 
 def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: bool) -> None:
@@ -124,8 +107,9 @@ class DataTrials:
         self._folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self._folder / LOCK):
             trials = self._read()
-            self._refuse(trials["described"], description, "whether this site's data fit another description")
-            self._refuse(trials["failed"], key, "why this site's data cannot be used")
+            told = "whether this site's data fit another description"
+            self._policy.limit(self._job, description, trials["described"], told)
+            self._policy.limit(self._job, key, trials["failed"], "why this site's data cannot be used")
             self._add(trials, "described", description)
             self._write(trials)
             try:
@@ -137,14 +121,6 @@ class DataTrials:
                 trials["failed"] = [each for each in trials["failed"] if each != key]
             finally:
                 self._write(trials)
-
-    def _refuse(self, before: list[str], key: str, what: str) -> None:
-        most = self._policy.surveys
-        if key not in before and len(before) >= most and self._job not in self._policy.approved:
-            approve = f"'fedstrata approve {self._job} --kit DIR' at the site accepts it"
-            raise RuleError(
-                "policy.surveys", f"other jobs were told {what}; accepted: {most} such answer(s); {approve}"
-            )
 
     def _add(self, trials: dict[str, list[str]], kind: str, key: str) -> None:
         if key not in trials[kind] and len(trials[kind]) < self._policy.surveys:  # more would change nothing
@@ -300,7 +276,8 @@ class Guard:
     def __init__(self, declaration: Declaration, policy: Policy | None, quota: Quota, round: int = 0) -> None:
         self.declaration, self.policy, self.quota = declaration, policy, quota
         self.position: Position = (round, len(PHASES) - 1 if round else 0)
-        self._times_in_run: dict[str, int] = {}
+        self.times_in_run: dict[str, int] = {}
+        """How often each client answered the requests that are counted over the run; for a checkpoint."""
         self._relay_over = -1
         # Of the phase that has begun:
         self._times: dict[tuple[ClientId, int], int] = {}
@@ -314,15 +291,6 @@ class Guard:
     def round(self) -> int:
         """The last round that has begun."""
         return self.position[0]
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """How often each client answered the requests that are counted over the run; for a checkpoint."""
-        return dict(self._times_in_run)
-
-    def remember(self, memory: Mapping[str, int]) -> None:
-        """Continue with the ``memory`` of a checkpoint."""
-        self._times_in_run = dict(memory)
 
     def check(self, client: ClientId, request: Request, *, relay: bool = False, together: bool = False) -> Match | None:
         """Check whether a client may answer a request; nothing is counted yet.
@@ -382,7 +350,7 @@ class Guard:
         rule = match.allowed.rule
         if match.allowed.per == "run" or rule.phase == "enrolment":
             name = _name(match.client, match.number)
-            self._times_in_run[name] = self._times_in_run.get(name, 0) + 1
+            self.times_in_run[name] = self.times_in_run.get(name, 0) + 1
         if rule.order is not None:
             self._orders[match.client, rule.order].answered(match.request, reply)
 
@@ -494,7 +462,7 @@ class Guard:
         """
         first = match.allowed.rule.after
         numbers = [n for n, allowed in enumerate(self.declaration.allowed or ()) if allowed.request is first]
-        if first is not None and numbers and not any(_name(match.client, n) in self._times_in_run for n in numbers):
+        if first is not None and numbers and not any(_name(match.client, n) in self.times_in_run for n in numbers):
             problem = f"{match.allowed.label} before {first.__name__} was answered: labels would go by their numbers"
             raise RuleError("order", problem)
 
@@ -508,7 +476,7 @@ class Guard:
         if allowed.times is None:
             return
         if allowed.per == "run":
-            count, when = self._times_in_run.get(_name(*key), 0), "in the whole run"
+            count, when = self.times_in_run.get(_name(*key), 0), "in the whole run"
         else:
             count, when = self._times.get(key, 0) if match.position == self.position else 0, _WHEN[allowed.rule.phase]
         if count >= allowed.times:

@@ -223,15 +223,9 @@ class Site:
             collab.site_name,
             (settings.states or root / "fedstrata") / collab.site_name,
             send,
-            patience=settings.patience,
-            data=settings.data,
+            settings,
             keys=keys,
-            allow=settings.packages,
-            tells=settings.tells,
-            frank=settings.simulated,
             policy=None if settings.simulated else Policy.read(root),
-            catalog=None if settings.simulated else settings.catalog,
-            undeclared=settings.simulated,
             ledger=None if settings.simulated else Ledger(root / PLACE),
         )
 

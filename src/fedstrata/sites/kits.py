@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fedstrata.base.jsonl import write_json
 from fedstrata.sites.nvflare_workarounds import adapt_script
 
 RESOURCES = Path("local") / "resources.json"
@@ -43,8 +44,8 @@ def set_paths(kit: Path) -> None:
     text = path.read_text(encoding="utf-8")
     resources = json.loads(text)
     _set_paths(resources, kit.absolute())
-    if (new := json.dumps(resources, indent=2) + "\n") != text:
-        path.write_text(new, encoding="utf-8")
+    if resources != json.loads(text):
+        write_json(path, resources)
 
 
 def _set_paths(node: Any, kit: Path) -> None:
@@ -64,4 +65,4 @@ def configure_logging(kit: Path, *, verbose: bool) -> None:
     config["handlers"] = {name: config["handlers"][name] for name in handlers}
     quiet: dict[str, Any] = {} if verbose else {"nvflare": {"level": "ERROR"}, "websockets": {"level": "ERROR"}}
     config["loggers"] = {"root": {"level": "INFO", "handlers": handlers}, **quiet}
-    (kit / LOGGING).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_json(kit / LOGGING, config)

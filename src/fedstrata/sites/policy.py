@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -93,8 +93,7 @@ class Policy(Setting):
             RuleError: The job is refused; the error has the rule, the value and what is accepted.
         """
         if self.jobs == "approved" and asked.job not in self.approved:
-            here = f"'fedstrata approve {asked.job} --kit DIR' at the site accepts it"
-            raise RuleError("policy.approved", f"job {asked.job} is not approved; {here}")
+            raise RuleError("policy.approved", f"job {asked.job} is not approved; {_remedy(asked.job)}")
         if self.methods is not None and asked.method not in self.methods:
             accepted = ", ".join(self.methods) or "none"
             raise RuleError("policy.methods", f"method {asked.method!r}; accepted: {accepted}")
@@ -108,20 +107,33 @@ class Policy(Setting):
                 problem = f"{allowed.label} {limit.reason}; accepted: {least.min_samples} or more"
                 raise RuleError("policy.min_samples", problem)
         if asked.extremes and self.min_samples > 1:
-            problem = (
-                "data.normalize = 'unit' tells the least and the greatest value, which are single samples'; accepted: "
-            )
-            raise RuleError("policy.min_samples", f"{problem}'standard' or 'none', or data.shift and data.scale")
+            problem = "data.normalize = 'unit' tells the least and the greatest value, which are single samples'"
+            accepted = "accepted: 'standard' or 'none', or data.shift and data.scale"
+            raise RuleError("policy.min_samples", f"{problem}; {accepted}")
         for rule, fact, accepted in (
             ("masking", "labels", "labels that are masked, and no evaluation at the sites"),
             ("ldp", "sizes", "numbers of samples under local differential privacy (an epsilon), and no others"),
         ):
             if getattr(self, rule) and fact in asked.discloses:
-                by = next(
-                    (each.label for each in asked.allowed if fact in each.rule.discloses),
-                    "the survey of the sites' data",
-                )
-                raise RuleError(f"policy.{rule}", f"{by} tells {fact} in the clear; accepted: {accepted}")
+                by = [each.label for each in asked.allowed if fact in each.rule.discloses]
+                by.append("the survey of the sites' data")
+                raise RuleError(f"policy.{rule}", f"{by[0]} tells {fact} in the clear; accepted: {accepted}")
+
+    def limit(self, job: str, answer: object, before: Collection[object], told: str) -> None:
+        """Refuse another answer about the site's data if other jobs got as many as ``surveys`` allows.
+
+        Args:
+            job: The hash of the job.
+            answer: The answer, or a key of it.
+            before: The earlier answers; the same one may be given again.
+            told: What they tell.
+
+        Raises:
+            RuleError: The limit is reached, and the job is not approved.
+        """
+        if answer not in before and len(before) >= self.surveys and job not in self.approved:
+            accepted = f"accepted: {self.surveys} such answer(s); {_remedy(job)}"
+            raise RuleError("policy.surveys", f"other jobs were told {told}; {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
         """Return the privacy settings with the larger minimum: that of the spec, or of this policy."""
@@ -141,6 +153,10 @@ class Policy(Setting):
     def to_toml(self) -> str:
         """Return the text of the policy's file, with a comment about each key."""
         return "\n\n".join(_commented(self)) + "\n"
+
+
+def _remedy(job: str) -> str:
+    return f"'fedstrata approve {job} --kit DIR' at the site accepts it"
 
 
 def _commented(policy: Policy) -> Iterator[str]:

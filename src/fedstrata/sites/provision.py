@@ -20,8 +20,8 @@ from fedstrata.sites.certificates import ROOT_DAYS, key_pair, renew
 from fedstrata.sites.check import PART, SPEC
 from fedstrata.sites.configuration import CLASSES, write_job
 from fedstrata.sites.data_schema import prepare_server
-from fedstrata.sites.federation import Sites, policy_of
-from fedstrata.sites.guard import admitted
+from fedstrata.sites.federation import Sites, path_of, policy_of
+from fedstrata.sites.guard import declared
 from fedstrata.sites.kits import RECORDS, close, finish
 from fedstrata.sites.members import write_members
 from fedstrata.sites.nvflare_workarounds import SCHEDULER
@@ -67,37 +67,34 @@ def provision(spec: Experiment, sites: Sites, out: Path, *, base_dir: Path | Non
         problem = "a job does not say where a server writes, nor whom it tells: take it out, and look at what it leaves"
         raise SpecError("tracking", problem)
     site_of_client = sites.site_of_client(spec)
-    if sites.own_data:
-        test = None if sites.server.data is None else (base_dir or Path()) / Path(sites.server.data).expanduser()
-        if test is None or base_dir is not None or test.exists():  # it may be on the server's machine only
-            prepare_server(spec, test, len(site_of_client))
+    test = path_of(sites.server.data, base_dir)
+    # The file may be on the server's machine only.
+    if sites.own_data and (test is None or base_dir is not None or test.exists()):
+        prepare_server(spec, test, len(site_of_client))
     policy = policy_of(spec, sites)
-    for name, site in sites.site.items():
+    settings = {name: sites.settings_of(name, base_dir) for name in sites.site}
+    for name, own in settings.items():
         try:
-            admitted(spec.to_toml(), policy, clients=len(site_of_client), own_data=sites.own_data, catalog=site.catalog)
+            policy.check(declared(spec.to_toml(), own, clients=len(site_of_client), own_data=sites.own_data))
         except RuleError as error:
             problem = f"would take no part: {error}; [policy] in the file of sites is what goes into the kits"
             raise SpecError(f"site.{name}", problem) from None
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
     _certify(sites, out)
     run = run_of(spec.to_toml())
-    direct = sites.relay == "direct"
-    clients, waits = len(site_of_client), (sites.patience, direct, sites.least, sites.fewer)
-    plan = JobSpec("run.toml", run, clients, site_of_client, sites.own_data, *waits)
+    waits = sites.patience, sites.relay == "direct", sites.least, sites.fewer
+    plan = JobSpec("run.toml", run, len(site_of_client), site_of_client, sites.own_data, *waits)
     write_job(out / ADMIN / JOB, [plan], [spec.to_toml()])
-    server = SiteSettings(data=_path(sites.server.data, base_dir), patience=sites.patience, allow=sites.server.allow)
-    _write_settings(out / SERVER, server)
-    for name, site in sites.site.items():
-        given: dict[str, Any] = {key: getattr(site, key) for key in ("allow", "catalog", "tells")}
-        given |= {key: _path(getattr(site, key), base_dir) for key in ("data", "keys")}
-        _write_settings(out / name, SiteSettings(patience=sites.patience, secure=True, **given))
+    _write_settings(out / SERVER, SiteSettings(data=test, patience=sites.patience, allow=sites.server.allow))
+    for name, own in settings.items():
+        _write_settings(out / name, own)
         (out / name / POLICY).write_text(policy.to_toml(), encoding="utf-8")
     _write_readmes(spec, sites, out, run)
     write_members(out / SERVER, sites.site)
     if sites.own_data:
         for client, name in enumerate(site_of_client):
             (out / name / SPEC).write_text(spec.to_toml(), encoding="utf-8")
-            part = {"client": client, "clients": clients, "tests": sites.server.data is None}
+            part = {"client": client, "clients": len(site_of_client), "tests": test is None}
             write_json(out / name / PART, part)
     for name in (SERVER, ADMIN, *sites.site):
         finish(out / name)
@@ -154,15 +151,8 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
     for component in resources.get("components", []):
         if component["id"] == "job_scheduler":
             component["args"] |= SCHEDULER
-    (local / "resources.json").write_text(json.dumps(resources, indent=2) + "\n", encoding="utf-8")
-    (local / "authorization.json").write_text(json.dumps(_RIGHTS, indent=2) + "\n", encoding="utf-8")
-
-
-def _path(given: str | None, base_dir: Path | None) -> Path | None:
-    if given is None:
-        return None
-    path = Path(given).expanduser()
-    return (base_dir / path).absolute() if base_dir is not None else path
+    write_json(local / "resources.json", resources)
+    write_json(local / "authorization.json", _RIGHTS)
 
 
 def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:

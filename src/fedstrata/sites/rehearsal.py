@@ -12,7 +12,7 @@ from fedstrata.runs.preparation import prepare
 from fedstrata.runs.simulation import Watcher, run_prepared
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
-from fedstrata.sites.federation import Sites, policy_of
+from fedstrata.sites.federation import Sites, path_of, policy_of
 from fedstrata.sites.messenger import Messenger, Transport
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
@@ -69,31 +69,18 @@ def rehearse(
         SpecError: A setting is wrong, or a site's file is not named.
         FedstrataError: Too few sites have data that the spec describes.
     """
-
-    def path(given: str | None) -> Path | None:
-        return None if given is None else (base_dir / Path(given).expanduser()).absolute()
-
     site_of_client, sums = sites.site_of_client(spec), Sums(sites.patience)
     transport, shared = _Transport({}), KeyRing.of_site()
-    for name, site in sites.site.items():
+    for name in sites.site:
 
         def carry(target: str, data: bytes, name: str = name) -> object:
             return sums.add_up(name, data) if target == SERVER else transport.site_servers[target].call(name, data)
 
-        keys = path(site.keys)
-        transport.site_servers[name] = SiteServer(
-            name,
-            out / STATES / name,
-            carry,
-            patience=sites.patience,
-            data=path(site.data),
-            keys=shared if keys is None else KeyRing(keys),
-            allow=site.allow,
-            tells=site.tells,
-            policy=policy_of(spec, sites),
-            catalog=site.catalog,
-        )
-    prepared = prepare_server(spec, path(sites.server.data), len(site_of_client)) if sites.own_data else prepare(spec)
+        settings = sites.settings_of(name, base_dir)
+        keys, policy = KeyRing(settings.keys) if settings.keys else shared, policy_of(spec, sites)
+        transport.site_servers[name] = SiteServer(name, out / STATES / name, carry, settings, keys=keys, policy=policy)
+    test = path_of(sites.server.data, base_dir)
+    prepared = prepare_server(spec, test, len(site_of_client)) if sites.own_data else prepare(spec)
     fewer = "abort" if sites.fewer == "wait" else sites.fewer  # sites of this process do not come back
     messenger = Messenger(transport, site_of_client, patience=sites.patience, least=sites.least, fewer=fewer)
     direct = sites.relay == "direct"

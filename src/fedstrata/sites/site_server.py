@@ -7,9 +7,10 @@ import hmac
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
 from fedstrata.sites import wire
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
-from fedstrata.sites.disclosure import Declaration, declaration_of
-from fedstrata.sites.guard import DataTrials, Guard, Match, Quota, admitted
+from fedstrata.sites.disclosure import UNDECLARED, Declaration, declaration_of
+from fedstrata.sites.guard import DataTrials, Guard, Match, Quota, declared
 from fedstrata.sites.idempotency import LateError, RequestCache
 from fedstrata.sites.ledger import Entry, Ledger
 from fedstrata.sites.manifest import fingerprint
 from fedstrata.sites.policy import Policy, RuleError
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.sums import SiteGroup
 from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 from fedstrata.spec.experiment import Experiment, parse_toml
@@ -48,8 +50,10 @@ LARGEST_ANSWER = 256 << 20
 SERVER = "server"
 """The caller that may ask questions. Other sites may only fetch the model of a relay."""
 
-_OF_MESSAGES = (FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError)
-HARMLESS = (*_OF_MESSAGES, UnusableDataError, RuleError)
+HARMLESS = (
+    *(FedstrataError, SpecError, WireError, ReplyRefusedError, SiteLostError, SiteRefusedError),
+    *(UnusableDataError, RuleError),
+)
 """Errors whose text others may read: it is about their messages, the spec, or the column and rule that data break."""
 
 BEGINNINGS = (wire.Survey.__name__, wire.Begin.__name__)
@@ -63,16 +67,11 @@ class SiteServer:
         name: The name of the site.
         folder: The folder of its clients' states.
         send: Sends bytes to another site, or to the server's barrier, and returns the answer.
-        patience: Seconds that a client waits for the others of its group.
-        data: The site's own data file; None if the data are those of the spec.
+        settings: The site's settings. In a simulation the site also answers methods that do not declare their
+            questions. Otherwise the server sees only the text of errors in its messages and the spec, because others
+            may reveal the site's data and files.
         keys: The keys that all clients share; by default those of the environment.
-        allow: Packages from which a spec may name classes; None for any.
-        tells: Whether the server may see metrics on this site's own samples. It sees sums over all sites in any case.
-        frank: Whether the server sees the text of all errors. Otherwise it sees only the text of errors in its messages
-            and the spec, because others may reveal the site's data and files.
         policy: The site's limits on jobs; None for all that a job declares.
-        catalog: Data sets and files that a spec may name; None for any.
-        undeclared: Whether to answer methods that do not declare their questions, as in a simulation.
         ledger: The site's ledger of answers and refusals; optional.
     """
 
@@ -81,22 +80,14 @@ class SiteServer:
         name: str,
         folder: Path,
         send: Callable[[str, bytes], object],
+        settings: SiteSettings,
         *,
-        patience: float,
-        data: Path | None = None,
         keys: KeyRing | None = None,
-        allow: Collection[str] | None = (),
-        tells: bool = False,
-        frank: bool = False,
         policy: Policy | None = None,
-        catalog: Collection[str] | None = (),
-        undeclared: bool = False,
         ledger: Ledger | None = None,
     ) -> None:
-        self.name, self.folder, self.send, self.patience, self.data = name, folder, send, patience, data
-        self._keys, self._allow, self._tells, self._frank = keys, allow, tells, frank
-        self.policy, self._catalog, self._undeclared = policy, catalog, undeclared
-        self.ledger = ledger
+        self.name, self.folder, self.send, self.settings = name, folder, send, settings
+        self._keys, self.policy, self.ledger = keys, policy, ledger
         self._entries: list[tuple[int, Entry]] = []
         """Entries that are not in the ledger yet, each with the thread that added it."""
         self._noting = threading.Lock()
@@ -135,8 +126,8 @@ class SiteServer:
         if self._run is not None:
             # PyTorch has this number for each thread, and sums depend on it.
             torch.set_num_threads(self._run.context.config.training.threads)
-        self._set_asking("")
-        with only_from(self._allow):
+        self._asking = ""
+        with only_from(self.settings.packages):
             return self._encode(self._answer(envelope))
 
     def _encode(self, answer: Message) -> bytes:
@@ -198,34 +189,28 @@ class SiteServer:
             RuleError: The site refuses the job.
             SpecError: The spec is wrong.
         """
-        return admitted(
-            spec,
-            self.policy,
-            clients=clients,
-            own_data=own_data,
-            catalog=self._catalog,
-            undeclared=self._undeclared,
-            has_data=self.data is not None,
-            named=self._set_asking,
-        )
-
-    def _set_asking(self, job: str) -> None:
-        self._asking = job
+        asked = declared(spec, self.settings, clients=clients, own_data=own_data)
+        self._asking = asked.job
+        if self.policy is not None:
+            self.policy.check(asked)
+        elif asked.allowed is None and not self.settings.simulated:
+            raise RuleError("declared", f"the method {asked.method!r} {UNDECLARED}")
+        return asked
 
     def message_of(self, error: BaseException, reason: str | None = None) -> str:
-        """Return the text of an error for others; see ``frank``.
+        """Return the text of an error for others; see ``settings``.
 
         Args:
             error: The error.
             reason: Its description, if a client raised it.
         """
         if reason is None:
-            if self._frank and isinstance(error, UnusableDataError):
+            if self.settings.simulated and isinstance(error, UnusableDataError):
                 return str(error.__cause__)
             reason = str(error) if isinstance(error, FedstrataError) else f"{type(error).__name__}: {error}"
             if type(error) in HARMLESS:
                 return reason
-        if self._frank:
+        if self.settings.simulated:
             return reason
         LOG.error("site %s: %s", self.name, reason, exc_info=error)
         return f"{type(error).__name__}; the log of site {self.name} says more"
@@ -238,73 +223,61 @@ class SiteServer:
             self._run = None
             self._run, round, lost = SiteRun.begin(self, body)
             own_data = body.statistics is not None
-            return wire.Begun(round, lost, fingerprint(self.data, self.folder) if own_data else "")
+            return wire.Begun(round, lost, self._fingerprint() if own_data else "")
         if isinstance(body, wire.Survey):
             return self._surveyed(body)
         run = self._running()
         for ack in envelope.acks:
             run.learn(ack)
-        if isinstance(body, wire.Fetch):
-            return self._part_of_relay(SERVER, body)
-        if isinstance(body, wire.Ask):
-            return run.ask(body)
-        if isinstance(body, wire.More):
-            return run.more(body)
-        if isinstance(body, wire.Hop):
-            return run.hop(body)
-        if isinstance(body, wire.Save):
-            run.save(body.round)
-            return wire.Done()
-        raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
+        answers: dict[type[Any], Callable[[Any], Message]] = {
+            wire.Fetch: partial(self._part_of_relay, SERVER),
+            wire.Ask: run.ask,
+            wire.More: run.more,
+            wire.Hop: run.hop,
+            wire.Save: run.save,
+        }
+        if type(body) not in answers:
+            raise WireError(f"a {type(body).__name__} is nothing that a site is asked")
+        return answers[type(body)](body)
 
     def _surveyed(self, survey: wire.Survey) -> wire.Surveyed:
         """Return the statistics of the site's data: under a policy once per job, and then the same bytes again."""
         require_home(survey.clients, survey.total)
         asked = self.admit(survey.spec, survey.total, own_data=True)
-        if self.policy is None:
-            guard, least = None, FEWEST
-        else:
+        guard, known, least = None, None, FEWEST
+        if self.policy is not None:
             same = self._run is not None and self._run.guard.declaration.job == asked.job
             quota = self._run.guard.quota if self._run is not None and same else Quota(self.folder, asked.job)
             guard, least = Guard(asked, self.policy, quota), self.policy.min_samples
             quota.settle(survey.clients, survey.total, "repeat")
             guard.begin_exchange()
             quota.save()
-        known = None if guard is None else guard.quota.survey
+            known = quota.survey
         if known is None:
             with self._reading(asked.job, survey):
-                surveyed = wire.Surveyed(survey_of(survey, self.data, least=least), fingerprint(self.data, self.folder))
+                surveyed = wire.Surveyed(survey_of(survey, self.settings.data, least=least), self._fingerprint())
         else:
             surveyed = read(known, wire.Surveyed)
-            if surveyed.fingerprint != fingerprint(self.data, self.folder):
+            if surveyed.fingerprint != self._fingerprint():
                 problem = "the site's data are other ones than when this job asked what they come to"
                 raise RuleError("repeat", f"{problem}; accepted: another job, which the site approves")
         size = records.size(surveyed)
-        if guard is not None:
+        if guard is not None and self.policy is not None:
             with guard.quota.alone():  # jobs are separate processes, and may ask at the same time
-                if known is None:
-                    self._refuse_differences(surveyed, guard)
+                if known is None and surveyed.statistics.samples:
+                    # Differences of statistics reveal single samples.
+                    others = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
+                    before = {records.encode(statistics) for statistics in others if statistics.samples}
+                    told = "other statistics of this site's data"
+                    self.policy.limit(asked.job, records.encode(surveyed.statistics), before, told)
                 guard.leave(size)
                 guard.quota.survey = records.encode(surveyed)
             guard.quota.save()
         self.note(wire.Survey.__name__, run=asked.job, samples=surveyed.statistics.samples, bytes=size)
         return surveyed
 
-    def _refuse_differences(self, surveyed: wire.Surveyed, guard: Guard) -> None:
-        """Limit the number of different statistics over all jobs, because their differences reveal single samples.
-
-        Raises:
-            RuleError: The limit is reached, and these statistics are new.
-        """
-        assert self.policy is not None
-        before = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
-        differ = {records.encode(statistics) for statistics in before if statistics.samples}
-        new = surveyed.statistics.samples > 0 and records.encode(surveyed.statistics) not in differ
-        if new and len(differ) >= self.policy.surveys and guard.declaration.job not in self.policy.approved:
-            problem = "other jobs were told what this site's data come to, and this one would be told something else"
-            approve = f"'fedstrata approve {guard.declaration.job} --kit DIR' at the site accepts it"
-            accepted = f"accepted: {self.policy.surveys} answer(s) that differ; {approve}"
-            raise RuleError("policy.surveys", f"{problem}; {accepted}")
+    def _fingerprint(self) -> str:
+        return fingerprint(self.settings.data, self.folder)
 
     def _part_of_relay(self, caller: str, fetch: wire.Fetch) -> Weights:
         """Return the model after a hop to the caller that has its ticket."""
@@ -316,12 +289,9 @@ class SiteServer:
             raise RuleError("relay", f"the model after hop {fetch.hop} is for whoever has its ticket")
         if caller == SERVER:
             run.guard.fetched_by_server(fetch.relay_id)
-        about = {
-            "samples": result.samples,
-            "bytes": records.size(result.weights),
-            "to": "" if caller == SERVER else caller,
-        }
-        self.note(wire.Fetch.__name__, client=result.client, round=run.guard.round, **about)
+        about = {"client": result.client, "round": run.guard.round, "samples": result.samples}
+        to = "" if caller == SERVER else caller
+        self.note(wire.Fetch.__name__, bytes=records.size(result.weights), to=to, **about)
         return result.weights
 
     def _running(self) -> SiteRun:
@@ -341,7 +311,8 @@ class SiteServer:
     def context(self, begin: wire.Begin, job: str) -> ClientContext:
         """Return the context that the clients of this site share."""
         with self._reading(job, begin) if begin.statistics is not None else nullcontext():
-            context = context_of(begin, self.data, self._keys or KeyRing.of_site(), tells=self._tells)
+            keys = self._keys or KeyRing.of_site()
+            context = context_of(begin, self.settings.data, keys, tells=self.settings.tells)
         if self.policy is None:
             return context
         return dataclasses.replace(context, privacy=self.policy.least(context.privacy))
@@ -399,15 +370,16 @@ class SiteRun:
         if saved is None:
             return run, 0, begin.clients
         stored = run.clients.intersection(saved.state["lived"])
-        run.guard.remember(saved.state.get("asked", {}))
+        run.guard.times_in_run = dict(saved.state.get("asked", {}))
         saved.only(stored).restore(run.store)
         return run, saved.round, sorted(run.clients - stored)
 
-    def save(self, round: int) -> None:
+    def save(self, save: wire.Save) -> wire.Done:
         """Write the clients' states and the list of clients, because a client may have no state."""
-        self.guard.save(round)
-        state = {"lived": sorted(self.clients), "asked": self.guard.memory}
-        checkpoint.save(self.folder, round, state, self.store)
+        self.guard.save(save.round)
+        state = {"lived": sorted(self.clients), "asked": self.guard.times_in_run}
+        checkpoint.save(self.folder, save.round, state, self.store)
+        return wire.Done()
 
     def learn(self, ack: object) -> None:
         """Process an acknowledgement of an earlier answer, which may be repeated."""
@@ -436,7 +408,7 @@ class SiteRun:
         if allowed:
             group = None
             if ask.group:
-                group = SiteGroup(ask.group, ask.places, self._send_part, self.site_server.patience)
+                group = SiteGroup(ask.group, ask.places, self._send_part, self.site_server.settings.patience)
             self._part_bytes = 0
             outcomes |= self.engine.ask(allowed, together=group is not None, group=group)
             if self._part_bytes:
@@ -546,17 +518,15 @@ class SiteRun:
 
     def _weights(self, hop: wire.Hop) -> Weights:
         """Return the model of a relay: sent with the task, kept here, or fetched from the site that has it."""
-        if hop.weights is not None:
-            weights = hop.weights
-        elif hop.holder == self.site_server.name:
+        if hop.weights is None and hop.holder == self.site_server.name:
             result = self.leg.result_of(hop.relay_id, hop.base)
             if result is None:
                 raise FedstrataError(f"the model after hop {hop.base} is not here")
             return result.weights
-        else:
-            weights = read(
-                self.site_server.send(hop.holder, records.encode(wire.Fetch(hop.relay_id, hop.base, hop.key))), Weights
-            )
+        weights = hop.weights
+        if weights is None:
+            fetch = records.encode(wire.Fetch(hop.relay_id, hop.base, hop.key))
+            weights = read(self.site_server.send(hop.holder, fetch), Weights)
         model = self.context.config.model
         if defect := defect_of(weights, lambda brought: brought.require_like(Weights(model.params(), model.buffers()))):
             raise ReplyRefusedError(f"the model after hop {hop.base} came damaged: {defect}")

@@ -10,6 +10,8 @@ from fedstrata.base import records
 from fedstrata.federation.messages import Request, Weights
 from fedstrata.runs.preparation import prepare
 from fedstrata.sites.ledger import Entry
+from fedstrata.sites.policy import Policy
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.wire import (
     Answers,
@@ -52,7 +54,7 @@ class Site:
     Args:
         folder: Where it keeps its states.
         table: The spec, as far as it is not small.
-        settings: Of the site server.
+        settings: Of the site, and its ``policy``.
     """
 
     def __init__(self, folder: Path, table: dict[str, Any] | None = None, **settings: Any) -> None:
@@ -65,14 +67,15 @@ class Site:
         given = dict(table or {})
         training = {"rounds": 3, "local_steps": 2, "clients_per_round": 2, **given.pop("training", {})}
         self.spec = fs.Experiment.from_table({**small, **given, "training": training})
-        self.folder, self.settings, self.ledger = folder, settings, MemoryLedger()
+        self.policy: Policy | None = settings.pop("policy", None)
+        self.folder, self.settings, self.ledger = folder, SiteSettings(patience=5.0, **settings), MemoryLedger()
         self.exchange = 0
         self.start()
 
     def start(self) -> None:
         """The site's process starts, also after a kill."""
         self.site_server = SiteServer(
-            "a", self.folder, lambda target, data: b"", patience=5.0, ledger=self.ledger, **self.settings
+            "a", self.folder, lambda target, data: b"", self.settings, policy=self.policy, ledger=self.ledger
         )
 
     @property

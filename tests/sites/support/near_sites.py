@@ -9,6 +9,7 @@ from site_engine import make_site_engine
 
 from fedstrata.federation.engine import Engine
 from fedstrata.runs.preparation import Prepared
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
@@ -30,9 +31,7 @@ def near_sites(prepared: Prepared, place: Path, request: Any, *, direct: bool = 
         def carry(target: str, data: bytes, name: str = name) -> object:
             return sums.add_up(name, data) if target == SERVER else site_servers[target].call(name, data)
 
-        site_servers[name] = SiteServer(
-            name, place / name, carry, patience=patience, allow=None, frank=True, undeclared=True
-        )
+        site_servers[name] = SiteServer(name, place / name, carry, SiteSettings(patience=patience, simulated=True))
     spec, site_of_client = prepared.spec.to_toml(), list("aabb")
     engine = make_site_engine(
         prepared.config, Transport(), site_of_client, sums, spec=spec, run="run", patience=patience, direct=direct

@@ -36,6 +36,7 @@ from fedstrata.runs.preparation import Prepared
 from fedstrata.sites.disclosure import declaration_of
 from fedstrata.sites.guard import Guard, Quota
 from fedstrata.sites.policy import RuleError
+from fedstrata.sites.settings import SiteSettings
 from fedstrata.sites.site_server import SERVER, SiteServer
 from fedstrata.sites.sums import Sums
 
@@ -169,7 +170,7 @@ def recorded(job: str, folder: Path) -> tuple[Prepared, list[Asked]]:
     """What a site with all clients is asked in a run."""
     spec = spec_of(job)
     prepared, sums, tape = fs.prepare(spec), Sums(60.0), list[Asked]()
-    site_server = SiteServer("a", folder, lambda target, data: sums.add_up("a", data), patience=60.0)
+    site_server = SiteServer("a", folder, lambda target, data: sums.add_up("a", data), SiteSettings())
 
     class Transport:
         def is_reachable(self, site: str) -> bool:
