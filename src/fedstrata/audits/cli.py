@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fedstrata.cli.common import add_command, add_output, add_trust, print_json
-
-if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
+from fedstrata.cli import common
 
 
-def add_audit(commands: Commands) -> None:
+def add_audit(commands: common.Commands) -> None:
     """Add ``fedstrata audit prototypes`` and ``fedstrata audit gradients``."""
     examples = "fedstrata audit prototypes runs/rebafl"
-    audits = add_command(commands, "audit", "what a run gives away: attacks on what clients sent", examples)
+    audits = common.add_command(commands, "audit", "what a run gives away: attacks on what clients sent", examples)
     kinds = audits.add_subparsers(required=True, metavar="WHAT")
     examples = """
         fedstrata audit gradients runs/stratify
@@ -37,14 +34,14 @@ def add_audit(commands: Commands) -> None:
     parser.set_defaults(work=_audit_prototypes)
 
 
-def _add_kind(kinds: Commands, name: str, help: str, examples: str) -> argparse.ArgumentParser:
-    parser = add_command(kinds, name, help, examples)
+def _add_kind(kinds: common.Commands, name: str, help: str, examples: str) -> argparse.ArgumentParser:
+    parser = common.add_command(kinds, name, help, examples)
     parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN/audit)")
     parser.add_argument("--steps", type=int, default=300, help="optimisation steps of each attack (default: 300)")
     parser.add_argument("--seed", type=int, default=0, help="of the attacks (default: 0)")
-    add_trust(parser)
-    add_output(parser)
+    common.add_trust(parser)
+    common.add_output(parser)
     return parser
 
 
@@ -81,7 +78,7 @@ def _show(options: argparse.Namespace, kind: Any, audit: Any, suffixes: tuple[st
     out = options.out or options.run / "audit"
     kind.write(audit, out)
     if options.json:
-        print_json({"folder": str(out), **kind.to_json(audit)})
+        common.print_json({"folder": str(out), **kind.to_json(audit)})
         return 0
     kind.print_table(audit)
     print(f"written to {out}: {', '.join(f'{kind.NAME}.{suffix}' for suffix in suffixes)}")

@@ -7,16 +7,12 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import FedstrataError
 from fedstrata.cli import common
 
-if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
 
-
-def add_reproduce(commands: Commands) -> None:
+def add_reproduce(commands: common.Commands) -> None:
     """Add ``fedstrata reproduce``."""
     examples = """
         fedstrata reproduce --list
@@ -24,7 +20,8 @@ def add_reproduce(commands: Commands) -> None:
         fedstrata reproduce --quick
     """
     help = "the tables of the four papers: run what is missing, judge, write"
-    parser = common.add_command(commands, "reproduce", help, examples, imports=True)
+    more = {"work": _reproduce, "after_interrupt": "go on from the last checkpoint with the same command"}
+    parser = common.add_command(commands, "reproduce", help, examples, imports=True, **more)
     help = "PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
     parser.add_argument("--quick", action="store_true", help="at small scale, in minutes; says nothing of the papers")
@@ -34,8 +31,6 @@ def add_reproduce(commands: Commands) -> None:
     parser.add_argument("--list", action="store_true", help="what tables there are, what they lack, and its hours")
     parser.add_argument("--show", action="store_true", help="run nothing, write the pages of what is there")
     common.add_output(parser)
-    after = "go on from the last checkpoint with the same command"
-    parser.set_defaults(work=_reproduce, after_interrupt=after)
 
 
 def _reproduce(options: argparse.Namespace) -> int:

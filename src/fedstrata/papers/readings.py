@@ -123,15 +123,8 @@ def mean_of_one_draw(lengths: NDArray[np.float64], aggregator: Aggregator) -> fl
     all_drawn = draw(clients, strata, np.array([n]), np.array([n]), lengths, False, np.random.default_rng(0))
     total = 0.0
     for k in range(n):
-        place = np.array([k])
-        one = replace(
-            all_drawn,
-            clients=all_drawn.clients[place],
-            draws=all_drawn.draws[place],
-            probability=all_drawn.probability[place],
-            stratum=all_drawn.stratum[place],
-        )
-        weight = aggregator.coefficients(one, np.array([0]), np.array([1]))
+        one = {key: getattr(all_drawn, key)[[k]] for key in ("clients", "draws", "probability", "stratum")}
+        weight = aggregator.coefficients(replace(all_drawn, **one), np.array([0]), np.array([1]))
         total += float(all_drawn.probability[k] * weight[0] * lengths[k])
     return total
 
@@ -245,41 +238,6 @@ def training_operations(method: str, epochs: int, samples: int = 100) -> int:
     return int(counter.get_total_flops())
 
 
-def _prototype_operations() -> Reading:
-    once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
-    epoch = {method: twice[method] - once[method] for method in once}
-    # Other operations, such as those of evaluations, are equal and cancel out.
-    prototypes = (once["rebafl"] - epoch["rebafl"]) - (once["fedavg"] - epoch["fedavg"])
-    values = {
-        str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)
-    }
-    text = (
-        f"{values['5']:.2f} times FedAvg's with the paper's five local epochs, {values['1']:.2f} with one, "
-        f"{values['20']:.2f} with twenty: features of all samples are computed under the received model (Eq. 18) and "
-        f"under the trained one (Eq. 21), two passes where the text counts one; the augmented loss itself adds "
-        f"{100 * (epoch['rebafl'] / epoch['fedavg'] - 1):.2f} %"
-    )
-    description = "Floating-point operations of a client's round with ReBaFL, its network on images of 28×28 pixels"
-    holds = verdict([value <= FEW_MORE for value in values.values()])
-    return Reading("rebafl-operations", description, text, values, holds)
-
-
-def _clusters() -> Reading:
-    cases = {"[90, 5, 5]": [90, 5, 5], "[34, 33, 33]": [34, 33, 33], "[7, 5, 3, 2, 2, 1]": [7, 5, 3, 2, 2, 1]}
-    biases = {name: 100 * fedssar_bias(sizes) for name, sizes in cases.items()}
-    text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in biases.items())
-    whole = 100 * fedssar_bias([50, 30, 20])
-    description = "Bias of FedSSAR's mean for ten places, clusters with orthogonal updates"
-    text = f"{text}; {whole:.0f} % for [50, 30, 20], where it is whole"
-    return Reading(
-        "fedssar-bias",
-        description,
-        text,
-        biases,
-        verdict([value <= 100 * EXACT for value in [*biases.values(), whole]]),
-    )
-
-
 def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) -> dict[str, float]:
     """Return the variance of a client's weight in the mean of the drawn clients, averaged over the clients.
 
@@ -306,28 +264,63 @@ def weight_variances(clients: int = 100, places: int = 10, draws: int = 4000) ->
     return variances
 
 
-def _weight_variance() -> Reading:
-    n, m = 100, 10
-    formula = (1 / (m * n)) * (1 - m / n)
-    measured = weight_variances(n, m)["strata"]
-    text = f"{measured:.3e} drawn, {formula:.3e} by Eq. 11; N = {n}, m = {m}"
-    description = "Variance of a client's weight with one draw from each of m equal clusters"
-    holds = verdict([abs(measured / formula - 1) <= EXACT])
-    return Reading("fedssar-variance", description, text, {"drawn": measured, "formula": formula}, holds)
+Made = tuple[str, Mapping[str, float], Sequence[bool]]
+"""The result of a rule in words and as numbers, and whether the rule does in each case what the paper says."""
+
+_MAKERS: list[Callable[[], Reading]] = []
+"""The functions that make the readings, in the order of the page."""
 
 
-def _less_variance() -> Reading:
-    variances = weight_variances()
+def _reading(name: str, description: str) -> Callable[[Callable[[], Made]], Callable[[], Reading]]:
+    """Return a decorator that adds a reading, which the decorated function computes."""
+
+    def add(compute: Callable[[], Made]) -> Callable[[], Reading]:
+        def make() -> Reading:
+            text, values, right = compute()
+            return Reading(name, description, text, values, verdict(right))
+
+        _MAKERS.append(make)
+        return make
+
+    return add
+
+
+@_reading("stratify-weights", "Stratify's uniform selection under a cap")
+def _uses() -> Made:
+    uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
+    even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
     text = (
-        f"{variances['strata']:.2e} with strata; {variances['returning']:.2e} by draws with replacement, with which "
-        f"the paper compares (Eq. 10); {variances['plain']:.2e} by draws without, which is how FedAvg draws"
+        f"{uses[0]:.2f} and {uses[1]:.2f} uses a sample at clients of 900 and 100 samples of a label with a cap of "
+        f"500; {even[0]:.2f} and {even[1]:.2f} at clients of 500 each"
     )
-    description = "The same beside draws without strata; N = 100, m = 10"
-    holds = verdict([variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")])
-    return Reading("fedssar-less-variance", description, text, variances, holds)
+    values = {"large": float(uses[0]), "small": float(uses[1])}
+    return text, values, [abs(large / small - 1) <= DRAWN for large, small in (uses, even)]
 
 
-def _neyman() -> Reading:
+@_reading(
+    "stratify-variance",
+    "Variance that labels bring into the gradient of 64 samples: ten equal labels, orthogonal gradients of length 1",
+)
+def _label_variance() -> Made:
+    batch, classes, samples = 64, 10, 6000
+    generator = np.random.default_rng(0)
+    counts = np.full(classes, samples)
+    orders = [schedule(frequencies(counts), generator) for _ in range(20)]
+    scheduled = float(np.mean([label_variance(order, batch) for order in orders]))
+    # B draws of all samples; and batches of one label, which is all that a client has.
+    random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
+    text = (
+        f"{scheduled:.4f} by the schedule, {random:.4f} by random draws from all samples, {alone:.1f} at a client with "
+        f"one of ten labels, for batches of {batch}"
+    )
+    values = {"schedule": scheduled, "random": random, "client": alone}
+    return text, values, [scheduled <= (1 - DRAWN) * other for other in (random, alone)]
+
+
+@_reading(
+    "neyman-zero", "Neyman's allocation of ten draws to ten strata of ten clients, strata with orthogonal updates"
+)
+def _neyman() -> Made:
     deviations = [0.02, 0.03, 1.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5]
     allocation, bias = neyman_bias([10] * 10, deviations, 10)
     one = neyman(10, np.array([10] * 10), np.array(deviations), least=1).tolist()
@@ -335,22 +328,22 @@ def _neyman() -> Reading:
         f"for instance with S_h = {deviations}: m_h = {allocation}, and the mean is {100 * bias:.0f} % off; with one "
         f"draw for each stratum first, m_h = {one} whatever S_h is"
     )
-    description = "Neyman's allocation of ten draws to ten strata of ten clients, strata with orthogonal updates"
-    return Reading("neyman-zero", description, text, {"bias": 100 * bias}, verdict([bias <= EXACT]))
+    return text, {"bias": 100 * bias}, [bias <= EXACT]
 
 
-def _importance() -> Reading:
+@_reading(
+    "importance-bias",
+    "FedSTS's mean of one stratum of ten clients whose updates have one direction and lengths of 1, 2, … 10",
+)
+def _importance() -> Made:
     updates = np.arange(1.0, 11.0)
     mean, drawn = float(updates.mean()), mean_of_one_draw(updates, StratumMean())
     text = f"{drawn:.1f} on average where the mean is {mean:.1f}: {100 * (drawn / mean - 1):.0f} % too long"
-    description = (
-        "FedSTS's mean of one stratum of ten clients whose updates have one direction and lengths of 1, 2, … 10"
-    )
-    holds = verdict([abs(drawn / mean - 1) <= EXACT])
-    return Reading("importance-bias", description, text, {"drawn": drawn, "mean": mean}, holds)
+    return text, {"drawn": drawn, "mean": mean}, [abs(drawn / mean - 1) <= EXACT]
 
 
-def _privacy() -> Reading:
+@_reading("ldp", "Lemma 2.4 at ε = 3, M = 100: α = 0.1616")
+def _privacy() -> Made:
     epsilon, bound = 3.0, 100
     alpha = truth_probability(epsilon, bound)
     other = (1 - alpha) / (bound - 1)
@@ -360,11 +353,11 @@ def _privacy() -> Reading:
         f"largest ratio of likelihoods {ratio:.3f}, e^ε = {math.exp(epsilon):.3f}, for one report; T reports cost T ε: "
         f"99 rounds with 10 of 100 clients cost a client {spent:.1f} on average"
     )
-    holds = verdict([ratio <= math.exp(epsilon) * (1 + 1e-9)])
-    return Reading("ldp", "Lemma 2.4 at ε = 3, M = 100: α = 0.1616", text, {"ratio": ratio, "spent": spent}, holds)
+    return text, {"ratio": ratio, "spent": spent}, [ratio <= math.exp(epsilon) * (1 + 1e-9)]
 
 
-def _private_samples() -> Reading:
+@_reading("ldp-samples", "FedSTaS under ε = 3, M = 100, ten clients of 600 samples")
+def _private_samples() -> Made:
     estimates = size_estimates(np.full(10, 600), 100, 3.0)
     held = np.maximum(estimates, 1.0)
     keep = np.minimum(1.0, 0.1 * held.mean() / held)
@@ -378,11 +371,11 @@ def _private_samples() -> Reading:
         f"ñ = {values['mean']:.0f} ± {values['sd']:.0f} for 6,000 samples; a sample is kept with {values['keep']:.2f} "
         f"on average where 0.10 is wanted, and with 1 in {100 * values['all']:.1f} % of the rounds"
     )
-    holds = verdict([abs(values["keep"] / 0.1 - 1) <= DRAWN])
-    return Reading("ldp-samples", "FedSTaS under ε = 3, M = 100, ten clients of 600 samples", text, values, holds)
+    return text, values, [abs(values["keep"] / 0.1 - 1) <= DRAWN]
 
 
-def _limit() -> Reading:
+@_reading("ldp-limit", "Lemma 2.2: root mean square of p̃ − p at ε = 3, M = 100, n* = 0.1 n")
+def _limit() -> Made:
     bound, epsilon, wanted = 100, 3.0, 0.1
     counts, sizes = (10, 100, 1000, 10_000), (60, 600)
     errors = {size: [keep_errors(size, m, bound, epsilon, wanted) for m in counts] for size in sizes}
@@ -393,13 +386,12 @@ def _limit() -> Reading:
         f"{wanted} is wanted; with 600 samples each it is off by {errors[600][0]:.3f} and {errors[600][-1]:.3f}, for "
         f"sizes are cut at {bound - 1} and it tends to {clipped:.3f}"
     )
-    description = "Lemma 2.2: root mean square of p̃ − p at ε = 3, M = 100, n* = 0.1 n"
     values = {f"{size}, {m}": error for size, row in errors.items() for m, error in zip(counts, row, strict=True)}
-    holds = verdict([row[-1] <= DRAWN * wanted for row in errors.values()])
-    return Reading("ldp-limit", description, text, values, holds)
+    return text, values, [row[-1] <= DRAWN * wanted for row in errors.values()]
 
 
-def _floored() -> Reading:
+@_reading("ldp-floor", "ñ of ten clients at ε = 1.3, M = 20")
+def _floored() -> Made:
     estimates = size_estimates(np.array([8, 9, 9, 8, 9, 9, 9, 8, 9, 9]), 20, 1.3)
     values = {
         "before": float(estimates.mean()),
@@ -410,59 +402,59 @@ def _floored() -> Reading:
         f"{values['before']:.1f} on average before it is held above 1, {values['after']:.1f} after, for a true 87; "
         f"{100 * values['floored']:.0f} % are held"
     )
-    holds = verdict([abs(values["after"] / 87 - 1) <= DRAWN])
-    return Reading("ldp-floor", "ñ of ten clients at ε = 1.3, M = 20", text, values, holds)
+    return text, values, [abs(values["after"] / 87 - 1) <= DRAWN]
 
 
-def _uses() -> Reading:
-    uses = np.mean([uses_a_sample([900, 100], 500, seed=seed) for seed in range(20)], axis=0)
-    even = np.mean([uses_a_sample([500, 500], 500, seed=seed) for seed in range(20)], axis=0)
+@_reading("fedssar-bias", "Bias of FedSSAR's mean for ten places, clusters with orthogonal updates")
+def _clusters() -> Made:
+    biases = {str(sizes): 100 * fedssar_bias(sizes) for sizes in ([90, 5, 5], [34, 33, 33], [7, 5, 3, 2, 2, 1])}
+    text = ", ".join(f"{value:.1f} % for clusters of {name}" for name, value in biases.items())
+    whole = 100 * fedssar_bias([50, 30, 20])
+    text = f"{text}; {whole:.0f} % for [50, 30, 20], where it is whole"
+    return text, biases, [value <= 100 * EXACT for value in [*biases.values(), whole]]
+
+
+@_reading("fedssar-variance", "Variance of a client's weight with one draw from each of m equal clusters")
+def _weight_variance() -> Made:
+    n, m = 100, 10
+    formula = (1 / (m * n)) * (1 - m / n)
+    measured = weight_variances(n, m)["strata"]
+    text = f"{measured:.3e} drawn, {formula:.3e} by Eq. 11; N = {n}, m = {m}"
+    return text, {"drawn": measured, "formula": formula}, [abs(measured / formula - 1) <= EXACT]
+
+
+@_reading("fedssar-less-variance", "The same beside draws without strata; N = 100, m = 10")
+def _less_variance() -> Made:
+    variances = weight_variances()
     text = (
-        f"{uses[0]:.2f} and {uses[1]:.2f} uses a sample at clients of 900 and 100 samples of a label with a cap of "
-        f"500; {even[0]:.2f} and {even[1]:.2f} at clients of 500 each"
+        f"{variances['strata']:.2e} with strata; {variances['returning']:.2e} by draws with replacement, with which "
+        f"the paper compares (Eq. 10); {variances['plain']:.2e} by draws without, which is how FedAvg draws"
     )
-    values = {"large": float(uses[0]), "small": float(uses[1])}
-    holds = verdict([abs(large / small - 1) <= DRAWN for large, small in (uses, even)])
-    return Reading("stratify-weights", "Stratify's uniform selection under a cap", text, values, holds)
+    return text, variances, [variances["strata"] <= (1 - DRAWN) * variances[other] for other in ("returning", "plain")]
 
 
-def _label_variance() -> Reading:
-    batch, classes, samples = 64, 10, 6000
-    generator = np.random.default_rng(0)
-    counts = np.full(classes, samples)
-    orders = [schedule(frequencies(counts), generator) for _ in range(20)]
-    scheduled = float(np.mean([label_variance(order, batch) for order in orders]))
-    # B draws of all samples; and batches of one label, which is all that a client has.
-    random, alone = (1 - 1 / classes) / batch, 1 - 1 / classes
-    text = (
-        f"{scheduled:.4f} by the schedule, {random:.4f} by random draws from all samples, {alone:.1f} at a client with "
-        f"one of ten labels, for batches of {batch}"
-    )
-    description = (
-        "Variance that labels bring into the gradient of 64 samples: ten equal labels, orthogonal gradients of length 1"
-    )
-    values = {"schedule": scheduled, "random": random, "client": alone}
-    holds = verdict([scheduled <= (1 - DRAWN) * other for other in (random, alone)])
-    return Reading("stratify-variance", description, text, values, holds)
-
-
-MADE: tuple[Callable[[], Reading], ...] = (
-    _uses,
-    _label_variance,
-    _neyman,
-    _importance,
-    _privacy,
-    _private_samples,
-    _limit,
-    _floored,
-    _clusters,
-    _weight_variance,
-    _less_variance,
-    _prototype_operations,
+@_reading(
+    "rebafl-operations",
+    "Floating-point operations of a client's round with ReBaFL, its network on images of 28×28 pixels",
 )
+def _prototype_operations() -> Made:
+    once, twice = ({m: training_operations(m, epochs) for m in ("fedavg", "rebafl")} for epochs in (1, 2))
+    epoch = {method: twice[method] - once[method] for method in once}
+    # Other operations, such as those of evaluations, are equal and cancel out.
+    prototypes = (once["rebafl"] - epoch["rebafl"]) - (once["fedavg"] - epoch["fedavg"])
+    values = {
+        str(epochs): (epochs * epoch["rebafl"] + prototypes) / (epochs * epoch["fedavg"]) for epochs in (1, 5, 20)
+    }
+    text = (
+        f"{values['5']:.2f} times FedAvg's with the paper's five local epochs, {values['1']:.2f} with one, "
+        f"{values['20']:.2f} with twenty: features of all samples are computed under the received model (Eq. 18) and "
+        f"under the trained one (Eq. 21), two passes where the text counts one; the augmented loss itself adds "
+        f"{100 * (epoch['rebafl'] / epoch['fedavg'] - 1):.2f} %"
+    )
+    return text, values, [value <= FEW_MORE for value in values.values()]
 
 
 @cache
 def readings() -> dict[str, Reading]:
     """Return all readings by name."""
-    return {reading.name: reading for reading in (make() for make in MADE)}
+    return {reading.name: reading for reading in (make() for make in _MAKERS)}

@@ -5,45 +5,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedstrata.base.errors import SpecError
 from fedstrata.base.signals import Terminated
-from fedstrata.cli.common import (
-    add_command,
-    add_output,
-    add_overrides,
-    add_spec,
-    add_trust,
-    experiment,
-    located,
-    print_json,
-    show_run,
-)
-
-if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
+from fedstrata.cli import common
 
 
-def add_deploy(commands: Commands) -> None:
+def add_deploy(commands: common.Commands) -> None:
     """Add ``fedstrata deploy``."""
     examples = """
         fedstrata deploy spec.toml --sites sites.toml --out kits
         fedstrata deploy spec.toml --sites sites.toml --out trial --try
     """
     help = "certificates, start-up kits and the job for real sites (NVFlare)"
-    parser = add_command(commands, "deploy", help, examples, imports=True)
+    parser = common.add_command(commands, "deploy", help, examples, imports=True, work=_deploy)
     parser.add_argument("spec", help="a TOML file")
-    add_overrides(parser)
+    common.add_overrides(parser)
     parser.add_argument("--sites", type=Path, required=True, metavar="TOML", help="the server and the sites")
     help = "the folder; one inside it for everybody"
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=help)
     help = "start all of it on this machine, run the experiment, fetch the result to DIR/result and shut down"
     parser.add_argument("--try", action="store_true", dest="trial", help=help)
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_deploy)
+    common.add_output(parser, progress=False)
 
 
 def _deploy(options: argparse.Namespace) -> int:
@@ -52,12 +37,12 @@ def _deploy(options: argparse.Namespace) -> int:
     from fedstrata.sites.local_deployment import try_out
     from fedstrata.sites.provision import provision
 
-    spec = experiment(options)
+    spec = common.experiment(options)
     sites, out, base_dir = Sites.read(options.sites), options.out, options.sites.parent
     if options.trial:
-        folder = located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
-        return show_run(History.load(folder), options.json)
-    located(options, lambda: provision(spec, sites, out))
+        folder = common.located(options, lambda: try_out(spec, sites, out, base_dir=base_dir, report=_report(options)))
+        return common.show_run(History.load(folder), options.json)
+    common.located(options, lambda: provision(spec, sites, out))
     text = f"{out}: give everybody the folder of their name; its README.md says what to do there"
     return _show(options, {"folder": str(out)}, text)
 
@@ -65,25 +50,25 @@ def _deploy(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace, table: object, *lines: str) -> int:
     """Print a result: a table with ``--json``, otherwise lines. Return the exit code 0."""
     if options.json:
-        print_json(table)
+        common.print_json(table)
     else:
         print("\n".join(lines))
     return 0
 
 
-def add_submit(commands: Commands) -> None:
+def add_submit(commands: common.Commands) -> None:
     """Add ``fedstrata submit``."""
     examples = """
         fedstrata submit kits/admin --out result
         fedstrata submit kits/admin --out result --wait 600
     """
-    parser = add_command(commands, "submit", "bring a deployment's job to its server and fetch the result", examples)
+    help = "bring a deployment's job to its server and fetch the result"
+    after = "the job goes on; the same command stays with it again"
+    parser = common.add_command(commands, "submit", help, examples, work=_submit, after_interrupt=after)
     parser.add_argument("admin", type=Path, metavar="ADMIN", help="the administrator's folder that deploy wrote")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the run folder goes")
     parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for sites to join (default: 60)")
-    add_output(parser, progress=False)
-    after = "the job goes on; the same command stays with it again"
-    parser.set_defaults(work=_submit, after_interrupt=after)
+    common.add_output(parser, progress=False)
 
 
 def _submit(options: argparse.Namespace) -> int:
@@ -91,7 +76,7 @@ def _submit(options: argparse.Namespace) -> int:
     from fedstrata.sites.submit import submit
 
     folder = submit(options.admin, options.out, wait=options.wait, report=_report(options))
-    return show_run(History.load(folder), options.json)
+    return common.show_run(History.load(folder), options.json)
 
 
 def _report(options: argparse.Namespace) -> Callable[[str], None]:
@@ -104,7 +89,7 @@ def _report(options: argparse.Namespace) -> Callable[[str], None]:
     return report
 
 
-def add_status(commands: Commands) -> None:
+def add_status(commands: common.Commands) -> None:
     """Add ``fedstrata status``."""
     examples = """
         fedstrata status kits/admin
@@ -113,7 +98,7 @@ def add_status(commands: Commands) -> None:
         fedstrata status result --serve 8080
     """
     help = "how far a deployment's run is: round, accuracy, sites, time left"
-    parser = add_command(commands, "status", help, examples)
+    parser = common.add_command(commands, "status", help, examples, work=_status)
     help = "the administrator's or server's folder, a site's for its part, or a run"
     parser.add_argument("folder", type=Path, metavar="DIR", help=help)
     how = parser.add_mutually_exclusive_group()
@@ -122,7 +107,6 @@ def add_status(commands: Commands) -> None:
     help = "a page with live curves, for this machine alone (default: a free port)"
     how.add_argument("--serve", type=_port, nargs="?", const=0, metavar="PORT", help=help)
     parser.add_argument("--json", action="store_true", help="as a table for programs; with --watch a line each")
-    parser.set_defaults(work=_status)
 
 
 def _port(text: str) -> int:
@@ -146,13 +130,12 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-def add_check(commands: Commands) -> None:
+def add_check(commands: common.Commands) -> None:
     """Add ``fedstrata check``."""
     help = "whether a site can take part: settings, data, certificates, server, clock"
-    parser = add_command(commands, "check", help, "fedstrata check kits/hospital-a")
+    parser = common.add_command(commands, "check", help, "fedstrata check kits/hospital-a", work=_check)
     parser.add_argument("kit", type=Path, metavar="DIR", help="the site's folder")
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_check)
+    common.add_output(parser, progress=False)
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -163,15 +146,15 @@ def _check(options: argparse.Namespace) -> int:
     return int(any(each.state == "problem" for each in findings))
 
 
-def add_renew(commands: Commands) -> None:
+def add_renew(commands: common.Commands) -> None:
     """Add ``fedstrata renew``."""
     examples = "fedstrata renew kits/authority kits/hospital-a/startup/client.crt --days 365"
-    parser = add_command(commands, "renew", "new certificates for the same keys, in place of old ones", examples)
+    help = "new certificates for the same keys, in place of old ones"
+    parser = common.add_command(commands, "renew", help, examples, work=_renew)
     parser.add_argument("authority", type=Path, metavar="AUTHORITY", help="the folder of the root's private key")
     parser.add_argument("certificates", type=Path, nargs="+", metavar="CRT", help="what a party has in startup/")
     parser.add_argument("--days", type=int, default=365, metavar="N", help="how long they are valid (default: 365)")
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_renew)
+    common.add_output(parser, progress=False)
 
 
 def _renew(options: argparse.Namespace) -> int:
@@ -183,15 +166,14 @@ def _renew(options: argparse.Namespace) -> int:
     return _show(options, {path: end.isoformat() for path, end in ends.items()}, *lines)
 
 
-def add_revoke(commands: Commands) -> None:
+def add_revoke(commands: common.Commands) -> None:
     """Add ``fedstrata revoke``."""
     help = "strike a site off the server's list of who may connect"
-    parser = add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a")
+    parser = common.add_command(commands, "revoke", help, "fedstrata revoke kits/server hospital-a", work=_revoke)
     parser.add_argument("server", type=Path, metavar="SERVER", help="the server's folder")
     parser.add_argument("site", metavar="SITE", help="the site's name")
     parser.add_argument("--undo", action="store_true", help="put it on the list again")
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_revoke)
+    common.add_output(parser, progress=False)
 
 
 def _revoke(options: argparse.Namespace) -> int:
@@ -201,15 +183,14 @@ def _revoke(options: argparse.Namespace) -> int:
     return _show(options, {"members": names}, f"{options.server}: who may connect: {', '.join(names) or 'nobody'}")
 
 
-def add_verify(commands: Commands) -> None:
+def add_verify(commands: common.Commands) -> None:
     """Add ``fedstrata verify``."""
     help = "whether a result is as the administrator signed it, and what it was made from"
-    parser = add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a")
+    parser = common.add_command(commands, "verify", help, "fedstrata verify result --kit kits/hospital-a", work=_verify)
     parser.add_argument("run", type=Path, metavar="RESULT", help="the folder that 'fedstrata submit' wrote")
     help = "any party's folder, for the federation's root"
     parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help=help)
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_verify)
+    common.add_output(parser, progress=False)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -221,32 +202,27 @@ def _verify(options: argparse.Namespace) -> int:
     return _show(options, table, signed, f"spec {table['spec']}", *sites)
 
 
-def add_asks(commands: Commands) -> None:
+def add_asks(commands: common.Commands) -> None:
     """Add ``fedstrata asks``."""
     examples = """
         fedstrata asks spec.toml
         fedstrata asks spec.toml --policy kits/hospital-a --json
     """
-    parser = add_command(commands, "asks", "what a job asks of each site, in plain English", examples)
-    add_spec(parser)
+    help = "what a job asks of each site, in plain English"
+    parser = common.add_command(commands, "asks", help, examples, work=_asks)
+    common.add_spec(parser)
     parser.add_argument("--json", action="store_true", help="as a table for programs")
     help = "say whether a site with this folder would accept it"
     parser.add_argument("--policy", type=Path, metavar="KIT", help=help)
-    add_trust(parser)
-    parser.set_defaults(work=_asks)
+    common.add_trust(parser)
 
 
 def _asks(options: argparse.Namespace) -> int:
-    import json
-
     from fedstrata.sites.disclosure import declaration_of
 
     with _by_kit(options.policy, options):
-        asked = declaration_of(experiment(options))
-    if options.json:
-        print(json.dumps(asked.table(), indent=2, ensure_ascii=False))
-    else:
-        print("\n".join(asked.lines()))
+        asked = declaration_of(common.experiment(options))
+    _show(options, asked.table(), *asked.lines())
     if options.policy is not None:
         from fedstrata.sites.policy import Policy
 
@@ -260,24 +236,21 @@ def _by_kit(kit: Path | None, options: argparse.Namespace) -> Iterator[None]:
     from fedstrata.base.loading import only_from
     from fedstrata.sites.settings import SiteSettings
 
-    if kit is None or options.imports:
-        yield
-        return
-    with only_from(SiteSettings.read(kit).packages):
+    with nullcontext() if kit is None or options.imports else only_from(SiteSettings.read(kit).packages):
         yield
 
 
-def add_approve(commands: Commands) -> None:
+def add_approve(commands: common.Commands) -> None:
     """Add ``fedstrata approve``."""
     examples = """
         fedstrata approve spec.toml --kit kits/hospital-a
         fedstrata approve 0123456789abcdef --kit kits/hospital-a
     """
-    parser = add_command(commands, "approve", "let a site accept a job, by the hash of its spec", examples)
+    help = "let a site accept a job, by the hash of its spec"
+    parser = common.add_command(commands, "approve", help, examples, work=_approve)
     parser.add_argument("job", metavar="HASH|SPEC", help="the hash that 'fedstrata asks' prints, or the spec itself")
     parser.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the site's folder that deploy wrote")
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_approve)
+    common.add_output(parser, progress=False)
 
 
 def _approve(options: argparse.Namespace) -> int:

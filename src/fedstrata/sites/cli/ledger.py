@@ -6,18 +6,14 @@ import argparse
 import csv
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from fedstrata.cli.common import add_command, add_output, print_json
-
-if TYPE_CHECKING:
-    from fedstrata.cli.common import Commands
+from fedstrata.cli import common
 
 OUTCOME = ("refused", "failed", "to")
 COLUMNS = ("n", "at", "run", "client", "kind", "phase", "round", "samples", "bytes", "epsilon", *OUTCOME)
 
 
-def add_ledger(commands: Commands) -> None:
+def add_ledger(commands: common.Commands) -> None:
     """Add ``fedstrata ledger``."""
     examples = """
         fedstrata ledger kits/hospital-a
@@ -25,7 +21,7 @@ def add_ledger(commands: Commands) -> None:
         fedstrata ledger kits/hospital-a --csv
     """
     help = "what a site answered, from its own ledger, and whether that is whole"
-    parser = add_command(commands, "ledger", help, examples)
+    parser = common.add_command(commands, "ledger", help, examples, work=_ledger)
     parser.add_argument("kit", type=Path, metavar="KIT", help="the site's folder")
     help = "check every checksum and the head; exit code 1 if one is off"
     parser.add_argument("--verify", action="store_true", help=help)
@@ -33,8 +29,7 @@ def add_ledger(commands: Commands) -> None:
     parser.add_argument("--told", type=Path, metavar="RUN", help=help)
     parser.add_argument("--site", metavar="NAME", help="the site's name there; that of the folder unless given")
     parser.add_argument("--csv", action="store_true", help="every entry as a line of CSV")
-    add_output(parser, progress=False)
-    parser.set_defaults(work=_ledger)
+    common.add_output(parser, progress=False)
 
 
 def _ledger(options: argparse.Namespace) -> int:
@@ -44,8 +39,8 @@ def _ledger(options: argparse.Namespace) -> int:
     checked = check(options.kit / PLACE, log_heads)
     if options.json:
         whole = {"whole": not checked.problems, "problems": checked.problems, "notes": checked.notes}
-        print_json({"questions": totals(checked.entries), "entries": len(checked.entries), **whole})
-        return 1 if checked.problems else 0
+        common.print_json({"questions": totals(checked.entries), "entries": len(checked.entries), **whole})
+        return int(bool(checked.problems))
     if options.csv:
         writer = csv.DictWriter(sys.stdout, COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
@@ -64,7 +59,7 @@ def _ledger(options: argparse.Namespace) -> int:
         print(f"fedstrata: {problem}", file=sys.stderr)
     if options.verify and not checked.problems:
         print(f"whole: {len(checked.entries)} entries" + (", as the server was told" if log_heads else ""))
-    return 1 if checked.problems else 0
+    return int(bool(checked.problems))
 
 
 COMMANDS = (add_ledger,)
