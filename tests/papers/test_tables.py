@@ -7,7 +7,7 @@ import pytest
 from fedstrata.base.errors import SpecError
 from fedstrata.papers import tables as module
 from fedstrata.papers.judging import claims
-from fedstrata.papers.tables import METRICS, PAPERS, chosen, deep_merge, experiment_of, read, tables
+from fedstrata.papers.tables import METRICS, PAPERS, chosen, experiment_of, read, tables
 
 TEXT = """
 title = "Two methods"
@@ -55,15 +55,6 @@ def test_a_cell_is_the_spec_with_its_column_and_its_row_on_top(table):
     }
     assert [cell.spec["training"]["rounds"] for cell in table.cells(quick=True)] == [1, 1, 1]
     assert table.comparisons() == [("x", "b", "a")]
-
-
-def test_a_section_that_has_a_name_replaces_the_one_below():
-    below = {"method": {"name": "fedprox", "mu": 0.5}, "training": {"lr": 0.1}}
-    assert deep_merge(below, {"method": {"name": "fedavg"}, "training": {"rounds": 3}}) == {
-        "method": {"name": "fedavg"},
-        "training": {"lr": 0.1, "rounds": 3},
-    }
-    assert below["training"] == {"lr": 0.1}
 
 
 def test_two_tables_share_a_cell_of_one_spec_whatever_it_is_called(table):

@@ -10,6 +10,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,7 @@ def test_clients_of_the_partition_are_dealt_to_the_sites_in_order(tmp_path: Path
 
 def test_a_plan_survives_json() -> None:
     plan = JobSpec("run.toml", "run", 2, ("a", "b"), True, 3.0, False)
-    assert JobSpec.from_table(json.loads(json.dumps(plan.table()))) == plan
+    assert JobSpec.from_table(json.loads(json.dumps(asdict(plan)))) == plan
 
 
 def test_a_sites_own_settings(tmp_path: Path) -> None:

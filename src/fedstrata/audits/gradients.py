@@ -14,10 +14,9 @@ the samples of the part, their number, and the model. There are three attacks, t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from typing_extensions import override
 from fedstrata.audits.attacks import total_variation
 from fedstrata.audits.pixels import Pixels
 from fedstrata.audits.replay import Watch, last_checkpoints, step_until
+from fedstrata.audits.similarity import mean_of
 from fedstrata.base.errors import SpecError
 from fedstrata.base.jsonl import replace_file, write_json
 from fedstrata.base.process import training_process
@@ -41,6 +41,7 @@ from fedstrata.federation.engine import Failure
 from fedstrata.federation.messages import ClientId, Params, Reply, Request, Weights
 from fedstrata.models.batchnorm import LocalGroup, has_batchnorm
 from fedstrata.models.model import Model
+from fedstrata.reporting.tables import markdown_table
 from fedstrata.runs import checkpoint
 from fedstrata.runs.preparation import Prepared
 from fedstrata.runs.run_folder import prepare_again, spec_of
@@ -301,7 +302,7 @@ class Attacker:
         if not parts:
             return Finding(size, sent, 0)
         rows = [self._one(part, place) for place, part in enumerate(parts)]
-        means = {key: _mean([row[key] for row in rows]) for key in rows[0]}
+        means = {key: mean_of(row[key] for row in rows) for key in rows[0]}
         return Finding(size, sent, len(parts), **means)
 
     def _one(self, part: SentPart, place: int) -> dict[str, float | None]:
@@ -465,21 +466,17 @@ def _right(guess: Tensor, labels: Tensor) -> float:
     return common.total() / len(labels)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return float(np.mean(known)) if known else None
-
-
 HEADINGS = ("samples in a part", "sent", "attacked", "labels right", "by chance", "exact by a row", "inversion: error",
             "class mean: error", "recognised")  # fmt: skip
 
 
-def cells(finding: Finding) -> Iterator[str]:
-    """Yield the cells of a row of the table."""
-    yield from (str(finding.size), f"{finding.sent:,}", str(finding.attacked))
+def cells(finding: Finding) -> list[str]:
+    """Return the cells of a row of the table."""
+    cells = [str(finding.size), f"{finding.sent:,}", str(finding.attacked)]
     for key in ("labels", "labels_chance", "rows", "error", "error_mean", "recognised"):
         value = getattr(finding, key)
-        yield "–" if value is None else f"{value:.3f}" if key.startswith("error") else f"{value:.0%}"
+        cells.append("–" if value is None else f"{value:.3f}" if key.startswith("error") else f"{value:.0%}")
+    return cells
 
 
 def caption(audit: GradientAudit) -> str:
@@ -496,8 +493,7 @@ def caption(audit: GradientAudit) -> str:
 
 def to_markdown(audit: GradientAudit) -> str:
     """Return the caption and the table in Markdown."""
-    lines = [caption(audit), "", "| " + " | ".join(HEADINGS) + " |", "|" + "---:|" * len(HEADINGS)]
-    return "\n".join([*lines, *("| " + " | ".join(cells(one)) + " |" for one in audit.findings)]) + "\n"
+    return f"{caption(audit)}\n\n{markdown_table(HEADINGS, map(cells, audit.findings), left=0)}"
 
 
 def print_table(audit: GradientAudit) -> None:
@@ -505,9 +501,7 @@ def print_table(audit: GradientAudit) -> None:
     print(to_markdown(audit), end="")
 
 
-def to_json(audit: GradientAudit) -> dict[str, Any]:
-    """Return all results as plain values."""
-    return asdict(audit)
+to_json = asdict
 
 
 def write(audit: GradientAudit, out: Path) -> None:

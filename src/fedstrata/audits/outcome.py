@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedstrata.audits.attacks import ATTACKS
 from fedstrata.audits.prototypes import BASELINE, Audit, Finding
+from fedstrata.audits.similarity import mean_of
 from fedstrata.base.jsonl import replace_file, write_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from fedstrata.reporting.tables import markdown_table
 
 NAME = "prototypes"
 ROWS = 8
@@ -51,12 +51,9 @@ class Row:
 def rows(audit: Audit) -> list[Row]:
     """Return the table: controls by their size, then prototypes; for each the baseline, then the attacks."""
     kinds = sorted({_kind(finding) for finding in audit.findings})
-    return [
-        _row(kind, attack, members)
-        for kind in kinds
-        for attack in (BASELINE, *(name for name, _ in ATTACKS))
-        if (members := [f for f in audit.findings if _kind(f) == kind and f.attack == attack])
-    ]
+    pairs = product(kinds, (BASELINE, *(name for name, _ in ATTACKS)))
+    groups = [(*pair, [f for f in audit.findings if (_kind(f), f.attack) == pair]) for pair in pairs]
+    return [_row(kind, attack, members) for kind, attack, members in groups if members]
 
 
 def _kind(finding: Finding) -> tuple[bool, int]:
@@ -69,22 +66,14 @@ def _row(kind: tuple[bool, int], attack: str, members: Sequence[Finding]) -> Row
     span = f"{min(sizes)}" if len(set(sizes)) == 1 else f"{min(sizes)}–{max(sizes)}"
     feature = f"prototype ({span} images)" if kind[0] else "1 image" if kind[1] == 1 else f"{kind[1]} images"
     scores = [_scores(finding) for finding in members]
-    psnr, ssim = ({key: _mean(score[name][key] for score in scores) for key in AGAINST} for name in ("psnr", "ssim"))
-    return Row(feature, attack, len(members), psnr, ssim, _mean(finding.feature_error for finding in members))
+    psnr, ssim = ({key: mean_of(score[name][key] for score in scores) for key in AGAINST} for name in ("psnr", "ssim"))
+    return Row(feature, attack, len(members), psnr, ssim, mean_of(finding.feature_error for finding in members))
 
 
 def _scores(finding: Finding) -> dict[str, dict[str, float | None]]:
     """Return PSNR and SSIM of a reconstruction, by what it is compared with."""
     of = {key: getattr(finding, key) for key in AGAINST}
-    return {
-        "psnr": {key: each and each.psnr for key, each in of.items()},
-        "ssim": {key: each and each.ssim for key, each in of.items()},
-    }
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    return {name: {key: each and getattr(each, name) for key, each in of.items()} for name in ("psnr", "ssim")}
 
 
 def cells(row: Row) -> list[str]:
@@ -127,20 +116,14 @@ def print_table(audit: Audit) -> None:
 
 def to_markdown(audit: Audit) -> str:
     """Return the caption and the table in Markdown."""
-    lines = [HEADINGS, ["---"] * 2 + ["---:"] * (len(HEADINGS) - 2), *map(cells, rows(audit))]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{caption(audit)}\n\n{table}\n\n![contact sheet]({NAME}.png)\n"
+    table = markdown_table(HEADINGS, map(cells, rows(audit)), left=2)
+    return f"{caption(audit)}\n\n{table}\n![contact sheet]({NAME}.png)\n"
 
 
 def to_json(audit: Audit) -> dict[str, Any]:
     """Return settings, table and all findings as plain values."""
-    return {
-        "method": audit.method,
-        "data": audit.data,
-        "held_out": audit.held_out,
-        "held_out_images": audit.held_out_images,
-        "steps": audit.steps,
-        "seed": audit.seed,
+    settings = {key: getattr(audit, key) for key in ("method", "data", "held_out", "held_out_images", "steps", "seed")}
+    return settings | {
         "clients": [
             {"client": one.client, "round": one.round, "difference_from_stored": one.difference} for one in audit.sent
         ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +40,12 @@ class Likeness:
 
     psnr: float
     ssim: float
+
+
+def mean_of(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are known; None if none is."""
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
 
 
 def psnr(one: Tensor, other: Tensor) -> float:

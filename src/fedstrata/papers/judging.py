@@ -150,11 +150,11 @@ def claims() -> list[Claim]:
     claims = []
     for paper in PAPERS:
         content = parse_toml(files(__package__).joinpath(paper, CLAIMS).read_text(encoding="utf-8"))
-        for each in content["claims"]:
-            about = {key: value for key, value in each.items() if key not in ("statement", "where", "kind")}
-            if each["kind"] not in KINDS:
-                raise SpecError(f"{paper}/claims", f"expected one of {', '.join(KINDS)}", each["kind"])
-            claims.append(Claim(paper, each["statement"], each["where"], each["kind"], about))
+        for about in content["claims"]:
+            claim = Claim(paper, about.pop("statement"), about.pop("where"), about.pop("kind"), about)
+            if claim.kind not in KINDS:
+                raise SpecError(f"{paper}/claims", f"expected one of {', '.join(KINDS)}", claim.kind)
+            claims.append(claim)
     return claims
 
 
@@ -285,11 +285,9 @@ def _ratio(case: _Case) -> tuple[Verdict, str]:
     """Judge whether a count of a row is at most, or at least, so many times that of another row."""
     row, other, metric = case.row, case.other, case.about["metric"]
     by_column = []
-    for column in case.table.columns:
-        if case.has(column, row, other):
-            theirs = case.values(other, column, metric)
-            mine = case.values(row, column, metric).items()
-            by_column.append([value / theirs[seed] for seed, value in mine if theirs.get(seed)])
+    for column in (column for column in case.table.columns if case.has(column, row, other)):
+        theirs, mine = case.values(other, column, metric), case.values(row, column, metric).items()
+        by_column.append([value / theirs[seed] for seed, value in mine if theirs.get(seed)])
     ratios = [ratio for of_column in by_column for ratio in of_column]
     if not ratios:
         return "not yet", "not run"
@@ -346,10 +344,8 @@ def _less(
     for label, other, over in groups:
         mine, theirs = dict[int, float](), dict[int, float]()
         for seed in case.table.seeds:
-            curves = [
-                [case.cells.get((row, column, seed), {}).get("curve", ()) for row in (case.row, other)]
-                for column in over
-            ]
+            cells = [[case.cells.get((row, column, seed), {}) for row in (case.row, other)] for column in over]
+            curves = [[cell.get("curve", ()) for cell in pair] for pair in cells]
             if curves and all(curve and baseline for curve, baseline in curves):
                 both = [figures(curve, baseline) for curve, baseline in curves]
                 mine[seed], theirs[seed] = map(statistics.fmean, zip(*both, strict=True))

@@ -105,20 +105,14 @@ def missing(wanted: Iterable[Table], out: Path, *, quick: bool = False) -> dict[
 
 def first_page(results: Results, *, quick: bool = False) -> str:
     """Return the page with a line for each claim."""
-    lines = [
-        "# The four papers, claim by claim",
-        QUICK if quick else "",
-        ABOUT_CLAIMS,
-        "| paper | claim | where | here | figures | command |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["# The four papers, claim by claim", QUICK if quick else "", ABOUT_CLAIMS]
+    lines += ["| paper | claim | where | here | figures | command |", "|---|---|---|---|---|---|"]
     for claim in claims():
         each = judged(claim, results, quick=quick)
         link = f"[{PAPERS[claim.paper].partition(' ')[0]}]({claim.paper}.md)"
         command = f"`{each.command}`" if each.command != "–" else "–"
-        lines.append(
-            f"| {link} | {claim.statement} | {claim.where} | **{each.verdict}** | {each.evidence} | {command} |"
-        )
+        cells = [link, claim.statement, claim.where, f"**{each.verdict}**", each.evidence, command]
+        lines.append(f"| {' | '.join(cells)} |")
     about = f"[{READINGS}]({READINGS}): biases, weights and privacy, computed."
     lines += ["", "## What follows from the rules alone", "", about]
     lines += ["", "## What is run", "", overview(tables().values(), results, quick=quick)]
@@ -136,11 +130,8 @@ def progress(wanted: Iterable[Table], results: Results, *, quick: bool = False) 
         cells = list(table.cells(quick=quick))
         missing = [cell for cell in cells if cell.hash not in results]
         seconds = speeds(table, results)
-        hours = [
-            seconds[cell.row, cell.column] * cell.spec["training"]["rounds"] / 3600
-            for cell in missing
-            if (cell.row, cell.column) in seconds
-        ]
+        rates = [(cell, seconds.get((cell.row, cell.column))) for cell in missing]
+        hours = [rate * cell.spec["training"]["rounds"] / 3600 for cell, rate in rates if rate is not None]
         counts = {"cells": len(cells), "done": len(cells) - len(missing), "unknown": len(missing) - len(hours)}
         rows.append({"table": f"{table.paper}/{table.name}", **counts, "hours": sum(hours)})
     return rows
@@ -221,12 +212,8 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
             estimate = Estimate.over(values.values())
             if _is_outside(table.published.get(row, {}).get(column), estimate):
                 outside.append(f"{row} with {column}")
-            figures = [
-                *_published(table, row, column)[: len(paper)],
-                _here(estimate),
-                _seeds(cells, row, column),
-                *(_mean(cells, row, column, key) for key in also),
-            ]
+            figures = [*_published(table, row, column)[: len(paper)], _here(estimate), _seeds(cells, row, column)]
+            figures += [_mean(cells, row, column, key) for key in also]
             said = _said(beside.get((column, row))) if values else ["", "", _left(table, row, column, seconds)]
             lines.append(f"| {column} | {row} | " + " | ".join([*figures, *said]) + " |")
     more = [each for each in comparisons if each.than != table.baseline and each.difference.n]
@@ -275,10 +262,8 @@ def _taken_over(results: list[Mapping[str, Any]]) -> list[str]:
     rounds, points = min(each["rounds"] for each in repeated), max(each["points"] for each in repeated)
     which = "each" if len(repeated) == len(results) else f"{len(repeated)} of them"
     left_out = "Cells that are more than one point off are left out."
-    return [
-        "",
-        f"{line}; the first {rounds} rounds of {which} were repeated, and are at most {points} points off. {left_out}",
-    ]
+    repeats = f"the first {rounds} rounds of {which} were repeated, and are at most {points} points off"
+    return ["", f"{line}; {repeats}. {left_out}"]
 
 
 SHOWN = {"expected_samples": "samples kept", "hops": "hops a round", "strata": "strata, round 1"}
@@ -331,12 +316,8 @@ def duration(hours: float) -> str:
 
 def page_of_readings() -> str:
     """Return the page of the readings."""
-    lines = [
-        "# What follows from the rules alone",
-        "",
-        "Computed by `fedstrata.papers.readings` whenever pages are written.",
-        "",
-    ]
+    computed = "Computed by `fedstrata.papers.readings` whenever pages are written."
+    lines = ["# What follows from the rules alone", "", computed, ""]
     lines += ["| what | figure | does what the paper says of it hold? |", "|---|---|---|"]
     lines += [f"| {each.description} | {each.figure} | {each.holds} |" for each in readings().values()]
     return "\n".join(lines) + "\n"

@@ -140,14 +140,9 @@ def figures(history: History) -> dict[str, Any]:
     curve = [round(100 * record["accuracy"], 2) for record in history if record.get("accuracy") is not None]
     if not curve:
         raise DataError("the run has no accuracy")
-    result: dict[str, Any] = {
-        "rounds": len(history),
-        **of_curve(curve),
-        "seconds": round(sum(record["seconds"] for record in history), 2),
-    }
-    for name in ALSO:
-        if name in history.columns:
-            result[name] = round(float(history.column(name)[1].mean()), 1)
+    seconds = round(sum(record["seconds"] for record in history), 2)
+    result: dict[str, Any] = {"rounds": len(history), **of_curve(curve), "seconds": seconds}
+    result |= {name: round(float(history.column(name)[1].mean()), 1) for name in ALSO if name in history.columns}
     if "strata_sizes" in history[0]:
         result["strata"] = len(history[0]["strata_sizes"])
     return {**result, "curve": curve}

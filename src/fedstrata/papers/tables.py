@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
 from typing import Any
 
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.spec.experiment import Experiment, parse_toml
+from fedstrata.spec.experiment import Experiment, deep_merge, parse_toml
 
 PAPERS = {
     "stratify": "Stratify (Wong, Lim, Chan)",
@@ -127,10 +126,8 @@ class Table:
         for column in self.columns:
             for seed in self.seeds[:1] if quick else self.seeds:
                 for row in self.rows_of(column):
-                    layers = [self.columns[column], self.rows[row], *([self.quick] if quick else [])]
-                    spec = {"seed": seed, **copy.deepcopy(dict(self.spec))}
-                    for layer in layers:
-                        spec = deep_merge(spec, layer)
+                    layers = self.columns[column], self.rows[row], self.quick if quick else {}
+                    spec = reduce(deep_merge, layers, {"seed": seed, **self.spec})
                     yield Cell(self.paper, self.name, row, column, seed, spec, self.version)
 
     def rows_of(self, column: str) -> list[str]:
@@ -140,34 +137,14 @@ class Table:
     def comparisons(self) -> list[tuple[str, str, str]]:
         """Return all comparisons (column, row, other row). Statistical tests are corrected over all of them."""
         rows = {column: self.rows_of(column) for column in self.columns}
-        base = [
-            (c, row, self.baseline)
-            for c in rows
-            for row in rows[c]
-            if row != self.baseline and self.baseline in rows[c]
-        ]
+        base = [(c, row, self.baseline) for c in rows if self.baseline in rows[c] for row in rows[c]]
+        base = [each for each in base if each[1] != self.baseline]
         more = [(c, a, b) for c in rows for a, b in self.against if {a, b} <= set(rows[c])]
         return list(dict.fromkeys(base + more))
 
     def seconds_of(self, row: str) -> float | None:
         """Return the measured seconds per round on one core, if they are known."""
         return self.seconds.get(row, self.seconds.get(""))
-
-
-def deep_merge(spec: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge a layer into a spec; a section with a ``name`` replaces the section of the spec.
-
-    >>> deep_merge({"method": {"name": "fedprox", "mu": 1.0}}, {"method": {"name": "fedavg"}})
-    {'method': {'name': 'fedavg'}}
-    >>> deep_merge({"training": {"lr": 0.1}}, {"training": {"rounds": 3}})
-    {'training': {'lr': 0.1, 'rounds': 3}}
-    """
-    result = dict(spec)
-    for key, value in layer.items():
-        below = result.get(key)
-        merges = isinstance(value, Mapping) and isinstance(below, Mapping) and "name" not in value
-        result[key] = deep_merge(below, value) if merges else value  # type: ignore[arg-type]  # both are mappings
-    return result
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -66,7 +66,8 @@ def check(kit: Path, *, server: bool = True, data: bool = True) -> list[Finding]
         findings += _outcome(lambda: _policy(kit))
     if (kit / SPEC).exists() and all(each.state == "ok" for each in findings):
         findings += _outcome(lambda: _job(kit), "problem" if data else "warning")
-    findings += _certificates(kit)
+    wrong = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
+    findings += wrong or [Finding("ok", "certificates: valid, and of one federation")]
     if data and (kit / PART).exists():
         findings += _outcome(lambda: _data(kit))
     if server and site:
@@ -113,11 +114,6 @@ def _job(kit: Path) -> str:
     return f"job: {asked.job} of {SPEC} is accepted"
 
 
-def _certificates(kit: Path) -> Iterator[Finding]:
-    findings = [Finding("problem" if ends else "warning", f"certificates: {text}") for ends, text in faults(kit)]
-    yield from findings or [Finding("ok", "certificates: valid, and of one federation")]
-
-
 def _data(kit: Path) -> str:
     """Compute the answer to the first question of a run."""
     from fedstrata.sites.data_schema import UnusableDataError, survey_of
@@ -135,7 +131,7 @@ def _data(kit: Path) -> str:
     return f"data: {data} is what the spec says"
 
 
-def _server(kit: Path) -> Iterator[Finding]:
+def _server(kit: Path) -> list[Finding]:
     target = json.loads((kit / "startup" / "fed_client.json").read_text(encoding="utf-8"))["servers"][0]
     host, _, port = target["service"]["target"].rpartition(":")
     path, key = key_pair(kit)
@@ -146,29 +142,24 @@ def _server(kit: Path) -> Iterator[Finding]:
         context.load_cert_chain(path, key)
         connection = socket.create_connection((host, int(port)), timeout=SECONDS)
     except ssl.SSLError as error:
-        yield Finding("problem", f"{where}: these certificates cannot be used: {error.reason or error}")
-        return
+        return [Finding("problem", f"{where}: these certificates cannot be used: {error.reason or error}")]
     except OSError as error:
-        yield Finding(
-            "problem", f"{where} cannot be reached: {error.strerror or error}; is it started, and its port open?"
-        )
-        return
+        problem = f"{where} cannot be reached: {error.strerror or error}; is it started, and its port open?"
+        return [Finding("problem", problem)]
     try:
         with closing(context.wrap_socket(connection, server_hostname=host)) as secured:
             secured.sendall(f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
             answer = secured.recv(4096).decode("latin-1")
     except ssl.SSLCertVerificationError as error:
-        yield Finding("problem", f"{where} is not this federation's: {error.verify_message}")
-        return
+        return [Finding("problem", f"{where} is not this federation's: {error.verify_message}")]
     except OSError as error:
-        yield Finding("problem", f"{where} turned this party away: {getattr(error, 'reason', '') or error}")
-        return
+        return [Finding("problem", f"{where} turned this party away: {getattr(error, 'reason', '') or error}")]
     if not answer:
-        yield Finding("problem", f"{where} turned this party away")
-        return
-    yield Finding("ok", f"{where} is there, and of this federation; it takes this party's certificate")
+        return [Finding("problem", f"{where} turned this party away")]
+    findings = [Finding("ok", f"{where} is there, and of this federation; it takes this party's certificate")]
     dates = [row.partition(":")[2].strip() for row in answer.splitlines() if row.lower().startswith("date:")]
     if dates:
         apart = (datetime.now(UTC) - parsedate_to_datetime(dates[0])).total_seconds()
         text = f"clocks: this machine's is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the server's"
-        yield Finding("warning" if abs(apart) > CLOCKS else "ok", text)
+        findings.append(Finding("warning" if abs(apart) > CLOCKS else "ok", text))
+    return findings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
     controller, executor, server, client = CLASSES
     arguments: dict[str, Any] = {"collab_obj_ids": [], "props": {}}
     # NVFlare creates components first; ours prepares the thread pools of the controller.
-    components = [{"id": "server_", "path": server, "args": {"plans": [plan.table() for plan in plans]}}]
+    components = [{"id": "server_", "path": server, "args": {"plans": [*map(asdict, plans)]}}]
     workflow = {"id": "controller", "path": controller, "args": {"server_obj_id": "server_", **arguments}}
     write_json(config / "config_fed_server.json", {**common, "components": components, "workflows": [workflow]})
     components = [{"id": "site_", "path": client, "args": {}}]
@@ -60,14 +61,15 @@ def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> N
 
 def _name_of(plans: Sequence[JobSpec], specs: Sequence[str]) -> str:
     """Return the name of a job, which depends on its specs and plans, so that a running job can be recognised."""
-    content = json.dumps([[plan.table(), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
+    content = json.dumps([[asdict(plan), spec] for plan, spec in zip(plans, specs, strict=True)], sort_keys=True)
     return f"fedstrata-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
 
 def described(error: Exception) -> dict[str, Any]:
     """Return an error as JSON; ``raised`` restores it."""
     arguments = error.__reduce__()[1] if isinstance(error, FedstrataError) else ()
-    return {"kind": type(error).__name__, "arguments": [_packed(one) for one in arguments], "message": str(error)}
+    packed = [each if isinstance(each, str) else {} if each is ... else {"shown": repr(each)} for each in arguments]
+    return {"kind": type(error).__name__, "arguments": packed, "message": str(error)}
 
 
 def raised(path: Path) -> FedstrataError:
@@ -80,7 +82,7 @@ def raised(path: Path) -> FedstrataError:
 
 
 class _Shown(str):
-    """The text of a value that JSON cannot hold, for the message of an error."""
+    """The text of a value, for the message of an error."""
 
     __slots__ = ()
 
@@ -88,17 +90,8 @@ class _Shown(str):
         return str(self)
 
 
-def _packed(value: object) -> dict[str, Any]:
-    """Return a value as JSON. An empty table means ``...``, with which an error marks a missing value."""
-    if value is ...:
-        return {}
-    try:
-        if repr(json.loads(json.dumps(value))) == repr(value):
-            return {"value": value}
-    except (TypeError, ValueError):
-        pass
-    return {"shown": repr(value)}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> object:
-    return _Shown(packed["shown"]) if "shown" in packed else packed.get("value", ...)
+def _unpacked(packed: str | Mapping[str, str]) -> object:
+    """Return an argument of an error. An empty table means ``...``, with which an error marks a missing value."""
+    if isinstance(packed, str):
+        return packed
+    return _Shown(packed["shown"]) if packed else ...

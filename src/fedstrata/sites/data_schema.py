@@ -126,16 +126,15 @@ def survey_of(survey: Survey, data: Path | None, *, least: int = FEWEST) -> Stat
     with _public_errors():
         data_set, whole, brought = _own_data(spec, path, survey.clients[0], survey.total)
         if survey.tests and brought is None and spec.evaluation.client_test is None:
-            problem = "there are no test samples, and the server has none; accepted: x_test and y_test, or a test part "
-            problem += "by evaluation.client_test"
-            raise DataError(f"{path}: {problem}").publicly(problem)
+            accepted = "accepted: x_test and y_test, or a test part by evaluation.client_test"
+            raise _unfit(path, f"there are no test samples, and the server has none; {accepted}")
         _, held = hold_out(spec.evaluation, data_set, whole, spec.seed, brought=brought, everybody=False)
         assert data_set.unfitted is not None
         rows = list(trained_on(data_set, whole, held))
         if data_set.unfitted.needed and (count := sum(map(len, rows))) < least:
-            problem = "training samples are left beside what is held out; "
-            problem += f"accepted: {least} or more, for the mean of one is its value"
-            raise DataError(f"{path}: {count} {problem}").publicly(f"too few {problem}")
+            problem = "training samples are left beside what is held out"
+            accepted = f"accepted: {least} or more, for the mean of one is its value"
+            raise _unfit(path, f"too few {problem}; {accepted}", f"{count} {problem}; {accepted}")
         return data_set.unfitted.statistics(rows, least)
 
 
@@ -166,11 +165,16 @@ def _own_data(spec: Experiment, path: Path, client: int, total: int) -> tuple[Da
     least = max(spec.partition.min_size, FEWEST)
     if data_set.train_size < least:
         problem = f"training samples; accepted: {least} or more, as by min_size"
-        raise DataError(f"{path}: {data_set.train_size} {problem}").publicly(f"too few {problem}")
+        raise _unfit(path, f"too few {problem}", f"{data_set.train_size} {problem}")
     whole, brought = _assigned_to(client, data_set.train_size, total), None
     if spec.evaluation.client_test is None and len(data_set.y_test):
         brought = _assigned_to(client, len(data_set.y_test), total)
     return data_set, whole, brought
+
+
+def _unfit(path: Path, public: str, private: str = "") -> DataError:
+    """Return an error about a site's file, with the part that may leave the site, and by default the same at it."""
+    return DataError(f"{path}: {private or public}").publicly(public)
 
 
 @contextmanager
@@ -271,9 +275,9 @@ def _refuse_disclosure(spec: Experiment, empty: Dataset, *, tests: bool) -> None
             problem = f"what sites answer tells their {what}, which the method keeps private: leave it out, and give "
             raise SpecError(f"evaluation.{key}", problem + "the server test samples", getattr(evaluation, key))
     if sizes and empty.unfitted is not None and empty.unfitted.needed:
-        problem = f"what the sites' samples come to tells their {what}, which the method keeps private; accepted: "
-        problem += "'none', or data.shift and data.scale; and impute = 'constant' where values are missing"
-        raise SpecError("data.normalize", problem, spec.data.normalize)
+        problem = f"what the sites' samples come to tells their {what}, which the method keeps private"
+        accepted = "'none', or data.shift and data.scale; and impute = 'constant' where values are missing"
+        raise SpecError("data.normalize", f"{problem}; accepted: {accepted}", spec.data.normalize)
 
 
 def _empty(data: Data) -> Dataset:
@@ -314,16 +318,15 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
     schema = data.schema
     if (path.suffix in SUFFIXES) != (schema is not None):
         wanted = ".csv or .parquet, by data.schema" if schema is not None else ".npz, by data.shape and data.classes"
-        problem = f"is of another kind; accepted: {wanted}"
-        raise DataError(f"{path} {problem}").publicly(f"the file {problem}")
+        raise _unfit(path, f"the file is of another kind; accepted: {wanted}")
     if schema is not None:
         table = read_table(path, schema)
         if schema.client is not None and client is not None and schema.client in table.columns:
             clients = np.unique(ids(table, schema.client, schema))
             if len(clients) > 1:
-                problem = f"rows of {len(clients)} clients, {clients[0]!s} and {clients[1]!s} among them; accepted: one"
-                error = DataError(f"{path}, column {schema.client!r}: {problem}")
-                raise error.publicly(f"column {schema.client!r}: rows of more clients than one; accepted: one")
+                column, named = f"column {schema.client!r}", f"{clients[0]!s} and {clients[1]!s} among them"
+                public = f"{column}: rows of more clients than one; accepted: one"
+                raise _unfit(path, public, f"{column}: rows of {len(clients)} clients, {named}; accepted: one")
         server = {"test": 0.5} if client is None else {}
         schema = schema.model_copy(update={"client": None, **server}).completed(table)
         held = np.ones(len(table), dtype=bool) if client is None else held_out(table, schema, seed, first=client)
@@ -334,15 +337,14 @@ def read_own(data: Data, path: Path, *, client: int | None, seed: int) -> Datase
     rest = samples[0][:0], _NO_LABELS
     if f"x_{other}" in arrays:
         if f"y_{other}" not in arrays:
-            raise DataError(f"{path} has x_{other} and no y_{other}").publicly(f"x_{other} without y_{other}")
+            raise _unfit(path, f"x_{other} without y_{other}", f"has x_{other} and no y_{other}")
         rest = _samples(path, arrays, other)
         if rest[0].shape[1:] != samples[0].shape[1:]:
-            problem = f"samples of x_{other} have another shape than those of x_{needed}"
-            raise DataError(f"{path}: {problem}").publicly(problem)
+            raise _unfit(path, f"samples of x_{other} have another shape than those of x_{needed}")
     try:
         return _arrays(data, *((samples, rest) if needed == "train" else (rest, samples)))
     except DataError as error:
-        raise DataError(f"{path}: {error}").publicly(error.public) from None
+        raise _unfit(path, error.public, str(error)) from None
 
 
 def _rows(data: Data, schema: Schema, table: Table, held: NDArray[np.bool_]) -> Dataset:
@@ -361,8 +363,9 @@ def _samples(path: Path, arrays: Mapping[str, Any], split: str) -> tuple[Tensor,
     """Return inputs and labels of one split."""
     x, y = checked_inputs(arrays[f"x_{split}"], f"x_{split}"), arrays[f"y_{split}"]
     if y.dtype.kind not in "iu" or y.shape != (len(x),):
-        error = DataError(f"{path}: y_{split} is {y.dtype} {y.shape}; expected one whole number for each of {len(x)}")
-        raise error.publicly(f"y_{split}: expected one whole number for each sample")
+        expected = "expected one whole number for each"
+        private = f"y_{split} is {y.dtype} {y.shape}; {expected} of {len(x)}"
+        raise _unfit(path, f"y_{split}: {expected} sample", private)
     return x, torch.from_numpy(y.astype(np.int64))
 
 

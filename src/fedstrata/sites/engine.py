@@ -81,11 +81,7 @@ class NVFlareEngine(Engine):
         sites = list(dict.fromkeys(self.directory.site_of_client))
         total = self.config.clients
         bodies = {site: Survey(self._spec, self.directory.clients_of(site), total, tests) for site in sites}
-
-        def check(site: str, answer: Surveyed) -> None:
-            unfitted.refuse_unlike(answer.statistics)
-
-        surveyed = self._begin(bodies, Surveyed, check)
+        surveyed = self._begin(bodies, Surveyed, lambda _, answer: unfitted.refuse_unlike(answer.statistics))
         answers = {site: surveyed[site] for site in sites if site in surveyed}
         self.fingerprints = {site: answer.fingerprint for site, answer in answers.items()}
         self.statistics = sum((answer.statistics for answer in answers.values()), unfitted.statistics(()))
@@ -145,9 +141,8 @@ class NVFlareEngine(Engine):
         def check(site: str, answer: Begun) -> None:
             if answer.fingerprint != self.fingerprints.get(site, answer.fingerprint):
                 problem = "its data are not those with which the run began, or its folder lost the key of fingerprints"
-                raise FedstrataError(
-                    f"{problem}; accepted: the file as it was then, or a new run, by its seed for example"
-                )
+                accepted = "the file as it was then, or a new run, by its seed for example"
+                raise FedstrataError(f"{problem}; accepted: {accepted}")
 
         common, total = (self._run, self._spec, self.statistics), self.config.clients
         sites = self.directory.participants()
@@ -268,10 +263,9 @@ class NVFlareEngine(Engine):
         heads, written = self.messenger.log_heads, self._log_heads_written
         changed = {site: head for site, head in heads.items() if written.get(site) != head}
         if self._log_heads_file is not None and changed:
+            lines = [json.dumps({"site": site, "head": head}) + "\n" for site, head in sorted(changed.items())]
             with self._log_heads_file.open("a", encoding="utf-8") as file:
-                file.writelines(
-                    json.dumps({"site": site, "head": head}) + "\n" for site, head in sorted(changed.items())
-                )
+                file.writelines(lines)
         self._log_heads_written |= changed
 
     @override

@@ -194,20 +194,17 @@ def check(folder: Path, reported: Iterable[Head] = ()) -> Checked:
         checked.notes.append(f"a crash tore the line after entry {len(lines)} ({len(torn)} bytes); {problem}")
     whole = not checked.problems
     heads = [("its head says", _read_head(folder, checked))] + [("the server was told", head) for head in reported]
-    for source, head in heads:
-        if head is None:
-            continue
+    for source, head in ((source, head) for source, head in heads if head is not None):
         if head.entries < len(digests):
             if digests[head.entries] != head.digest:
                 checked.problems.append(f"entry {head.entries} is another one than {source}: it was written anew")
             elif source.startswith("its") and whole and head.entries < len(lines):
-                checked.notes.append(
-                    f"{source} {head.entries} entries, and there are {len(lines)}: a crash came between"
-                )
+                numbers = f"{source} {head.entries} entries, and there are {len(lines)}"
+                checked.notes.append(f"{numbers}: a crash came between")
         elif whole:
-            missing = f"entries {len(lines) + 1} to {head.entries} are missing" if head.entries > len(lines) + 1 else ""
-            missing = missing or f"entry {head.entries} is missing"
-            checked.problems.append(f"{missing}: {source} {head.entries}, and there are {len(lines)}")
+            several = head.entries > len(lines) + 1
+            missing = f"entries {len(lines) + 1} to {head.entries} are" if several else f"entry {head.entries} is"
+            checked.problems.append(f"{missing} missing: {source} {head.entries}, and there are {len(lines)}")
     return checked
 
 
@@ -250,14 +247,12 @@ def totals(entries: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for entry in entries:
         if "run" not in entry:
             continue
-        row = rows.setdefault(
-            (entry["run"], entry["kind"]),
-            {"run": entry["run"], "question": entry["kind"], "answers": 0, "refused": 0, "failed": 0}
-            | {"fewest_samples": None, "bytes": 0, "epsilon": 0.0},
-        )
+        empty = {"answers": 0, "refused": 0, "failed": 0, "fewest_samples": None, "bytes": 0, "epsilon": 0.0}
+        names = {"run": entry["run"], "question": entry["kind"]}
+        row = rows.setdefault((entry["run"], entry["kind"]), names | empty)
+        row["refused"] += "refused" in entry
+        row["failed"] += "failed" in entry
         if "refused" in entry or "failed" in entry:
-            row["refused"] += "refused" in entry
-            row["failed"] += "failed" in entry
             continue
         samples, fewest = entry.get("samples", 0), row["fewest_samples"]
         row["answers"] += 1

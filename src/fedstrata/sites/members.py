@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import write_json
@@ -23,26 +23,26 @@ def members(kit: Path) -> list[str]:
         SpecError: The folder has no list.
         DataError: The list cannot be read.
     """
-    return _read(kit)["sites"]
+    return _read(kit).sites
 
 
-def _read(kit: Path) -> dict[str, list[str]]:
-    """Return the lists of a server's folder: the sites that may connect (``sites``), and all sites (``federation``)."""
+class _Lists(BaseModel, strict=True):
+    """The sites that may connect, and all sites."""
+
+    sites: list[str]
+    federation: list[str]
+
+
+def _read(kit: Path) -> _Lists:
+    """Return the lists of a server's folder."""
     path = kit / MEMBERS
     if not path.exists():
         raise SpecError("SERVER", f"no server's folder: it has no {MEMBERS}", str(kit))
     try:
-        table = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: no list of who may connect: {error}") from None
-    lists: dict[str, Any] = dict.fromkeys(("sites", "federation"))
-    lists |= {key: table[key] for key in lists if key in table} if isinstance(table, dict) else {}
-    for names in lists.values():
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise DataError(
-                f'{path}: no list of who may connect: expected {{"sites": [NAME, …], "federation": [NAME, …]}}'
-            )
-    return lists
+        return _Lists.model_validate_json(path.read_bytes())
+    except (OSError, ValueError):
+        expected = 'expected {"sites": [NAME, …], "federation": [NAME, …]}'
+        raise DataError(f"{path}: no list of who may connect: {expected}") from None
 
 
 class Members:
@@ -106,8 +106,8 @@ def revoke(kit: Path, name: str, *, undo: bool = False) -> list[str]:
         DataError: The list cannot be read.
     """
     lists = _read(kit)
-    names = lists["sites"]
-    federation = sorted({*names, *lists["federation"]})
+    names = lists.sites
+    federation = sorted({*names, *lists.federation})
     if undo:
         if name not in federation:
             accepted = ", ".join(federation) or "none"

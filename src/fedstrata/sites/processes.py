@@ -41,10 +41,8 @@ def groups_of(leader: int) -> set[int]:
         return {leader}
     groups = {leader}
     for process in family:
-        try:
+        with suppress(ProcessLookupError):
             groups.add(os.getpgid(process.pid))
-        except ProcessLookupError:
-            continue
     return groups
 
 
@@ -68,10 +66,8 @@ def end(process: subprocess.Popen[bytes], grace: float) -> None:
 
 def _send(groups: set[int], number: signal.Signals) -> None:
     for group in sorted(groups):
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(group, number)
-        except ProcessLookupError:
-            continue
 
 
 def _guard(command: Sequence[str]) -> int:

@@ -35,37 +35,27 @@ COUNTED = ("returned", "dropped", "late", "failed")
 """Metrics, and counts of clients, that are shown of a round."""
 
 
-class Curves:
-    """The curves of metrics over the rounds."""
+def curves_of(records: Iterable[Mapping[str, Any]]) -> dict[str, list[list[float]]]:
+    """Return the rounds and the values of each curve, thinned.
 
-    def __init__(self) -> None:
-        self._rounds: list[tuple[int, Mapping[str, Any]]] = []
+    After a crash a record replaces those of the rounds from the same number on.
 
-    def add(self, record: Mapping[str, Any]) -> None:
-        """Add a round; after a crash it replaces the rounds from the same number on."""
-        while self._rounds and self._rounds[-1][0] >= record["round"]:
-            self._rounds.pop()
-        kept = {name: record[key] for key, name in CURVES.items() if record.get(key) is not None}
-        self._rounds.append((int(record["round"]), kept))
-
-    def table(self) -> dict[str, list[list[float]]]:
-        """Return the rounds and the values of each curve, thinned.
-
-        >>> curves = Curves()
-        >>> for round in (1, 2, 3, 2):
-        ...     curves.add({"round": round, "loss": 1 / round})
-        >>> curves.table()
-        {'loss': [[1, 2], [1.0, 0.5]]}
-        """
-        thinned = {}
-        rounds = list(self._rounds)  # another thread may add to it
-        for name in CURVES.values():
-            points = [(round, kept[name]) for round, kept in rounds if name in kept]
-            if points:
-                thin = points[:: math.ceil(len(points) / POINTS)]
-                thin += points[-1:] if thin[-1] != points[-1] else []
-                thinned[name] = [list(each) for each in zip(*thin, strict=True)]
-        return thinned
+    >>> curves_of([{"round": round, "loss": 1 / round} for round in (1, 2, 3, 2)])
+    {'loss': [[1, 2], [1.0, 0.5]]}
+    """
+    rounds: list[Mapping[str, Any]] = []
+    for record in records:
+        while rounds and rounds[-1]["round"] >= record["round"]:
+            rounds.pop()
+        rounds.append(record)
+    thinned = {}
+    for key, name in CURVES.items():
+        points = [(record["round"], record[key]) for record in rounds if key in record]
+        if points:
+            thin = points[:: math.ceil(len(points) / POINTS)]
+            thin += points[-1:] if thin[-1] != points[-1] else []
+            thinned[name] = [list(each) for each in zip(*thin, strict=True)]
+    return thinned
 
 
 class Progress:
@@ -90,48 +80,39 @@ class Progress:
         run: str = "",
     ) -> None:
         self._rounds, self._sites, self._status = rounds, sorted(set(sites)), status
-        self._begun, self._first = time.time(), 0
-        self._last: Mapping[str, Any] = {}
-        self._measured: dict[str, Any] = {}
-        """The last values of metrics; not every round has an evaluation."""
-        self._bytes = {"bytes_up": 0, "bytes_down": 0}
-        self._curves = Curves()
-        for record in before:
-            self._add(record)
+        self._begun = time.time()
+        self._records = [_kept(record) for record in before]
+        self._before = len(self._records)
         self._path, self._writing = path, threading.Lock()
         self._over, self._run = "", run
         self._states: dict[str, list[str]] = {}
 
     def __call__(self, record: Mapping[str, Any]) -> None:
         """Add the record of a round; a callback of a run."""
-        self._first = self._first or int(record["round"])
-        self._add(record)
-
-    def _add(self, record: Mapping[str, Any]) -> None:
-        self._last = dict(record)
-        self._measured |= {key: record[key] for key in MEASURED if record.get(key) is not None}
-        self._curves.add(record)
-        for key in self._bytes:
-            self._bytes[key] += int(record.get(key) or 0)
+        self._records.append(_kept(record))
 
     def table(self) -> dict[str, Any]:
         """Return the progress as plain values."""
-        round = int(self._last.get("round", 0))
-        rounds_here = round - self._first + 1 if self._first else 0
-        seconds = time.time() - self._begun
-        counts = {key: self._last.get(f"clients_{key}") for key in COUNTED}
+        records = list(self._records)  # another thread may add to it
+        here, last = records[self._before :], records[-1] if records else {"round": 0}
+        seconds, left = time.time() - self._begun, None
+        if here and not self._over:
+            left = seconds / (last["round"] - here[0]["round"] + 1) * (self._rounds - last["round"])
         if not self._over:
             self._update_states()
+        # Not every round has an evaluation.
+        measured = {key: record[key] for record in records for key in MEASURED if key in record}
+        counts = {key: last[f"clients_{key}"] for key in COUNTED if f"clients_{key}" in last}
         return {
-            "round": round,
+            "round": last["round"],
             "rounds": self._rounds,
-            **self._measured,
-            **{key: value for key, value in counts.items() if value is not None},
-            **self._bytes,
+            **measured,
+            **counts,
+            **{key: sum(record.get(key, 0) for record in records) for key in ("bytes_up", "bytes_down")},
             "seconds": seconds,
-            "seconds_left": seconds / rounds_here * (self._rounds - round) if rounds_here and not self._over else None,
+            "seconds_left": left,
             "sites": self._states,
-            "curves": self._curves.table(),
+            "curves": curves_of(records),
             "run": self._run,
             "over": self._over,
         }
@@ -204,6 +185,12 @@ class SiteProgress:
         if time.monotonic() - self._written >= STEP:
             self._written = time.monotonic()
             _write(self._path, self.table)
+
+
+def _kept(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what progress needs of the record of a round."""
+    keys = ("round", "bytes_up", "bytes_down", *MEASURED, *(f"clients_{key}" for key in COUNTED))
+    return {key: record[key] for key in keys if record.get(key) is not None}
 
 
 def _write(path: Path, table: Mapping[str, Any]) -> None:

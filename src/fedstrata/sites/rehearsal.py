@@ -42,26 +42,13 @@ class _Transport(Transport):
 def rehearse_file(
     spec: Experiment, file: Path, out: Path, *, resume: bool = False, callbacks: Sequence[Callback | Watcher] = ()
 ) -> History:
-    """Rehearse the deployment that a sites file describes, whose paths are relative to it; see ``rehearse``."""
-    return rehearse(spec, Sites.read(file), out, base_dir=file.parent, resume=resume, callbacks=callbacks)
-
-
-def rehearse(
-    spec: Experiment,
-    sites: Sites,
-    out: Path,
-    *,
-    base_dir: Path,
-    resume: bool = False,
-    callbacks: Sequence[Callback | Watcher] = (),
-) -> History:
     """Run a deployment's experiment over the same files, with the same result.
 
     Args:
         spec: The experiment.
-        sites: The federation; ``data`` and ``keys`` of sites and server are read here.
+        file: The file with the federation. The data and keys of sites and server, whose paths are relative to this
+            file, are read here.
         out: The run folder.
-        base_dir: The base of relative paths of these files.
         resume: Whether to resume the run in the folder.
         callbacks: Callbacks of the run.
 
@@ -69,6 +56,7 @@ def rehearse(
         SpecError: A setting is wrong, or a site's file is not named.
         FedstrataError: Too few sites have data that the spec describes.
     """
+    sites, base_dir = Sites.read(file), file.parent
     site_of_client, sums = sites.site_of_client(spec), Sums(sites.patience)
     transport, shared = _Transport({}), KeyRing.of_site()
     for name in sites.site:

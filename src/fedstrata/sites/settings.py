@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,13 +81,9 @@ class JobSpec:
     least: int = 1
     fewer: Fewer = "go-on"
 
-    def table(self) -> dict[str, Any]:
-        """Return the job as plain values."""
-        return dataclasses.asdict(self) | {"sites": list(self.sites)}
-
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> JobSpec:
-        """Read a job from ``table()``."""
+        """Read a job from its fields, as a job's configuration has them."""
         return cls(**{**table, "sites": tuple(table["sites"])})
 
     def site_of_client(self, connected: Sequence[str]) -> list[str]:

@@ -349,10 +349,9 @@ def _stats(session: Any, *, job: str) -> dict[str, Any]:
     """Return the statistics of a job's server; empty while the job begins or ends."""
     from nvflare.fuel.flare_api.api_spec import JobNotFound, JobNotRunning
 
-    try:
-        stats: dict[str, Any] = session.show_stats(job, "server")
-    except (JobNotFound, JobNotRunning):
-        return {}
+    stats: dict[str, Any] = {}
+    with suppress(JobNotFound, JobNotRunning):
+        stats = session.show_stats(job, "server")
     return stats
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import Any, Protocol
+from typing import Any
 
 from fedstrata.base.records import DEFAULT_LIMIT
 from fedstrata.sites.idempotency import AT_WORK
@@ -110,21 +110,13 @@ class _Heart:
         return self.size if self.number == number else size
 
 
-class Signal(Protocol):
-    """A signal that a job must end."""
-
-    @property
-    def triggered(self) -> Any:
-        """Whether the job must end."""
-
-
 class CollabTransport:
     """The server's calls to its sites; see ``fedstrata.sites.messenger.Transport``.
 
     Args:
         calls: A call to each site, by name.
         over: The exception of a call when the job is over.
-        signal: Tells that the job is over.
+        signal: Its ``triggered`` tells that the job is over, as that of ``JobEnd``.
         clock: Returns seconds.
         struck: Tells whether a site was struck off the list of sites that may connect.
     """
@@ -133,7 +125,7 @@ class CollabTransport:
         self,
         calls: Mapping[str, Call],
         over: type[BaseException],
-        signal: Signal,
+        signal: Any,
         clock: Callable[[], float] = time.monotonic,
         struck: Callable[[str], bool] = lambda site: False,
     ) -> None:
@@ -175,8 +167,8 @@ class CollabTransport:
         heart = self._hearts[site]
         self._refuse_struck(site)
         self._refuse_silent(site, 0)
-        begun = sent = self._clock()
-        calls = {self._call(site, data, patience)}
+        start = sent = self._clock()
+        calls = {begun(self.sites[site], data, patience)}
         times = 1
         while True:
             done, calls = wait(calls, timeout=LOOK, return_when=FIRST_COMPLETED)
@@ -189,7 +181,7 @@ class CollabTransport:
                 except Exception as error:
                     LOG.info("site %s: %s", site, error)
             now = self._clock()
-            if now - begun > patience:
+            if now - start > patience:
                 raise SiteLostError(f"no answer within {patience:g} s")
             with self._lock:
                 size = heart.on_its_way(number, len(data))
@@ -203,10 +195,7 @@ class CollabTransport:
                     LOG.warning("site %s: the call %d stalls, and is made again", site, number)
                     times *= 2
                 sent = now
-                calls.add(self._call(site, data, patience))
-
-    def _call(self, site: str, data: bytes, patience: float) -> Future[object]:
-        return begun(self.sites[site], data, patience)
+                calls.add(begun(self.sites[site], data, patience))
 
     def _silence(self, site: str) -> float:
         with self._lock:
