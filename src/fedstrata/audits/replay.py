@@ -141,14 +141,9 @@ def _send_again(
 
     with Simulation(prepared, "local", before, listener=listen) as simulation:
         step_until(simulation, until, watch)
+        store = simulation.store
         return [
-            Sent(
-                client,
-                round,
-                _as_computed(simulation.store.get(client), weights),
-                table,
-                _difference(table, stored[client]),
-            )
+            Sent(client, round, _as_computed(store.get(client), weights), table, _difference(table, stored[client]))
             for client, (round, weights, table) in sorted(last.items())
         ]
 

@@ -20,8 +20,8 @@ def add_reproduce(commands: common.Commands) -> None:
         fedstrata reproduce --quick
     """
     help = "the tables of the four papers: run what is missing, judge, write"
-    more = {"work": _reproduce, "after_interrupt": "go on from the last checkpoint with the same command"}
-    parser = common.add_command(commands, "reproduce", help, examples, imports=True, **more)
+    parser = common.add_command(commands, "reproduce", help, examples, imports=True, work=_reproduce)
+    parser.set_defaults(after_interrupt="go on from the last checkpoint with the same command")
     help = "PAPER or PAPER/TABLE, such as rebafl/fashion20; all unless given"
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=help)
     parser.add_argument("--quick", action="store_true", help="at small scale, in minutes; says nothing of the papers")

@@ -10,18 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.base.jsonl import replace_file
-from fedstrata.papers.judging import (
-    Cells,
-    Comparison,
-    cells_of,
-    claims,
-    compared,
-    difference_text,
-    judged,
-    needed,
-    over_seeds,
-    signed,
-)
+from fedstrata.papers import judging
+from fedstrata.papers.judging import Cells, Comparison, difference_text, over_seeds, signed
 from fedstrata.papers.readings import FEW_MORE, readings
 from fedstrata.papers.running import Results, known
 from fedstrata.papers.tables import METRICS, PAPERS, Table, tables
@@ -107,8 +97,8 @@ def first_page(results: Results, *, quick: bool = False) -> str:
     """Return the page with a line for each claim."""
     lines = ["# The four papers, claim by claim", QUICK if quick else "", ABOUT_CLAIMS]
     lines += ["| paper | claim | where | here | figures | command |", "|---|---|---|---|---|---|"]
-    for claim in claims():
-        each = judged(claim, results, quick=quick)
+    for claim in judging.claims():
+        each = judging.judged(claim, results, quick=quick)
         link = f"[{PAPERS[claim.paper].partition(' ')[0]}]({claim.paper}.md)"
         command = f"`{each.command}`" if each.command != "–" else "–"
         cells = [link, claim.statement, claim.where, f"**{each.verdict}**", each.evidence, command]
@@ -181,7 +171,7 @@ def page(paper: str, results: Results, *, quick: bool = False) -> str:
     """Return the page of a paper: claims, tables, and the differences of our experiments from the paper."""
     lines = [f"# {PAPERS[paper]}", QUICK if quick else "", f"What became of its claims ([more]({FIRST})):", ""]
     lines += ["| claim | here | figures |", "|---|---|---|"]
-    for each in (judged(claim, results, quick=quick) for claim in claims() if claim.paper == paper):
+    for each in (judging.judged(claim, results, quick=quick) for claim in judging.claims() if claim.paper == paper):
         lines.append(f"| {each.claim.statement} | **{each.verdict}** | {each.evidence} |")
     lines += ["", ABOUT_TABLES.strip()]
     for name, table in tables().items():
@@ -193,7 +183,7 @@ def page(paper: str, results: Results, *, quick: bool = False) -> str:
 
 
 def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[str]:
-    cells = cells_of(table, results, quick=quick)
+    cells = judging.cells_of(table, results, quick=quick)
     lines = [f"Paper: {table.source}. Figures: {METRICS[table.metric]}, %. `fedstrata reproduce {name}`.", ""]
     lines += [table.notes.strip(), ""] if table.notes else []
     also = [key for key in SHOWN if any(result.get(key) for result in cells.values())]
@@ -202,7 +192,7 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     heads = ["setting", "method", *paper, "here", "seeds", *(SHOWN[key] for key in also)]
     heads += [f"− {table.baseline}", "p", "what may be said"]
     lines += ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 3) + "---|"]
-    comparisons = compared(table, cells)
+    comparisons = judging.compared(table, cells)
     seconds = speeds(table, results)
     beside = {(each.column, each.row): each for each in comparisons if each.than == table.baseline}
     outside = []
@@ -223,7 +213,7 @@ def _table(name: str, table: Table, results: Results, *, quick: bool) -> list[st
     if outside:
         lines += ["", f"The paper's figure lies outside our interval: {'; '.join(outside)}."]
     if len(table.seeds) >= MIN_SEEDS and comparisons and not quick:
-        times = needed(len(table.seeds), len(comparisons))
+        times = judging.needed(len(table.seeds), len(comparisons))
         family = f"With {len(table.seeds)} seeds and {len(comparisons)} comparisons"
         rule = f"a difference must be {times:.1f} times as large as its deviation from seed to seed"
         lines += ["", f"{family}, {rule} for its order to be stated."]

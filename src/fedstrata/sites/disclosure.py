@@ -91,11 +91,8 @@ class Declaration:
             for allowed in requests:
                 yield f"  - It sends {allowed.rule.description} ({_often(allowed)}; {allowed.label})."
         facts = " and ".join(_FACTS[fact] for fact in sorted(self.discloses))
-        yield (
-            f"The answers tell in the clear {facts}."
-            if facts
-            else "No answer tells labels or numbers of samples as such."
-        )
+        clear = f"The answers tell in the clear {facts}."
+        yield clear if facts else "No answer tells labels or numbers of samples as such."
         yield "Models and gradients can themselves tell something of the samples that they were computed from."
 
 

@@ -74,64 +74,46 @@ def _refuse_files(table: Mapping[str, Any], catalog: Collection[str], *, data: b
             level += [(place, each) for each in entry if isinstance(each, (dict, list))]
 
 
-class DataTrials:
-    """Limits how many descriptions of a site's data other jobs may try: each outcome tells something of the data.
+@contextmanager
+def data_trial(folder: Path, policy: Policy, job: str, description: str, request: bytes) -> Iterator[None]:
+    """Let the block read a site's data, one job at a time, and limit how much other jobs may try.
 
-    A job that the site approved is never refused here, but its trials count.
+    Each outcome tells something of the data. A description counts, whether the data fit it or not. A request at which
+    something failed counts until the same request succeeds, for example after the site mended its file. A job that the
+    site approved is never refused here, but its trials count.
 
     Args:
         folder: The site's folder.
         policy: The site's policy.
         job: The hash of the job's spec.
+        description: What the data must be.
+        request: The request, as bytes.
+
+    Raises:
+        RuleError: Other jobs tried as much as the policy allows.
     """
+    path, key = folder / ".told" / "told.json", hashlib.sha256(request).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_name(LOCK)):
+        trials: dict[str, list[str]] = {"described": [], "failed": []}
+        trials |= json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
-    def __init__(self, folder: Path, policy: Policy, job: str) -> None:
-        self._folder, self._policy, self._job = folder / ".told", policy, job
-        self._path = self._folder / "told.json"
+        def count(kind: str, entry: str) -> None:
+            if entry not in trials[kind] and len(trials[kind]) < policy.surveys:  # more would change nothing
+                trials[kind].append(entry)
+            replace_file(path, json.dumps(trials).encode(), mode=0o600)
 
-    @contextmanager
-    def reading(self, description: str, request: bytes) -> Iterator[None]:
-        """Let the block read data, one job at a time, and count the trial.
-
-        Each description counts, whether the data fit it or not. A request at which something failed counts until the
-        same request succeeds, for example after the site mended its file.
-
-        Args:
-            description: What the data must be.
-            request: The request, as bytes.
-
-        Raises:
-            RuleError: Other jobs tried as much as the policy allows.
-        """
-        key = hashlib.sha256(request).hexdigest()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._folder / LOCK):
-            trials = self._read()
-            told = "whether this site's data fit another description"
-            self._policy.limit(self._job, description, trials["described"], told)
-            self._policy.limit(self._job, key, trials["failed"], "why this site's data cannot be used")
-            self._add(trials, "described", description)
-            self._write(trials)
-            try:
-                yield
-            except Exception:
-                self._add(trials, "failed", key)
-                raise
-            else:
-                trials["failed"] = [each for each in trials["failed"] if each != key]
-            finally:
-                self._write(trials)
-
-    def _add(self, trials: dict[str, list[str]], kind: str, key: str) -> None:
-        if key not in trials[kind] and len(trials[kind]) < self._policy.surveys:  # more would change nothing
-            trials[kind].append(key)
-
-    def _read(self) -> dict[str, list[str]]:
-        table = json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
-        return {kind: list(table.get(kind, [])) for kind in ("described", "failed")}
-
-    def _write(self, trials: dict[str, list[str]]) -> None:
-        replace_file(self._path, json.dumps(trials).encode(), mode=0o600)
+        policy.limit(job, description, trials["described"], "whether this site's data fit another description")
+        policy.limit(job, key, trials["failed"], "why this site's data cannot be used")
+        count("described", description)
+        try:
+            yield
+        except Exception:
+            count("failed", key)
+            raise
+        if key in trials["failed"]:
+            trials["failed"].remove(key)
+            replace_file(path, json.dumps(trials).encode(), mode=0o600)
 
 
 SAVE_SECONDS = 1.0

@@ -12,18 +12,9 @@ from typing import Any, Protocol
 from fedstrata.base import records
 from fedstrata.base.errors import FedstrataError, WireError
 from fedstrata.base.records import Message
+from fedstrata.sites import wire
 from fedstrata.sites.directory import Fewer, SiteDirectory
-from fedstrata.sites.wire import (
-    Answers,
-    Begin,
-    Envelope,
-    Hopped,
-    More,
-    SiteLostError,
-    SiteRefusedError,
-    Survey,
-    read,
-)
+from fedstrata.sites.wire import SiteLostError, SiteRefusedError, read
 
 BEGIN_SECONDS = 300.0
 """Least time that a site has to load its data and set up its clients."""
@@ -148,29 +139,29 @@ class Messenger:
 
     def _complete(self, site: str, outcome: Any) -> Any:
         """Fetch the answers that did not fit into the first message."""
-        while isinstance(outcome, Answers) and outcome.left:
-            rest = self._send(site, More(self.exchange), (Answers,), next(self._numbers))
+        while isinstance(outcome, wire.Answers) and outcome.left:
+            rest = self._send(site, wire.More(self.exchange), (wire.Answers,), next(self._numbers))
             if isinstance(rest, FedstrataError):
                 # Not a SiteLostError: the site would not repeat its first answer.
                 return WireError(f"site {site} went away between two parts of its answer: {rest}")
             if not rest.outcomes or rest.left != outcome.left - len(rest.outcomes):
                 return WireError(f"site {site} promised {outcome.left} more answers, and goes on otherwise")
-            outcome = Answers(outcome.outcomes + rest.outcomes, rest.left)
+            outcome = wire.Answers(outcome.outcomes + rest.outcomes, rest.left)
         return outcome
 
     def _send(self, site: str, body: Message, kinds: tuple[type[Message], ...], number: int) -> Any:
         if site in self.directory.excluded:
             return SiteLostError(self.directory.excluded[site])
         acks = list(self._acks[site])
-        patience = max(self._patience, BEGIN_SECONDS) if isinstance(body, (Survey, Begin)) else self._patience
+        patience = max(self._patience, BEGIN_SECONDS) if isinstance(body, (wire.Survey, wire.Begin)) else self._patience
         try:
-            data = records.encode(Envelope(acks, body, number))
+            data = records.encode(wire.Envelope(acks, body, number))
             answer: Message = read(self._transport.send(site, data, patience, number), *kinds)
         except (SiteLostError, SiteRefusedError, WireError) as error:
             self.directory.record(site, error)
             return type(error)(f"site {site}: {error}")
         self.directory.record(site, None)
-        if isinstance(answer, (Answers, Hopped)) and (head := answer.ledger[:100]):
+        if isinstance(answer, (wire.Answers, wire.Hopped)) and (head := answer.ledger[:100]):
             self.log_heads[site] = head
         del self._acks[site][: len(acks)]
         return answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -152,21 +152,19 @@ class Policy(Setting):
 
     def to_toml(self) -> str:
         """Return the text of the policy's file, with a comment about each key."""
-        return "\n\n".join(_commented(self)) + "\n"
+        from fedstrata.spec.reference import rows
+
+        meanings = {key: meaning.replace("``", "'") for key, _, _, meaning in rows(Policy)}
+        lines = ["# The limits of this site on jobs. The site may change any line; the file is read when a job begins."]
+        for key, value in self.model_dump().items():
+            comment = textwrap.fill(meanings[key], 100, initial_indent="# ", subsequent_indent="# ")
+            setting = f"# {key} = []" if value is None else tomli_w.dumps({key: value}).strip()
+            lines.append(f"{comment}\n{setting}")
+        return "\n\n".join(lines) + "\n"
 
 
 def _remedy(job: str) -> str:
     return f"'fedstrata approve {job} --kit DIR' at the site accepts it"
-
-
-def _commented(policy: Policy) -> Iterator[str]:
-    from fedstrata.spec.reference import rows
-
-    meanings = {key: meaning.replace("``", "'") for key, _, _, meaning in rows(Policy)}
-    yield "# The limits of this site on jobs. The site may change any line; the file is read when a job begins."
-    for key, value in policy.model_dump().items():
-        comment = textwrap.fill(meanings[key], 100, initial_indent="# ", subsequent_indent="# ")
-        yield f"{comment}\n# {key} = []" if value is None else f"{comment}\n{tomli_w.dumps({key: value}).strip()}"
 
 
 def approve(kit: Path, job: str) -> bool:

@@ -123,9 +123,8 @@ def _sites_before(folders: Sequence[Path], sites: int | None) -> int | None:
         if (folder / SITES).exists():
             before = int(json.loads((folder / SITES).read_text(encoding="utf-8"))["sites"])
             if sites not in (None, before):
-                raise SpecError(
-                    "sites", f"the run in {folder} goes on with {before}, where its clients' states are", sites
-                )
+                problem = f"the run in {folder} goes on with {before}, where its clients' states are"
+                raise SpecError("sites", problem, sites)
             sites = before
     return sites
 

@@ -31,7 +31,7 @@ from fedstrata.runs import checkpoint
 from fedstrata.sites import wire
 from fedstrata.sites.data_schema import FEWEST, UnusableDataError, context_of, description_of, require_home, survey_of
 from fedstrata.sites.disclosure import UNDECLARED, Declaration, declaration_of
-from fedstrata.sites.guard import DataTrials, Guard, Match, Quota, declared
+from fedstrata.sites.guard import Guard, Match, Quota, data_trial, declared
 from fedstrata.sites.idempotency import LateError, RequestCache
 from fedstrata.sites.ledger import Entry, Ledger
 from fedstrata.sites.manifest import fingerprint
@@ -306,7 +306,7 @@ class SiteServer:
         if isinstance(question, wire.Begin):  # a resumed run asks the same of the data
             question = dataclasses.replace(question, run="", round=0)
         description = description_of(Experiment.from_table(parse_toml(question.spec)))
-        return DataTrials(self.folder, self.policy, job).reading(description, records.encode(question))
+        return data_trial(self.folder, self.policy, job, description, records.encode(question))
 
     def context(self, begin: wire.Begin, job: str) -> ClientContext:
         """Return the context that the clients of this site share."""

@@ -47,14 +47,11 @@ def stop(kit: Path) -> int:
         if process is None or process in roots or _began_after(process, path):
             path.unlink(missing_ok=True)
         else:
-            print(
-                f"fedstrata: process {process.pid}, named in {path}, is not of this kit and is left alone", flush=True
-            )
-    if not roots:
-        print(f"fedstrata: nothing that was started from {kit} runs here", flush=True)
-        return 1
-    print(f"fedstrata: stopped what was started from {kit}", flush=True)
-    return 0
+            text = f"process {process.pid}, named in {path}, is not of this kit and is left alone"
+            print(f"fedstrata: {text}", flush=True)
+    text = f"stopped what was started from {kit}" if roots else f"nothing that was started from {kit} runs here"
+    print(f"fedstrata: {text}", flush=True)
+    return int(not roots)
 
 
 def _running(path: Path) -> Any:

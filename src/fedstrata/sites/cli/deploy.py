@@ -266,14 +266,4 @@ def _approve(options: argparse.Namespace) -> int:
     return _show(options, {"job": job, "file": file, "new": new}, text)
 
 
-COMMANDS = (
-    add_deploy,
-    add_submit,
-    add_status,
-    add_check,
-    add_renew,
-    add_revoke,
-    add_verify,
-    add_asks,
-    add_approve,
-)
+COMMANDS = (add_deploy, add_submit, add_status, add_check, add_renew, add_revoke, add_verify, add_asks, add_approve)
