@@ -381,11 +381,9 @@ class Layers:
         if getattr(end, "bias", None) is None:
             raise SpecError("model", "the audit reads labels off the bias of the last layer, and it has none", last)
         linear = isinstance(begin, nn.Linear) and begin.in_features == features and begin.bias is not None
-        return cls(_of(last, "bias"), (_of(first, "weight"), _of(first, "bias")) if linear else None)
-
-
-def _of(layer: str, name: str) -> str:
-    return f"{layer}.{name}" if layer else name
+        # The only layer of a model has no name of its own.
+        first, last = (f"{name}." if name else "" for name in (first, last))
+        return cls(f"{last}bias", (f"{first}weight", f"{first}bias") if linear else None)
 
 
 def labels_from(bias: Tensor, samples: int) -> Tensor:

@@ -160,7 +160,7 @@ def speeds(table: Table, results: Results) -> dict[tuple[str, str], float]:
             expected[place] = statistics.fmean(measured[place])
         elif of_row:
             expected[place] = statistics.fmean(of_row) * work[place]
-        elif (estimate := table.seconds_of(place[0])) is not None:
+        elif (estimate := table.seconds.get(place[0], table.seconds.get(""))) is not None:
             expected[place] = estimate
         elif of_all:
             expected[place] = statistics.fmean(chain(*of_all.values())) * work[place]

@@ -142,10 +142,6 @@ class Table:
         more = [(c, a, b) for c in rows for a, b in self.against if {a, b} <= set(rows[c])]
         return list(dict.fromkeys(base + more))
 
-    def seconds_of(self, row: str) -> float | None:
-        """Return the measured seconds per round on one core, if they are known."""
-        return self.seconds.get(row, self.seconds.get(""))
-
 
 @cache
 def tables() -> dict[str, Table]:

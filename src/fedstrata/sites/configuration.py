@@ -26,6 +26,10 @@ ERROR = "error.json"
 """The file in a run folder with the error that ended the run."""
 
 
+RESULT = "fedstrata"
+"""The name of the run folder in the result of a deployed job."""
+
+
 def write_job(folder: Path, plans: Sequence[JobSpec], specs: Sequence[str]) -> None:
     """Write a job as NVFlare reads it: JSON that names installed classes, without source code.
 

@@ -21,7 +21,7 @@ from fedstrata.base.loading import only_from
 from fedstrata.runs.preparation import prepare
 from fedstrata.runs.run_folder import METRICS, SPEC, is_over
 from fedstrata.runs.simulation import run_prepared
-from fedstrata.sites.configuration import ERROR, described
+from fedstrata.sites.configuration import ERROR, RESULT, described
 from fedstrata.sites.data_schema import prepare_server, surveyed
 from fedstrata.sites.engine import NVFlareEngine
 from fedstrata.sites.idempotency import RequestCache, heartbeat
@@ -41,9 +41,6 @@ from fedstrata.spec.tracking import Tracking
 from fedstrata.stratify.masking.key_store import KeyRing
 
 LOG = logging.getLogger(__name__)
-
-RESULT = "fedstrata"
-"""The name of the run folder in the result of a deployed job."""
 
 FETCH = 10.0
 """Seconds in which a site must begin to send the model of a relay; otherwise it is asked again."""

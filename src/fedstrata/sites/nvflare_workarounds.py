@@ -227,15 +227,11 @@ def simulator_command(job: Path, workspace: Path, sites: int) -> list[str]:
 # The administrator's session
 
 
-def silence_client() -> None:
-    """Silence the FLARE API, which logs many lines when the server is away."""
-    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
-
-
 def open_session(user: str, admin: Path) -> Any:
-    """Open an administrator's session with the server."""
+    """Open an administrator's session, without the many lines that the FLARE API logs when the server is away."""
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
+    logging.getLogger("nvflare").setLevel(logging.CRITICAL)
     return new_secure_session(user, str(admin.absolute()), timeout=10.0)
 
 

@@ -210,15 +210,10 @@ def headline(table: Mapping[str, Any]) -> str:
     parts += [f"{key} {table[key]:.3g}" for key in MEASURED if table.get(key) is not None]
     counts = [f"{table[key]} {key}" for key in COUNTED if table.get(key)]
     sites = list(table["sites"].values())
-    lines = [", ".join(parts)]
-    if counts:
-        lines.append(", ".join(counts))
-    if sites:
-        lines.append(f"{sum(state == 'in' for state, _ in sites)} of {len(sites)} sites in")
-    lines.append(f"{_amount(table['bytes_up'])} up, {_amount(table['bytes_down'])} down")
-    if table.get("seconds_left") is not None:
-        lines.append(f"{_duration(table['seconds_left'])} left")
-    return "; ".join(lines)
+    present = f"{sum(state == 'in' for state, _ in sites)} of {len(sites)} sites in" if sites else ""
+    volume = f"{_amount(table['bytes_up'])} up, {_amount(table['bytes_down'])} down"
+    left = f"{_duration(table['seconds_left'])} left" if table.get("seconds_left") is not None else ""
+    return "; ".join(filter(None, (", ".join(parts), ", ".join(counts), present, volume, left)))
 
 
 def shown(table: Mapping[str, Any], now: float | None = None) -> list[str]:

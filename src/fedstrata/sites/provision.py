@@ -156,10 +156,6 @@ def _write_settings(folder: Path, settings: SiteSettings) -> None:
 
 
 def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
-    code = (
-        "A spec may name classes of fedstrata's; of a package of yours only if you list it in "
-        '`local/fedstrata.toml`: `allow = ["my_package"]`.'
-    )
     data = ""
     if sites.own_data:
         data = '3. Say in `local/fedstrata.toml` which file holds your data: `data = "/path/to/file.csv"`. '
@@ -170,9 +166,6 @@ def _write_readmes(spec: Experiment, sites: Sites, out: Path, run: str) -> None:
         "port": sites.server.port,
         "sites": ", ".join(sites.site),
         "run": run,
-        "install": "pip install 'fedstrata[nvflare]'",
-        "code": code,
-        "secret": "Keep this folder to yourself: it holds a private key.",
         "data": data,
         "check": 4 if data else 3,
         "start": 5 if data else 4,

@@ -85,11 +85,8 @@ class SiteRelay:
                     continue
                 outcome = self._send(site, client, task, ticket, base, model)
             break
-        reply: Reply | Failure
-        if isinstance(outcome, FedstrataError | Unmoved):
-            reply = Failure(outcome.reason if isinstance(outcome, Unmoved) else str(outcome))
-        else:
-            reply = reply_of(outcome.reply, task)
+        reason = outcome.reason if isinstance(outcome, Unmoved) else str(outcome)
+        reply = reply_of(outcome.reply, task) if isinstance(outcome, Hopped) else Failure(reason)
         if isinstance(reply, Failure):
             self._messenger.directory.require_enough([reply.reason])
         else:

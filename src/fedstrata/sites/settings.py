@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import PositiveFloat
 
-from fedstrata.base.config import Setting, build, plain
+from fedstrata.base.config import Setting, build
 from fedstrata.base.errors import SpecError
 from fedstrata.sites.directory import Fewer
 from fedstrata.spec.experiment import read_toml, with_location
@@ -132,8 +132,7 @@ class SiteSettings(Setting):
 
     def table(self) -> dict[str, Any]:
         """Return the values that differ from the defaults, for TOML."""
-        table = self.model_dump(exclude_defaults=True)
-        return {key: str(value) if isinstance(value, Path) else plain(value) for key, value in table.items()}
+        return self.model_dump(mode="json", exclude_defaults=True)
 
     @classmethod
     def read(cls, root: Path) -> SiteSettings:

@@ -139,7 +139,9 @@ def _finished(spec: Experiment, folder: Path, given: Path | None, root: Path) ->
     if (folder / ERROR).exists():
         raise raised(folder / ERROR)
     if not (folder / WEIGHTS).exists():
-        raise FedstrataError(f"NVFlare's simulator ended without a result; it said: {_tail(root / 'log.txt')}")
+        log = (root / "log.txt").read_text(encoding="utf-8", errors="replace")
+        tail = "\n".join(log.splitlines()[-15:])
+        raise FedstrataError(f"NVFlare's simulator ended without a result; it said: {tail}")
     history = History.load(folder)
     history.params = safetensors.torch.load((folder / WEIGHTS).read_bytes())
     history.path, history.lower = given, spec.evaluation.lower
@@ -186,7 +188,3 @@ class _Watch:
     @staticmethod
     def _records(file: Path) -> list[dict[str, Any]]:
         return read_jsonl(file) if file.exists() else []
-
-
-def _tail(path: Path, lines: int = 15) -> str:
-    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

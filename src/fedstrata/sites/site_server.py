@@ -25,7 +25,7 @@ from fedstrata.clients.client import Client, ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.engines.local import LocalEngine, failure
 from fedstrata.federation.engine import Failure
-from fedstrata.federation.messages import ClientId, Request, Weights
+from fedstrata.federation.messages import ClientId, Reply, Request, Weights
 from fedstrata.federation.reply_checks import defect_of
 from fedstrata.runs import checkpoint
 from fedstrata.sites import wire
@@ -514,7 +514,8 @@ class SiteRun:
         except (FedstrataError, OSError) as error:
             return wire.Unmoved(self.site_server.message_of(error))
         self.guard.take(match)
-        return wire.Hopped(self._recorded(hop.client, task, self.leg.work(hop, task, weights), self.leg.samples), None)
+        reply, samples = self.leg.work(hop, task, weights)
+        return wire.Hopped(self._recorded(hop.client, task, reply, samples), None)
 
     def _weights(self, hop: wire.Hop) -> Weights:
         """Return the model of a relay: sent with the task, kept here, or fetched from the site that has it."""
@@ -586,23 +587,20 @@ class RelayLeg:
         self._states: dict[ClientId, Mapping[str, Tree]] = {}
         self._new: HopResult | None = None
         self._kept: HopResult | None = None
-        self.samples = 0
-        """The number of samples behind the last result."""
 
-    def work(self, hop: wire.Hop, task: Request, weights: Weights) -> Any:
-        """Let a client train the model, and return its reply."""
+    def work(self, hop: wire.Hop, task: Request, weights: Weights) -> tuple[Reply | Failure, int]:
+        """Let a client train the model, and return its reply and the number of samples behind it."""
         self._new = None
         state = self._states.get(hop.client)
         client = Client(hop.client, self._context, self._store.get(hop.client) if state is None else state)
         try:
             moved, reply = self._context.handlers.hop[type(task)](client, task, weights)
         except Exception as error:
-            return failure(error)
+            return failure(error), 0
         if defect := defect_of(moved, lambda moved: moved.require_like(weights)):
-            return Failure(defect, refused=True)
-        self.samples = client.n_contributing
+            return Failure(defect, refused=True), 0
         self._new = HopResult(hop.hop, hop.ticket, moved, hop.client, client.n_contributing, client.state)
-        return reply
+        return reply, client.n_contributing
 
     def keep(self, ack: wire.HopCommit) -> None:
         """Let the last result count."""

@@ -8,18 +8,17 @@ import sys
 import tempfile
 import time
 import tomllib
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-from typing_extensions import override
 
 from fedstrata.base.errors import DataError, FedstrataError, SpecError
 from fedstrata.base.jsonl import jsonable, read_jsonl
 from fedstrata.runs.run_folder import METRICS, SPEC, WEIGHTS
 from fedstrata.sites.configuration import ERROR, raised
-from fedstrata.sites.nvflare_workarounds import silence_client
 from fedstrata.sites.progress import STATUS, Progress, shown
 from fedstrata.sites.provision import JOB
 from fedstrata.sites.simulator import require_nvflare
@@ -28,24 +27,21 @@ from fedstrata.sites.submit import COMPLETED, POLL, Report, Watch, refuse_expire
 NOTHING = "no run is at work"
 
 
-class Source(ABC):
-    """Where the progress of a run is read."""
+@dataclass
+class Source:
+    """A place where the progress of a run is read.
 
-    @abstractmethod
-    def table(self) -> dict[str, Any] | None:
-        """Return the progress of the run, or of a site's own part; None if there is no run.
+    Args:
+        table: Returns the progress of the run, or of a site's own part; None if there is no run. If the server does not
+            answer, the table has only the key ``away`` with the reason. If a job was submitted and its run has not
+            reported yet, the table has only the key ``waiting`` with the status of the job.
+        result: Returns the run folder when the run is over.
+        close: Closes connections.
+    """
 
-        If the server does not answer, the table has only the key ``away`` with the reason. If a job was submitted and
-        its run has not reported yet, the table has only the key ``waiting`` with the status of the job.
-        """
-
-    @abstractmethod
-    def result(self) -> Path | None:
-        """Return the run folder when the run is over."""
-
-    def close(self) -> None:
-        """Close connections."""
-        return
+    table: Callable[[], dict[str, Any] | None]
+    result: Callable[[], Path | None]
+    close: Callable[[], None] = lambda: None
 
 
 def source_of(folder: Path, report: Report = print) -> Source:
@@ -62,12 +58,12 @@ def source_of(folder: Path, report: Report = print) -> Source:
     """
     if (folder / JOB / "meta.json").is_file():
         require_nvflare()
-        silence_client()
-        return _AdminSource(folder, report)
+        administrator = _Administrator(folder, report)
+        return Source(administrator.table, lambda: administrator.fetched, administrator.close)
     if (folder / "startup").is_dir():
-        return _KitSource(folder)
+        return Source(partial(_of_kit, folder), partial(_result_of_kit, folder))
     if (folder / SPEC).is_file() and (folder / METRICS).is_file():
-        return _RunSource(folder)
+        return Source(partial(of_run, folder), lambda: folder if of_run(folder)["over"] else None)
     raise SpecError("FOLDER", "no party's folder: it has no startup; and no run folder", str(folder))
 
 
@@ -154,47 +150,26 @@ def of_run(folder: Path) -> dict[str, Any]:
     return progress.table() | {"seconds": None}
 
 
-class _RunSource(Source):
-    """A run folder, of a run here or of one that was fetched."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    @override
-    def table(self) -> dict[str, Any]:
-        return of_run(self._folder)
-
-    @override
-    def result(self) -> Path | None:
-        return self._folder if self.table()["over"] else None
-
-
-class _KitSource(Source):
-    """The folder of the server or of a site, with the progress that its processes wrote."""
-
-    def __init__(self, kit: Path) -> None:
-        self._kit = kit
-
-    @override
-    def table(self) -> dict[str, Any] | None:
-        path = self._kit / STATUS
-        if not path.exists():
-            return None
-        try:
-            table: dict[str, Any] = json.loads(path.read_bytes())
-        except ValueError:
-            table = {}
-        if not isinstance(table, dict) or "at" not in table:
-            raise DataError(f"{path}: damaged, it does not say how far the run is; what runs there writes it anew")
-        return table
-
-    @override
-    def result(self) -> Path | None:
-        table = self.table() or {}
-        return self._kit / STATUS.parent / Path(table["run"]).name if table.get("over") and table.get("run") else None
+def _of_kit(kit: Path) -> dict[str, Any] | None:
+    """Return the progress that the processes of the server or of a site wrote to its folder."""
+    path = kit / STATUS
+    if not path.exists():
+        return None
+    try:
+        table: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError:
+        table = {}
+    if not isinstance(table, dict) or "at" not in table:
+        raise DataError(f"{path}: damaged, it does not say how far the run is; what runs there writes it anew")
+    return table
 
 
-class _AdminSource(Source):
+def _result_of_kit(kit: Path) -> Path | None:
+    table = _of_kit(kit) or {}
+    return kit / STATUS.parent / Path(table["run"]).name if table.get("over") and table.get("run") else None
+
+
+class _Administrator:
     """The administrator's folder: asks the server, and fetches the run folder when the run is over."""
 
     def __init__(self, kit: Path, report: Report) -> None:
@@ -205,10 +180,11 @@ class _AdminSource(Source):
         self._job = ""
         """The job that ended, while no other one runs."""
         self._over: dict[str, Any] = {}
-        self._fetched: Path | None = None
+        self.fetched: Path | None = None
+        """The run folder, once the run is over."""
 
-    @override
     def table(self) -> dict[str, Any] | None:
+        """Return the progress; see ``Source``."""
         table = self._watch.progress()
         if table is None and self._watch.away:  # after a restart of the server a new session may work
             table = self._watch.progress()
@@ -235,23 +211,19 @@ class _AdminSource(Source):
         """Fetch the result of a job once; do nothing while the server is away."""
         sites, folder = self._last.get("sites", {}), Path(self._place.name) / job
         over: dict[str, Any] = {}
-        self._job, self._fetched = "", None
+        self._job, self.fetched = "", None
         if status == COMPLETED:
             try:
                 if not self._watch.fetch(folder, job):
                     return
-                over, self._fetched = of_run(folder) | {"sites": sites}, folder
+                over, self.fetched = of_run(folder) | {"sites": sites}, folder
             except (FedstrataError, DataError) as error:
                 status = str(error)
         nothing = {"round": 0, "rounds": 0, "sites": {}, "bytes_up": 0, "bytes_down": 0}
         self._job, self._over = job, over or nothing | self._last | {"over": status, "seconds_left": None}
         self._last = {}
 
-    @override
-    def result(self) -> Path | None:
-        return self._fetched
-
-    @override
     def close(self) -> None:
+        """End the session, and remove what was fetched."""
         self._watch.close()
         self._place.cleanup()

@@ -18,15 +18,14 @@ from fedstrata.base.errors import FedstrataError, SpecError
 from fedstrata.base.jsonl import read_jsonl
 from fedstrata.runs.run_folder import EVENTS, WEIGHTS
 from fedstrata.sites.certificates import faults
-from fedstrata.sites.configuration import ERROR, raised
+from fedstrata.sites.configuration import ERROR, RESULT, raised
 from fedstrata.sites.manifest import sign
-from fedstrata.sites.nvflare_workarounds import is_temporary, open_session, quiet_call, silence_client
+from fedstrata.sites.nvflare_workarounds import is_temporary, open_session, quiet_call
 from fedstrata.sites.progress import FEDSTRATA, headline
 from fedstrata.sites.provision import JOB
 from fedstrata.sites.settings import USER
 from fedstrata.sites.simulator import require_nvflare
 
-RESULT = "fedstrata"
 COMPLETED, ABORTED = "FINISHED:COMPLETED", "FINISHED:ABORTED"
 """NVFlare's status of a job that is not submitted again; a job with any other FINISHED status is."""
 POLL = 2.0
@@ -68,7 +67,6 @@ def submit(
         FedstrataError: The server cannot be reached, or refuses the job, or the run ended early.
     """
     require_nvflare()
-    silence_client()
     if not (admin / JOB / "meta.json").is_file():
         raise SpecError("ADMIN", "no administrator's folder: it has no job", str(admin))
     if out.exists():
@@ -110,7 +108,6 @@ class Watch:
         self.admin, self.lost, self.report = admin, lost, report
         self._session: Any = None
         self._job: str | None = None
-        self._status = ""
         meta = json.loads((admin / JOB / "meta.json").read_text(encoding="utf-8"))
         self._name = str(meta["name"])
         self._named = {site for site in meta["deploy_map"]["app"] if site not in ("server", "@ALL")}
@@ -120,8 +117,9 @@ class Watch:
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
+        self._told: dict[str, str] = {}
+        """The last report about each matter, which is not repeated."""
         self._ask_again: dict[str, float] = {}
-        self._reported_away = self._broke_off = ""
         self.away = ""
         """The error of the last request to the server; empty if it answered."""
         self._round, self._furthest, self._last_report = 0, 0, -math.inf
@@ -130,15 +128,19 @@ class Watch:
 
     def wait_for_sites(self, count: int, wait: float) -> None:
         """Wait until so many sites are connected; 0 for all that the job names."""
-        end, before = time.monotonic() + wait, ""
+        end = time.monotonic() + wait
         while time.monotonic() < end:
             if (names := self._connected()) is not None:
                 if names and (self._named <= names or 0 < count <= len(names)):
                     return
-                if (text := f"not connected yet: {', '.join(sorted(self._named - names))}") != before:
-                    self.report(text)
-                before = text
+                self._tell("sites", f"not connected yet: {', '.join(sorted(self._named - names))}")
             time.sleep(POLL)
+
+    def _tell(self, matter: str, text: str) -> None:
+        """Report something, unless it was the last report about the matter."""
+        if self._told.get(matter) != text:
+            self.report(text)
+        self._told[matter] = text
 
     def _connected(self) -> set[str] | None:
         """Return the sites that are connected to the server; None if it is away."""
@@ -157,9 +159,7 @@ class Watch:
         status = self._call(lambda session: session.get_job_status(self._job))
         if status is None:
             return False
-        if status != self._status:
-            self.report(f"the job is {status}")
-            self._status = status
+        self._tell("status", f"the job is {status}")
         if status == COMPLETED:
             return True
         if status.startswith("FINISHED"):
@@ -202,9 +202,8 @@ class Watch:
         job, status = (str(last["job_id"]), str(last["status"])) if last else ("", "")
         if status in (COMPLETED, ABORTED):
             return job, status
-        if status.startswith("FINISHED") and job != self._broke_off:
-            self._broke_off = job
-            self.report(f"the job broke off as {status}; 'fedstrata submit' brings it again")
+        if status.startswith("FINISHED"):
+            self._tell(job, f"the job broke off as {status}; 'fedstrata submit' brings it again")
         return "", status
 
     def _report_progress(self) -> dict[str, str] | None:
@@ -284,7 +283,8 @@ class Watch:
         self._given_up.add(self._job)
         self._idle_polls.clear()
         self._working_polls.clear()
-        self._job, self._status, self._over = None, "", False
+        self._job, self._over = None, False
+        self._told.clear()
 
     def _has_result(self) -> bool:
         """Return whether the job has a complete result, although NVFlare reports a failure."""
@@ -326,7 +326,8 @@ class Watch:
             if self._session is None:
                 self._session = quiet_call(partial(open_session, USER, self.admin))
             outcome = quiet_call(partial(work, self._session))
-            self._away_since, self._reported_away, self.away = None, "", ""
+            self._away_since, self.away = None, ""
+            self._told.pop("away", None)
         except Exception as error:
             known, session, self._session = self._session is not None, self._session, None
             with suppress(Exception):
@@ -337,9 +338,7 @@ class Watch:
             self._away_since = self._away_since or time.monotonic()
             if time.monotonic() - self._away_since > self.lost:
                 raise FedstrataError(f"the server cannot be reached: {self.away}") from error
-            if (text := f"waiting for the server ({self.away})") != self._reported_away:
-                self.report(text)
-            self._reported_away = text
+            self._tell("away", f"waiting for the server ({self.away})")
             time.sleep(POLL)
             return None
         return outcome

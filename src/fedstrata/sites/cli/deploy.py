@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 from fedstrata.base.errors import SpecError
@@ -230,14 +230,12 @@ def _asks(options: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _by_kit(kit: Path | None, options: argparse.Namespace) -> Iterator[None]:
-    """Import what a spec names only from the packages that the site's own list allows."""
+def _by_kit(kit: Path | None, options: argparse.Namespace) -> AbstractContextManager[None]:
+    """Return a context that imports what a spec names only from the packages that the site's own list allows."""
     from fedstrata.base.loading import only_from
     from fedstrata.sites.settings import SiteSettings
 
-    with nullcontext() if kit is None or options.imports else only_from(SiteSettings.read(kit).packages):
-        yield
+    return nullcontext() if kit is None or options.imports else only_from(SiteSettings.read(kit).packages)
 
 
 def add_approve(commands: common.Commands) -> None:
