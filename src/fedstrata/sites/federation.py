@@ -94,7 +94,7 @@ class Sites(Setting):
                 raise ValueError(f"{name!r}: expected letters, digits and hyphens, and none of {', '.join(RESERVED)}")
         if self.least > len(self.site):
             raise ValueError(f"least = {self.least}, and there are {len(self.site)} sites")
-        files = [entry.data for entry in (self.server, *self.site.values()) if entry.data]
+        files = [file for file in (self.server.data, *(entry.data for entry in self.site.values())) if file]
         if not self.own_data and files:
             raise ValueError(f"{files[0]} is a file of its own; accepted with own_data = true")
         return self
