@@ -119,21 +119,21 @@ class Policy(Setting):
                 by.append("the survey of the sites' data")
                 raise RuleError(f"policy.{rule}", f"{by[0]} tells {fact} in the clear; accepted: {accepted}")
 
-    def limit(self, job: str, answer: object, before: Collection[object], told: str) -> None:
+    def limit(self, job: str, answer: object, before: Collection[object], topic: str) -> None:
         """Refuse another answer about the site's data if other jobs got as many as ``surveys`` allows.
 
         Args:
             job: The hash of the job.
             answer: The answer, or a key of it.
             before: The earlier answers; the same one may be given again.
-            told: What they tell.
+            topic: What they are about.
 
         Raises:
             RuleError: The limit is reached, and the job is not approved.
         """
         if answer not in before and len(before) >= self.surveys and job not in self.approved:
             accepted = f"accepted: {self.surveys} such answer(s); {_remedy(job)}"
-            raise RuleError("policy.surveys", f"other jobs were told {told}; {accepted}")
+            raise RuleError("policy.surveys", f"other jobs were told {topic}; {accepted}")
 
     def least(self, privacy: Privacy) -> Privacy:
         """Return the privacy settings with the larger minimum: that of the spec, or of this policy."""

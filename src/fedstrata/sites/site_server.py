@@ -268,8 +268,8 @@ class SiteServer:
                     # Differences of statistics reveal single samples.
                     others = [read(answer, wire.Surveyed).statistics for answer in guard.quota.surveys()]
                     before = {records.encode(statistics) for statistics in others if statistics.samples}
-                    told = "other statistics of this site's data"
-                    self.policy.limit(asked.job, records.encode(surveyed.statistics), before, told)
+                    topic = "other statistics of this site's data"
+                    self.policy.limit(asked.job, records.encode(surveyed.statistics), before, topic)
                 guard.leave(size)
                 guard.quota.survey = records.encode(surveyed)
             guard.quota.save()

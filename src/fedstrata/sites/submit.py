@@ -117,7 +117,7 @@ class Watch:
         self._working_polls: Counter[str] = Counter()
         self._away_since: float | None = None
         self._over, self._last_progress = False, -math.inf
-        self._told: dict[str, str] = {}
+        self._last_reports: dict[str, str] = {}
         """The last report about each matter, which is not repeated."""
         self._ask_again: dict[str, float] = {}
         self.away = ""
@@ -138,9 +138,9 @@ class Watch:
 
     def _tell(self, matter: str, text: str) -> None:
         """Report something, unless it was the last report about the matter."""
-        if self._told.get(matter) != text:
+        if self._last_reports.get(matter) != text:
             self.report(text)
-        self._told[matter] = text
+        self._last_reports[matter] = text
 
     def _connected(self) -> set[str] | None:
         """Return the sites that are connected to the server; None if it is away."""
@@ -284,7 +284,7 @@ class Watch:
         self._idle_polls.clear()
         self._working_polls.clear()
         self._job, self._over = None, False
-        self._told.clear()
+        self._last_reports.clear()
 
     def _has_result(self) -> bool:
         """Return whether the job has a complete result, although NVFlare reports a failure."""
@@ -327,7 +327,7 @@ class Watch:
                 self._session = quiet_call(partial(open_session, USER, self.admin))
             outcome = quiet_call(partial(work, self._session))
             self._away_since, self.away = None, ""
-            self._told.pop("away", None)
+            self._last_reports.pop("away", None)
         except Exception as error:
             known, session, self._session = self._session is not None, self._session, None
             with suppress(Exception):
