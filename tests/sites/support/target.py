@@ -53,11 +53,11 @@ class Target(asked.Site):
     def __init__(
         self, line: Line, folder: Path, table: dict[str, Any] | None, policy: dict[str, Any], opened: bool
     ) -> None:
-        self.line, self.policy, self.opened = line, policy, opened
+        self.line, self.limits, self.opened = line, policy, opened
         super().__init__(folder, table)
 
     def start(self) -> None:
-        self.line.order({"folder": str(self.folder), "policy": self.policy, "opened": self.opened})
+        self.line.order({"folder": str(self.folder), "policy": self.limits, "opened": self.opened})
         self.site_server = self
 
     def call(self, body: Any, *acks: Any, caller: str = asked.SERVER) -> Any:
