@@ -51,7 +51,7 @@ def measure(label: str, clients: int, model: str) -> dict[str, float]:
     import numpy as np
 
     import fedstrata as fs
-    from fedstrata.data.partitions import Assignment
+    from fedstrata.data.partitions.base import Assignment
     from fedstrata.sampling.base import CLIENT_SAMPLERS
 
     class Repeated(fs.Partition):

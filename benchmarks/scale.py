@@ -29,7 +29,7 @@ def measure(data: str, clients: int) -> dict[str, float]:
     import numpy as np
 
     import fedstrata as fs
-    from fedstrata.data.partitions import Assignment
+    from fedstrata.data.partitions.base import Assignment
 
     class Repeated(fs.Partition):
         """Every client holds SAMPLES samples; beyond the data set's size they repeat."""

@@ -19,7 +19,8 @@ from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import Dataset, from_arrays
-from fedstrata.data.partitions import Assignment, draw_partition
+from fedstrata.data.partitions.base import Assignment
+from fedstrata.data.partitions.picture import draw_partition
 from fedstrata.data.sources import Data
 from fedstrata.engines import worker_pool
 from fedstrata.engines.local import LocalEngine

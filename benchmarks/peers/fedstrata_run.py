@@ -7,7 +7,7 @@ from typing import Any
 from work import Clock, Setting, arrays, final_loss, named, net, owners, parse
 
 import fedstrata as fs
-from fedstrata.data.partitions import Assignment
+from fedstrata.data.partitions.base import Assignment
 
 
 def main() -> None:

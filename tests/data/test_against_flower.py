@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from lazy import Lazy
 
-from fedstrata.data.partitions import IID, Classes, Dirichlet, Shards
+from fedstrata.data.partitions.label_skew import Classes
+from fedstrata.data.partitions.schemes import IID, Dirichlet, Shards
 
 pytestmark = pytest.mark.slow
 partitioner, datasets = Lazy("flwr_datasets.partitioner"), Lazy("datasets")

@@ -10,7 +10,7 @@ import torch
 
 import fedstrata as fs
 from fedstrata.base.errors import DataError, SpecError
-from fedstrata.data.partitions import draw_partition, render_table
+from fedstrata.data.partitions.picture import draw_partition, render_table
 from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.data.sources import Data
 from fedstrata.runs.identity import fingerprint_of_data

@@ -7,21 +7,9 @@ from hypothesis import strategies as st
 
 from fedstrata.base.config import build
 from fedstrata.base.errors import SpecError
-from fedstrata.data.partitions import (
-    IID,
-    PARTITIONS,
-    UNUSED,
-    Assignment,
-    Classes,
-    ClassGroup,
-    Dirichlet,
-    Domains,
-    Given,
-    Groups,
-    Partition,
-    PowerLaw,
-    Shards,
-)
+from fedstrata.data.partitions.base import PARTITIONS, UNUSED, Assignment, Partition
+from fedstrata.data.partitions.label_skew import Classes, ClassGroup, Domains, Groups
+from fedstrata.data.partitions.schemes import IID, Dirichlet, Given, PowerLaw, Shards
 
 
 def table(partition, dataset, seed=0):

@@ -5,7 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from fedstrata.data.partitions import Dirichlet, Given, draw_partition, render_table
+from fedstrata.data.partitions.picture import draw_partition, render_table
+from fedstrata.data.partitions.schemes import Dirichlet, Given
 
 
 def read(table):

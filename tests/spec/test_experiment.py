@@ -4,7 +4,7 @@ import pytest
 
 import fedstrata as fs
 from fedstrata.base.errors import SpecError
-from fedstrata.data.partitions import PARTITIONS
+from fedstrata.data.partitions.base import PARTITIONS
 from fedstrata.federation.availability import AVAILABILITIES
 from fedstrata.methods.base import METHODS
 from fedstrata.spec.experiment import (

@@ -141,7 +141,7 @@ def _partition(options: argparse.Namespace) -> int:
     import rich
 
     from fedstrata.base.config import under
-    from fedstrata.data.partitions import draw_partition, render_table
+    from fedstrata.data.partitions.picture import draw_partition, render_table
 
     spec = experiment(options)
     if options.out.suffix.lower() not in (".png", ".pdf", ".svg"):

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng, uniforms
 from fedstrata.data.dataset import Dataset, Split
-from fedstrata.data.partitions import UNUSED, Assignment
+from fedstrata.data.partitions.base import UNUSED, Assignment
 from fedstrata.evaluation.settings import Evaluation
 
 PLACES = 2**32

@@ -16,7 +16,7 @@ import numpy as np
 
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.base.jsonl import MetricsLog, replace_file, write_json
-from fedstrata.data.partitions import SingleClient
+from fedstrata.data.partitions.natural import SingleClient
 from fedstrata.evaluation.evaluator import over_clients
 from fedstrata.evaluation.history import History, Record
 from fedstrata.evaluation.metrics import nan_for_none

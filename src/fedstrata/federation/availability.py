@@ -22,7 +22,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Privat
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import uniforms
-from fedstrata.data.partitions import Assignment
+from fedstrata.data.partitions.base import Assignment
 
 Clients = NDArray[np.int64]
 

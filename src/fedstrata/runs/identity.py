@@ -23,7 +23,7 @@ from torch import Tensor
 from fedstrata.base.config import MayChange, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset
-from fedstrata.data.partitions import Assignment
+from fedstrata.data.partitions.base import Assignment
 from fedstrata.models.model import Model
 from fedstrata.spec.experiment import Experiment
 

@@ -19,7 +19,8 @@ from fedstrata.base.config import under
 from fedstrata.base.errors import SpecError
 from fedstrata.data.dataset import Dataset, from_arrays
 from fedstrata.data.fitting import Statistics, fit
-from fedstrata.data.partitions import Assignment, Partition, SingleClient
+from fedstrata.data.partitions.base import Assignment, Partition
+from fedstrata.data.partitions.natural import SingleClient
 from fedstrata.data.partitions.server_data import ServerData
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.holdouts import NATURAL, HeldOut, cut_validation, hold_out, natural_tests, without

@@ -16,7 +16,8 @@ import torch
 from fedstrata.base.errors import CheckpointError, DataError, SpecError
 from fedstrata.base.jsonl import MetricsLog, read_jsonl, replace_file, write_json
 from fedstrata.base.locking import occupied
-from fedstrata.data.partitions import Given, draw_partition
+from fedstrata.data.partitions.picture import draw_partition
+from fedstrata.data.partitions.schemes import Given
 from fedstrata.evaluation.history import CLIENTS, EVALUATIONS, History, read_weights, write_evaluations
 from fedstrata.runs import checkpoint
 from fedstrata.runs.checkpoint import Checkpoint

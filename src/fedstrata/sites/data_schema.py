@@ -24,7 +24,7 @@ from fedstrata.clients.client import ClientContext
 from fedstrata.data.arrays import checked_inputs
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.fitting import Statistics, Unfitted, fit
-from fedstrata.data.partitions import Assignment
+from fedstrata.data.partitions.base import Assignment
 from fedstrata.data.schema import Schema, Table, held_out, ids, parsed
 from fedstrata.data.sources import Data, read_arrays
 from fedstrata.data.tables import SUFFIXES, read_table

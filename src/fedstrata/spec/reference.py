@@ -15,7 +15,7 @@ from fedstrata.aggregation.base import AGGREGATORS
 from fedstrata.aggregation.optimizers import ServerOptimizer
 from fedstrata.base.config import Registry, Setting, plain
 from fedstrata.base.errors import SpecError, nearest
-from fedstrata.data.partitions import PARTITIONS
+from fedstrata.data.partitions.base import PARTITIONS
 from fedstrata.data.schema import Column, Schema
 from fedstrata.data.sources import Data
 from fedstrata.evaluation.metrics import METRICS

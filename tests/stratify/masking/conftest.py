@@ -14,7 +14,7 @@ from fedstrata.base import records
 from fedstrata.clients.client import ClientContext
 from fedstrata.clients.store import StateStore
 from fedstrata.data.dataset import from_arrays
-from fedstrata.data.partitions import Assignment
+from fedstrata.data.partitions.base import Assignment
 from fedstrata.engines.local import LocalEngine
 from fedstrata.federation.availability import Always
 from fedstrata.federation.engine import Engine, Failure, FederationConfig
