@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import FedstrataError, ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.clients.client import Client
@@ -24,7 +24,7 @@ from fedstrata.stratify.masking import enrolment
 from fedstrata.stratify.masking.ckks import Cipher, Opener
 from fedstrata.stratify.masking.client import presented
 from fedstrata.stratify.masking.counting import shares
-from fedstrata.stratify.masking.enrolment import Held, Ints, Roll, Watch
+from fedstrata.stratify.masking.enrolment import Held, Roll, Watch
 from fedstrata.stratify.masking.key_store import ring_of
 from fedstrata.stratify.masking.messages import OpenTotals, PublicKeys, Totals
 from fedstrata.stratify.masking.public_keys import Public, ask_one, ask_until
@@ -169,7 +169,7 @@ def _sums(public: Public, held: Held, sealed: Mapping[ClientId, Sequence[bytes]]
     return tuple((sums[p] if p in sums else public.counting.seal([0.0])).serialize() for p in range(len(names)))
 
 
-def _totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> NDArray[np.int64]:
+def _totals(federation: Federation, pages: tuple[bytes, ...], held: Held, names: Ints) -> Ints:
     """N(p), decrypted by the first client that answers."""
     holders = np.zeros(len(names), dtype=np.int64)
     holders[names] = np.bincount(np.concatenate(list(held.values())), minlength=len(names))

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Floats32
 from fedstrata.base.errors import DataError
 
 Normalize = Literal["standard", "unit", "none"]
@@ -214,7 +215,7 @@ def check_seen(train: Tensor, test: Tensor, names: Sequence[str]) -> None:
     warnings.warn(problem, stacklevel=2)
 
 
-def _crowded(values: NDArray[Any], narrow: NDArray[np.float32]) -> bool:
+def _crowded(values: NDArray[Any], narrow: Floats32) -> bool:
     """Return True if rounding to float32 makes samples indistinguishable: large values that are close to each other."""
     flat, rounded = (part.reshape(-1, part.shape[-1]) for part in (values, narrow))
     with np.errstate(over="ignore", invalid="ignore"):

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import DataError
 from fedstrata.data import arrays
 from fedstrata.data.arrays import Array, Normalize
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fedstrata.data.fitting import Unfitted
 
 Split = Literal["train", "test"]
-Indices = Tensor | NDArray[np.int64] | slice
+Indices = Tensor | Ints | slice
 
 
 @dataclass(frozen=True, eq=False)

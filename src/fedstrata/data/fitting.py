@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import DataError
 from fedstrata.base.records import Message, record
 from fedstrata.data.arrays import Normalize, precise
@@ -28,8 +28,6 @@ LOG = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from fedstrata.data.dataset import Dataset
 
-Reals = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 CHUNK = 1 << 20
 """Rows that are cast to float64 at once, which limits the memory."""
@@ -207,7 +205,7 @@ class Unfitted:
         return total
 
     def _part(
-        self, samples: int, count: Reals, mean: Reals, squares: Reals, values: Reals, counts: dict[str, Tensor]
+        self, samples: int, count: Floats, mean: Floats, squares: Floats, values: Floats, counts: dict[str, Tensor]
     ) -> Statistics:
         ends = np.zeros((2, 0))
         if self.normalize == "unit":
@@ -215,7 +213,7 @@ class Unfitted:
         n, m, s, low, high = map(torch.from_numpy, (count, mean, squares, *ends))
         return Statistics(samples, n, m, s, low, high, counts)
 
-    def _counts(self, cells: Reals) -> dict[str, Tensor]:
+    def _counts(self, cells: Floats) -> dict[str, Tensor]:
         counts = {}
         for index, (name, column) in enumerate(self._columns()):
             if column.counted:

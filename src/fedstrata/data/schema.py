@@ -12,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationInfo, field_validator, model_validator
 
+from fedstrata.base.arrays import Bools, Floats
 from fedstrata.base.config import Setting, build, under
 from fedstrata.base.errors import DataError, SpecError, nearest
 from fedstrata.base.rng import rng
 from fedstrata.data.subsets import stratified
-
-Reals = NDArray[np.float64]
-Rows = NDArray[np.int64]
 
 TRUTH = {"true": 1.0, "yes": 1.0, "1": 1.0, "false": 0.0, "no": 0.0, "0": 0.0}
 """Cells of a boolean column; capitals do not matter."""
@@ -274,7 +272,7 @@ class Table:
         return error.publicly(f"column {column!r}: {public}")
 
 
-def parsed(table: Table, schema: Schema) -> Reals:
+def parsed(table: Table, schema: Schema) -> Floats:
     """Return the columns of features as numbers, (N, K), with NaN for missing values.
 
     Args:
@@ -307,7 +305,7 @@ def parsed(table: Table, schema: Schema) -> Reals:
     return np.stack(columns, axis=1)
 
 
-def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> NDArray[np.bool_]:
+def held_out(table: Table, schema: Schema, seed: int, *, first: int = 0) -> Bools:
     """Return which rows are test samples, (N,).
 
     Args:

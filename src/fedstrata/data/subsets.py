@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
+from fedstrata.base.arrays import Ints
 
 
 def largest_remainder(shares: NDArray[np.floating], total: int) -> Ints:

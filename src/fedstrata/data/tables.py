@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Bools
 from fedstrata.base.config import build
 from fedstrata.base.errors import DataError, ExtraMissingError
 from fedstrata.data.arrays import Normalize
@@ -93,7 +93,7 @@ def from_dataframe(
 def dataset_of(
     table: Table,
     schema: Schema,
-    held: NDArray[np.bool_],
+    held: Bools,
     *,
     name: str,
     normalize: Normalize = "standard",

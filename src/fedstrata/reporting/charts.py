@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError
 from fedstrata.evaluation.history import MODEL, STANDARD, History
 from fedstrata.reporting.contrasts import BUDGETS
-from fedstrata.reporting.draw import FATES, Dash, Floats, Quantity, look, over_seeds, quantity, spent
+from fedstrata.reporting.draw import FATES, Dash, Quantity, look, over_seeds, quantity, spent
 from fedstrata.reporting.runs import Run, histories
 from fedstrata.reporting.statistics import Estimate
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fedstrata.base.arrays import Floats
 from fedstrata.base.errors import SpecError, nearest
 from fedstrata.evaluation.history import History
 from fedstrata.reporting import tables
-from fedstrata.reporting.draw import TRAFFIC, Floats, quantity, spent
+from fedstrata.reporting.draw import TRAFFIC, quantity, spent
 from fedstrata.reporting.statistics import FEWEST, RESAMPLES, Difference, Estimate, Range, Test, holm, paired_difference
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
     from fedstrata.evaluation.history import History
 
-Floats = NDArray[np.float64]
 Curves: TypeAlias = "Mapping[str, Sequence[History]]"
 """The histories of a label's seeds, by label."""
 
@@ -73,7 +73,7 @@ def quantity(column: str) -> Quantity:
 class Band(NamedTuple):
     """Mean and sample standard deviation over seeds, (R,) each; the deviation of one seed is 0."""
 
-    rounds: NDArray[np.int64]
+    rounds: Ints
     mean: Floats
     sd: Floats
 
@@ -137,13 +137,13 @@ def draw_curves(axes: Axes, curves: Curves, column: str, *, against: str = "roun
             axes.set_xscale("log")  # methods differ by orders of magnitude
 
 
-def sent(histories: Sequence[History], rounds: NDArray[np.int64]) -> Floats:
+def sent(histories: Sequence[History], rounds: Ints) -> Floats:
     """Return the data sent and received until each of ``rounds``, in MB, averaged over seeds, (R,)."""
     mean: Floats = np.mean([spent(history, TRAFFIC, rounds) for history in histories], axis=0) * 1e-6
     return mean
 
 
-def spent(history: History, columns: Sequence[str], rounds: NDArray[np.int64]) -> Floats:
+def spent(history: History, columns: Sequence[str], rounds: Ints) -> Floats:
     """Return the sum of columns over all rounds until each of ``rounds``, (R,)."""
     total = np.zeros(len(rounds))
     for column in columns:

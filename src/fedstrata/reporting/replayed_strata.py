@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats32, Ints
 from fedstrata.base.errors import CheckpointError, SpecError
 from fedstrata.methods.base import Recipe, RecipeState
 from fedstrata.runs import checkpoint
@@ -31,10 +31,10 @@ class View:
     """
 
     round: int
-    clients: NDArray[np.int64]
-    points: NDArray[np.float32]
-    strata: NDArray[np.int64]
-    labels: NDArray[np.int64]
+    clients: Ints
+    points: Floats32
+    strata: Ints
+    labels: Ints
 
     def sizes(self) -> list[int]:
         """Count the clients of each stratum."""

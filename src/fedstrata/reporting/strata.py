@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.reporting.draw import GRID, INK
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ PIES = 200
 """The most clients that are pies of their labels; more clients are dots in the colour of their most frequent label."""
 
 
-def plane(points: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
+def plane(points: Floats32) -> tuple[Floats, float]:
     """Compute the first two principal components.
 
     Args:
@@ -42,9 +42,9 @@ def plane(points: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
 
 
 def draw_strata(
-    points: NDArray[np.float32],
-    strata: NDArray[np.int64],
-    labels: NDArray[np.int64],
+    points: Floats32,
+    strata: Ints,
+    labels: Ints,
     path: Path | str,
     *,
     title: str = "",
@@ -98,9 +98,7 @@ def draw_strata(
     figure.savefig(path)
 
 
-def _pies(
-    axes: Axes, where: NDArray[np.float64], labels: NDArray[np.int64], colours: list[tuple[float, float, float, float]]
-) -> None:
+def _pies(axes: Axes, where: Floats, labels: Ints, colours: list[tuple[float, float, float, float]]) -> None:
     """Draw a small pie per client, with a marker for each of its labels."""
     from matplotlib.path import Path as Outline
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+
+from fedstrata.base.arrays import Floats, Floats32, Ints
 
 Allocation = Literal["neyman", "neyman-random", "neyman-at-least-one", "proportional"]
 """The allocation rules.
@@ -20,7 +21,7 @@ FLOOR = 0.5
 """The fewest draws of a stratum under ``neyman-random``, on average, as a share of budget / H; at most one draw."""
 
 
-def spread(points: NDArray[np.float32], strata: NDArray[np.int64], count: int) -> NDArray[np.float64]:
+def spread(points: Floats32, strata: Ints, count: int) -> Floats:
     """Return S_h, the root of the mean coordinate variance within each stratum, shape (count,).
 
     Args:
@@ -36,9 +37,7 @@ def spread(points: NDArray[np.float32], strata: NDArray[np.int64], count: int) -
     return result
 
 
-def allocate(
-    budget: int, sizes: NDArray[np.int64], weights: NDArray[np.float64], *, least: int = 1
-) -> NDArray[np.int64]:
+def allocate(budget: int, sizes: Ints, weights: Floats, *, least: int = 1) -> Ints:
     """Return whole numbers in proportion to ``weights``, by largest remainder, that add up to ``budget``.
 
     No stratum gets more than its size. With ``least = 1`` every stratum that is not empty gets at least one draw,
@@ -69,15 +68,13 @@ def allocate(
         result[first] = 1
         return result
     exact = quotas(budget, sizes, weights, np.where(filled, float(least), 0.0))
-    whole: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
+    whole: Ints = np.floor(exact + 1e-9).astype(np.int64)
     remainders = np.where(whole < sizes, exact - whole, -1.0)
     whole[np.argsort(-remainders, kind="stable")[: budget - int(whole.sum())]] += 1
     return whole
 
 
-def quotas(
-    budget: int, sizes: NDArray[np.int64], weights: NDArray[np.float64], floors: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def quotas(budget: int, sizes: Ints, weights: Floats, floors: Floats) -> Floats:
     """Return real numbers in proportion to ``weights``, between ``floors`` and ``sizes``, that add up to ``budget``.
 
     Args:
@@ -106,11 +103,11 @@ def quotas(
     low, high = float(floors[filled].min() / shares.max()), float((sizes[filled] / shares[filled]).max())
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if np.clip(middle * shares, floors, sizes).sum() < budget else (low, middle)
-    exact: NDArray[np.float64] = np.clip(high * shares, floors, sizes)
+    exact: Floats = np.clip(high * shares, floors, sizes)
     return exact
 
 
-def systematic(exact: NDArray[np.float64], generator: np.random.Generator) -> NDArray[np.int64]:
+def systematic(exact: Floats, generator: np.random.Generator) -> Ints:
     """Round numbers down or up at random, so that their sum stays and each equals ``exact`` on average.
 
     The rounding is systematic: the cumulative sums are shifted by one random number, and then rounded down.
@@ -130,9 +127,7 @@ def systematic(exact: NDArray[np.float64], generator: np.random.Generator) -> ND
     return np.diff(np.floor(ends + generator.random())).astype(np.int64)
 
 
-def systematic_draws(
-    items: NDArray[np.int64], sizes: NDArray[np.int64], count: int, generator: np.random.Generator
-) -> NDArray[np.int64]:
+def systematic_draws(items: Ints, sizes: Ints, count: int, generator: np.random.Generator) -> Ints:
     """Draw items by systematic sampling in random order (Madow 1949): item k count · n_k / Σ n times on average.
 
     Args:
@@ -153,12 +148,8 @@ def systematic_draws(
 
 
 def allocated(
-    rule: Allocation,
-    budget: int,
-    sizes: NDArray[np.int64],
-    deviations: NDArray[np.float64],
-    generator: np.random.Generator,
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    rule: Allocation, budget: int, sizes: Ints, deviations: Floats, generator: np.random.Generator
+) -> tuple[Ints, Floats]:
     """Return how many draws each stratum gets by a rule, and the probability that it gets any.
 
     Args:
@@ -185,9 +176,7 @@ def allocated(
     return counts, (counts > 0).astype(np.float64)
 
 
-def neyman(
-    budget: int, sizes: NDArray[np.int64], deviations: NDArray[np.float64], *, least: int = 1
-) -> NDArray[np.int64]:
+def neyman(budget: int, sizes: Ints, deviations: Floats, *, least: int = 1) -> Ints:
     """Return Neyman's optimal allocation m_h ∝ N_h S_h (FedSTS, Eq. 5); proportional to N_h if all S_h are zero.
 
     Args:

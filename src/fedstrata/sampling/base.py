@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
@@ -36,17 +36,17 @@ class Selection:
         metrics: The sampler's metrics of the round.
     """
 
-    clients: NDArray[np.int64]
-    draws: NDArray[np.int64]
-    probability: NDArray[np.float64]
-    stratum: NDArray[np.int64]
-    stratum_sizes: NDArray[np.int64]
-    stratum_samples: NDArray[np.int64] | None = None
-    stratum_chance: NDArray[np.float64] | None = None
+    clients: Ints
+    draws: Ints
+    probability: Floats
+    stratum: Ints
+    stratum_sizes: Ints
+    stratum_samples: Ints | None = None
+    stratum_chance: Floats | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def plain(cls, clients: NDArray[np.int64], population: int) -> Selection:
+    def plain(cls, clients: Ints, population: int) -> Selection:
         """Return a uniform selection without replacement, from one stratum of all clients."""
         clients = np.sort(clients)
         m = len(clients)
@@ -59,9 +59,7 @@ class Selection:
         )
 
     @classmethod
-    def from_draws(
-        cls, clients: NDArray[np.int64], draws: NDArray[np.int64], sizes: NDArray[np.int64], *, by_size: bool = True
-    ) -> Selection:
+    def from_draws(cls, clients: Ints, draws: Ints, sizes: Ints, *, by_size: bool = True) -> Selection:
         """Return the selection of draws from one stratum, whose expected numbers are in proportion to ``sizes``.
 
         Args:
@@ -91,9 +89,9 @@ class Strata:
         strata: The stratum of each client, in 0 … H − 1, shape (n,).
     """
 
-    clients: NDArray[np.int64]
-    points: NDArray[np.float32]
-    strata: NDArray[np.int64]
+    clients: Ints
+    points: Floats32
+    strata: Ints
 
 
 class ClientSampler(Setting):
@@ -159,12 +157,7 @@ class ClientSampler(Setting):
 
 
 def with_replacement(
-    clients: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    m: int,
-    generator: np.random.Generator,
-    *,
-    by_size: bool = True,
+    clients: Ints, sizes: Ints, m: int, generator: np.random.Generator, *, by_size: bool = True
 ) -> Selection:
     """Draw m times independently, each time in proportion to ``sizes``; see ``Selection.from_draws``."""
     draws = generator.multinomial(m, sizes / sizes.sum())

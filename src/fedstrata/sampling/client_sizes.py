@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.records import record
 from fedstrata.federation.allowed import Allowed
 from fedstrata.federation.federation import Federation
@@ -30,8 +30,8 @@ class Sizes:
         samples: n_k of each of them, int64.
     """
 
-    known: NDArray[np.int64]
-    samples: NDArray[np.int64]
+    known: Ints
+    samples: Ints
 
     @classmethod
     def ask(cls, federation: Federation) -> Sizes:
@@ -40,7 +40,7 @@ class Sizes:
         held = {client: samples for client, samples in sizes.items() if samples}
         return cls(np.fromiter(held, dtype=np.int64), np.fromiter(held.values(), dtype=np.int64))
 
-    def among(self, candidates: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def among(self, candidates: Ints) -> tuple[Ints, Ints]:
         """Return the candidates with a known size, and their sizes."""
         available = np.isin(self.known, candidates)
         return self.known[available], self.samples[available]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 from typing_extensions import override
 
+from fedstrata.base.arrays import Floats32, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed
@@ -44,15 +44,15 @@ class Distributions:
         each: Σn.
     """
 
-    places: NDArray[np.int64]
-    masses: NDArray[np.int64]
+    places: Ints
+    masses: Ints
     draws: int
     each: int
 
-    def draw(self, generator: np.random.Generator) -> NDArray[np.int64]:
+    def draw(self, generator: np.random.Generator) -> Ints:
         """Draw the position of one client from every distribution, shape (m,)."""
         pointers = generator.integers(self.each, size=self.draws) + self.each * np.arange(self.draws)
-        drawn: NDArray[np.int64] = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
+        drawn: Ints = self.places[np.searchsorted(np.cumsum(self.masses), pointers, side="right")]
         return drawn
 
 
@@ -143,7 +143,7 @@ class Clustered(ClientSampler):
         return Strata(clients, updates, group(updates, sizes, config.training.invited(config.clients)))
 
 
-def by_size(sizes: NDArray[np.int64], m: int) -> Distributions:
+def by_size(sizes: Ints, m: int) -> Distributions:
     """Divide the masses by client size (Algorithm 1): the largest clients fill the first distributions, and so on.
 
     Args:
@@ -161,7 +161,7 @@ def by_size(sizes: NDArray[np.int64], m: int) -> Distributions:
     return Distributions(order[np.searchsorted(ends, cuts)], np.diff(cuts, prepend=0), m, total)
 
 
-def by_group(groups: NDArray[np.int64], sizes: NDArray[np.int64], m: int) -> Distributions:
+def by_group(groups: Ints, sizes: Ints, m: int) -> Distributions:
     """Divide the masses by group (Algorithm 2, lines 5 to 12).
 
     A client with a mass of Σn or more first fills as many whole distributions by itself as it can. Each of the heaviest
@@ -194,7 +194,7 @@ def by_group(groups: NDArray[np.int64], sizes: NDArray[np.int64], m: int) -> Dis
     return Distributions(places[by_distribution], pieces[by_distribution], m, total)
 
 
-def group(updates: NDArray[np.float32], sizes: NDArray[np.int64], m: int) -> NDArray[np.int64]:
+def group(updates: Floats32, sizes: Ints, m: int) -> Ints:
     """Cut Ward's clustering of the clients into the largest groups with a mass of at most Σn (Algorithm 2, lines 1-4).
 
     Updates are compared by direction, as the distance of two unit vectors grows with the angle between them. All
@@ -231,7 +231,7 @@ def group(updates: NDArray[np.float32], sizes: NDArray[np.int64], m: int) -> NDA
     return group_of[:n]
 
 
-def _updates(sketches: Sketches, clients: NDArray[np.int64], length: int) -> NDArray[np.float32]:
+def _updates(sketches: Sketches, clients: Ints, length: int) -> Floats32:
     """Return the last update of each client; zeros for a client that never took part."""
     result = np.zeros((len(clients), length), dtype=np.float32)
     known = np.isin(sketches.known, clients)

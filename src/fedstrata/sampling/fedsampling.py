@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.engine import FederationConfig
@@ -44,8 +44,8 @@ class AnswersState:
         answers: The answer of each of them, int64.
     """
 
-    known: NDArray[np.int64]
-    answers: NDArray[np.int64]
+    known: Ints
+    answers: Ints
 
 
 class FedSamplingData(DataSampler):

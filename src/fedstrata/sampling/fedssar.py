@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
+from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import Tree, record
 from fedstrata.base.rng import rng
 from fedstrata.federation.allowed import Agreed, Allowed, step_limit
@@ -119,7 +120,7 @@ class FedSSARSampler(ClientSampler):
         return Strata(known, points, cluster(points, self.min_samples, self.xi, self.optics_max, generator)[0])
 
     def _introduce(
-        self, federation: Federation, state: FedSSARState, weights: Weights, candidates: NDArray[np.int64]
+        self, federation: Federation, state: FedSSARState, weights: Weights, candidates: Ints
     ) -> FedSSARState:
         """Ask the clients without a sketch to train once, and store their sketches."""
         sent = sketch(weights.params, self.coordinates, state.seed)
@@ -134,9 +135,7 @@ class FedSSARSampler(ClientSampler):
         return replace(state, sketches=sketches)
 
 
-def shares(
-    budget: int, sizes: NDArray[np.int64], available: NDArray[np.int64], generator: np.random.Generator
-) -> NDArray[np.int64]:
+def shares(budget: int, sizes: Ints, available: Ints, generator: np.random.Generator) -> Ints:
     """Return places in proportion to the clusters' sizes, m_h, shape (H,), at most ``available``.
 
     The places are allocated by largest remainder, with at least one for each cluster that has an available client. If
@@ -156,8 +155,8 @@ def shares(
 
 
 def cluster(
-    points: NDArray[np.float32], min_samples: int, xi: float, limit: int, generator: np.random.Generator
-) -> tuple[NDArray[np.int64], int]:
+    points: Floats32, min_samples: int, xi: float, limit: int, generator: np.random.Generator
+) -> tuple[Ints, int]:
     """Cluster points with OPTICS (Ankerst et al. 1999), and assign points that OPTICS labels as noise as well.
 
     Noise joins the cluster with the nearest mean. If OPTICS finds no cluster, all points are one cluster.
@@ -192,7 +191,7 @@ def cluster(
     return np.unique(result, return_inverse=True)[1].astype(np.int64), noise
 
 
-def _optics(points: NDArray[np.float32], min_samples: int, xi: float) -> NDArray[np.int64]:
+def _optics(points: Floats32, min_samples: int, xi: float) -> Ints:
     """Return scikit-learn's clusters of an OPTICS ordering; −1 is noise."""
     from sklearn.cluster import cluster_optics_xi
 
@@ -210,13 +209,11 @@ def _optics(points: NDArray[np.float32], min_samples: int, xi: float) -> NDArray
         labels, _ = cluster_optics_xi(
             reachability=reachability, predecessor=predecessor, ordering=ordering, min_samples=min_samples, xi=xi
         )
-    clusters: NDArray[np.int64] = labels.astype(np.int64)
+    clusters: Ints = labels.astype(np.int64)
     return clusters
 
 
-def optics_ordering(
-    distances: NDArray[np.float64], min_samples: int
-) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int64]]:
+def optics_ordering(distances: Floats, min_samples: int) -> tuple[Ints, Floats, Ints]:
     """Compute the OPTICS ordering without a maximum distance, as scikit-learn does.
 
     For a matrix of distances this is a hundred times as fast as scikit-learn.

@@ -17,11 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
 from fedstrata.sampling.row_store import RowStore
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 STEPS = 5
 """The most steps of Lloyd's iteration in one round; the next round continues with the rest."""
@@ -44,7 +42,7 @@ class Clusters:
         renewed: The number of rows that were replaced or added since ``of``.
     """
 
-    centres: NDArray[np.float32]
+    centres: Floats32
     sums: Floats
     sizes: Ints
     labels: Ints
@@ -64,7 +62,7 @@ class Clusters:
         upper, lower = (scale * bound for bound in _bounds(_distances(rows, None, centres, scale), labels))
         return cls(centres, sums, sizes, labels, upper, lower)
 
-    def without(self, places: Ints, before: NDArray[np.float32]) -> Clusters:
+    def without(self, places: Ints, before: Floats32) -> Clusters:
         """Return a copy in which some rows, whose values are ``before``, are unassigned."""
         assigned = self.labels[places] != UNASSIGNED
         places, before = places[assigned], before[assigned]
@@ -136,7 +134,7 @@ def _scale(norms: Floats) -> float:
     return float(norms.max()) or 1.0
 
 
-def _distances(rows: RowStore, indices: Ints | None, centres: NDArray[np.float32], scale: float) -> Floats:
+def _distances(rows: RowStore, indices: Ints | None, centres: Floats32, scale: float) -> Floats:
     """Return the distances of some rows, or of all, to each centre, in units of ``scale``, shape (rows, H)."""
     scaled = centres / np.float32(scale)
     products = rows.times(scaled.T) if indices is None else rows.take(indices) @ scaled.T

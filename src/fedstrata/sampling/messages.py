@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Floats32
 from fedstrata.base.errors import ReplyRefusedError
 from fedstrata.base.records import record
 from fedstrata.federation.messages import ModelRequest, Params, Reply, Request, RequestRule, Weights
@@ -73,7 +72,7 @@ class CompressReply(Reply):
     codes: Tensor
     length: int
 
-    def restored(self) -> NDArray[np.float32]:
+    def restored(self) -> Floats32:
         """Return the quantized gradient as floats, shape (length,).
 
         Raises:

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Floats32
 from fedstrata.base.rng import rng
 
 
@@ -54,7 +55,7 @@ def _prime(most: int) -> int:
     return next((n for n in range(most, 1, -1) if all(n % k for k in range(2, int(n**0.5) + 1))), 1)
 
 
-def quantize(values: NDArray[np.float32], centres: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+def quantize(values: Floats32, centres: int) -> tuple[Floats32, NDArray[np.uint8]]:
     """Return the exact 1-D k-means of a vector's values.
 
     Args:
@@ -91,7 +92,7 @@ def pack(codes: NDArray[np.uint8], centres: int) -> NDArray[np.uint8]:
     return packed
 
 
-def restore(centres: NDArray[np.float32], packed: NDArray[np.uint8], length: int) -> NDArray[np.float32]:
+def restore(centres: Floats32, packed: NDArray[np.uint8], length: int) -> Floats32:
     """Return the gradient Z = X[λ], shape (length,).
 
     Raises:
@@ -100,5 +101,5 @@ def restore(centres: NDArray[np.float32], packed: NDArray[np.uint8], length: int
     codes = np.stack([packed >> 4, packed & 15], axis=1).ravel()[:length] if len(centres) <= 16 else packed
     if len(codes) != length or (length and codes.max() >= len(centres)):
         raise ValueError(f"{len(packed)} bytes of codes do not name {length} of {len(centres)} centres")
-    restored: NDArray[np.float32] = centres[codes]
+    restored: Floats32 = centres[codes]
     return restored

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.records import record
-
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float32]
 
 SHARE = 8
 """The whole matrix is copied only once more than one row in ``SHARE`` was replaced since the last copy."""
@@ -26,13 +23,13 @@ class RowStore:
             range of float32.
     """
 
-    base: Floats
+    base: Floats32
     places: Ints
-    newer: Floats
-    norms: NDArray[np.float64]
+    newer: Floats32
+    norms: Floats
 
     @classmethod
-    def of(cls, matrix: Floats, norms: NDArray[np.float64] | None = None) -> RowStore:
+    def of(cls, matrix: Floats32, norms: Floats | None = None) -> RowStore:
         """Return a store of a matrix, which must not change afterwards."""
         places = np.empty(0, dtype=np.int64)
         return cls(matrix, places, matrix[:0], lengths(matrix) if norms is None else norms)
@@ -45,7 +42,7 @@ class RowStore:
     def __len__(self) -> int:
         return len(self.base)
 
-    def whole(self) -> Floats:
+    def whole(self) -> Floats32:
         """Return all rows, shape (n, d), read-only."""
         if len(self.places) == 0:
             return self.base
@@ -53,20 +50,20 @@ class RowStore:
         matrix[self.places] = self.newer
         return matrix
 
-    def take(self, indices: Ints) -> Floats:
+    def take(self, indices: Ints) -> Floats32:
         """Return some rows, shape (len(indices), d)."""
-        rows: Floats = self.base[indices]
+        rows: Floats32 = self.base[indices]
         replaced = np.flatnonzero(np.isin(indices, self.places))
         rows[replaced] = self.newer[np.searchsorted(self.places, indices[replaced])]
         return rows
 
-    def times(self, matrix: Floats) -> Floats:
+    def times(self, matrix: Floats32) -> Floats32:
         """Return the product with a matrix, shape (n, columns)."""
-        product: Floats = self.base @ matrix
+        product: Floats32 = self.base @ matrix
         product[self.places] = self.newer @ matrix
         return product
 
-    def renewed(self, places: Ints, rows: Floats) -> RowStore:
+    def renewed(self, places: Ints, rows: Floats32) -> RowStore:
         """Return a store with new rows at some indices, ascending."""
         if len(places) == len(self):
             return RowStore.of(rows)
@@ -83,7 +80,7 @@ class RowStore:
         newer[np.searchsorted(replaced, places)] = rows
         return RowStore(self.base, replaced, newer, norms)
 
-    def joined(self, known: Ints, clients: Ints, rows: Floats) -> tuple[Ints, RowStore]:
+    def joined(self, known: Ints, clients: Ints, rows: Floats32) -> tuple[Ints, RowStore]:
         """Replace the rows of some clients, and add rows for clients that have none.
 
         Args:
@@ -108,7 +105,7 @@ class RowStore:
         return union, RowStore.of(matrix, norms)
 
 
-def lengths(matrix: Floats) -> NDArray[np.float64]:
+def lengths(matrix: Floats32) -> Floats:
     """Return the Euclidean norm of every row, shape (n,)."""
-    norms: NDArray[np.float64] = np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
+    norms: Floats = np.sqrt(np.einsum("kd,kd->k", matrix, matrix, dtype=np.float64))
     return norms

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats32, Ints
 from fedstrata.base.records import record
 from fedstrata.federation.messages import FitReply, Params
 from fedstrata.sampling.quantization import project
@@ -30,16 +30,16 @@ class Sketches:
         sent: The sketch of the global model that was sent last, shape (K,), float32; empty before the first round.
     """
 
-    known: NDArray[np.int64]
+    known: Ints
     rows: RowStore
-    sent: NDArray[np.float32]
+    sent: Floats32
 
     @property
-    def points(self) -> NDArray[np.float32]:
+    def points(self) -> Floats32:
         """The sketches, shape (len(known), K), read-only."""
         return self.rows.whole()
 
-    def with_rows(self, clients: NDArray[np.int64], points: NDArray[np.float32]) -> Sketches:
+    def with_rows(self, clients: Ints, points: Floats32) -> Sketches:
         """Return a copy with new sketches of some clients.
 
         Args:
@@ -55,7 +55,7 @@ def no_sketches() -> Sketches:
     return Sketches(np.empty(0, dtype=np.int64), RowStore.empty(), np.empty(0, dtype=np.float32))
 
 
-def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
+def sketch(params: Params, coordinates: int, seed: int) -> Floats32:
     """Return the sketch of a model.
 
     Args:
@@ -67,7 +67,7 @@ def sketch(params: Params, coordinates: int, seed: int) -> NDArray[np.float32]:
         Shape (min(d, K),).
     """
     flat = torch.cat([tensor.detach().reshape(-1).float() for tensor in params.values()])
-    sketch: NDArray[np.float32] = project(flat, coordinates, seed).numpy()
+    sketch: Floats32 = project(flat, coordinates, seed).numpy()
     return sketch
 
 

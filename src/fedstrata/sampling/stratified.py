@@ -8,10 +8,10 @@ from dataclasses import field, replace
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
+from fedstrata.base.arrays import Floats, Floats32, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.base.rng import rng
@@ -52,21 +52,21 @@ class StratifiedState:
         clusters: The state of k-means, for more than ``FITTED`` clients of which a few are renewed in each round.
     """
 
-    known: NDArray[np.int64]
+    known: Ints
     rows: RowStore
-    participants: NDArray[np.int64]
-    sent: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    participants: Ints
+    sent: Floats32 = field(default_factory=lambda: np.empty(0, dtype=np.float32))
     lr: float = 1.0
     steps: int = 1
     seed: int = 0
     clusters: Clusters | None = None
 
     @property
-    def points(self) -> NDArray[np.float32]:
+    def points(self) -> Floats32:
         """Z, shape (len(known), d)."""
         return self.rows.whole()
 
-    def learned(self, clients: NDArray[np.int64], points: NDArray[np.float32]) -> StratifiedState:
+    def learned(self, clients: Ints, points: Floats32) -> StratifiedState:
         """Return a copy with new Z of some clients, ascending."""
         known, rows = self.rows.joined(self.known, clients, points)
         clusters = self.clusters
@@ -235,8 +235,8 @@ class Stratified(ClientSampler):
         return Strata(state.known, points, strata)
 
     def _strata(
-        self, federation: Federation, state: StratifiedState, available: NDArray[np.int64], count: int
-    ) -> tuple[StratifiedState, NDArray[np.int64], NDArray[np.float64], float]:
+        self, federation: Federation, state: StratifiedState, available: Ints, count: int
+    ) -> tuple[StratifiedState, Ints, Floats, float]:
         """Stratify the available clients.
 
         Args:
@@ -265,8 +265,8 @@ class Stratified(ClientSampler):
         return state, strata, deviations, float(spread(fitted, np.zeros_like(fitted_strata), 1)[0])
 
     def _refresh(
-        self, federation: Federation, state: StratifiedState, weights: Weights, candidates: NDArray[np.int64]
-    ) -> tuple[StratifiedState, NDArray[np.int64]]:
+        self, federation: Federation, state: StratifiedState, weights: Weights, candidates: Ints
+    ) -> tuple[StratifiedState, Ints]:
         """Renew the compressed gradients, and return the new state and the candidates that may be drawn."""
         config = federation.config
         refresh, training = self._refreshes(config), config.training
@@ -291,11 +291,11 @@ class Stratified(ClientSampler):
         # A client that was asked and did not answer would probably not train either.
         return state.learned(answered, points), answered if refresh == "all" else candidates
 
-    def _point(self, reply: CompressReply) -> NDArray[np.float32]:
+    def _point(self, reply: CompressReply) -> Floats32:
         """Return the vector that clients are compared by: Z, shape (d,), or its centres, padded to shape (d',)."""
         if self.compared == "restored":
             return reply.restored()
-        centres: NDArray[np.float32] = reply.centres.numpy()
+        centres: Floats32 = reply.centres.numpy()
         return np.pad(centres, (0, self.centres - len(centres)), mode="edge")
 
     def _refreshes(self, config: Agreed) -> str:
@@ -305,7 +305,7 @@ class Stratified(ClientSampler):
         return self._refreshes(config) == "participants" and self.gradients != "asked"
 
 
-def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> NDArray[np.int64]:
+def stratify(points: Floats32, count: int, seed: int, round: int) -> Ints:
     """Divide compressed gradients by k-means into strata 0 … H' − 1, none of them empty (H' ≤ ``count``).
 
     Args:
@@ -339,7 +339,7 @@ def stratify(points: NDArray[np.float32], count: int, seed: int, round: int) -> 
     return np.unique(labels, return_inverse=True)[1].astype(np.int64)
 
 
-def _subset(clients: int, seed: int, round: int) -> NDArray[np.int64] | None:
+def _subset(clients: int, seed: int, round: int) -> Ints | None:
     """Return the rows that k-means uses: a random subset, the same for every caller; None for all rows."""
     if clients <= FITTED:
         return None
@@ -347,11 +347,11 @@ def _subset(clients: int, seed: int, round: int) -> NDArray[np.int64] | None:
 
 
 def draw(
-    clients: NDArray[np.int64],
-    strata: NDArray[np.int64],
-    sizes: NDArray[np.int64],
-    allocation: NDArray[np.int64],
-    norms: NDArray[np.float64],
+    clients: Ints,
+    strata: Ints,
+    sizes: Ints,
+    allocation: Ints,
+    norms: Floats,
     replacement: bool,
     generator: np.random.Generator,
 ) -> Selection:

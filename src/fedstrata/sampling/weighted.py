@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Bools, Ints
 from fedstrata.base.records import Tree
 from fedstrata.federation.allowed import Agreed, Allowed
 from fedstrata.federation.federation import Federation
@@ -48,9 +48,7 @@ class Weighted(ClientSampler):
         return draw(clients, sizes, m, generator), state
 
 
-def without_replacement(
-    clients: NDArray[np.int64], sizes: NDArray[np.int64], m: int, generator: np.random.Generator
-) -> Selection:
+def without_replacement(clients: Ints, sizes: Ints, m: int, generator: np.random.Generator) -> Selection:
     """Draw m different clients, each with the probability min(1, c n_k), where c makes these probabilities add up to m.
 
     Each client with probability one is a separate stratum; all other clients are stratum 0.
@@ -81,7 +79,7 @@ def without_replacement(
     )
 
 
-def certainties(sizes: NDArray[np.int64], m: int) -> NDArray[np.bool_]:
+def certainties(sizes: Ints, m: int) -> Bools:
     """Return which clients are certain to be drawn when m are drawn in proportion to size.
 
     A client is certain if m' n_k ≥ Σn, with m' draws and Σn samples left for it and the clients that are not certain.

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fedstrata.aggregation.optimizers import ServerOptimizer, Stepper
+from fedstrata.base.arrays import Bools, Floats, Ints
 from fedstrata.base.errors import ReplyRefusedError, SpecError
 from fedstrata.base.records import Tree
 from fedstrata.clients.training.sgd import clipped
@@ -33,8 +33,6 @@ from fedstrata.stratify.messages import (
 from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import select_batches
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 LRRule = Literal["none", "linear", "sqrt"]
 
 
@@ -203,9 +201,9 @@ class BatchPlan:
             self.owner[positions] = owner
             positions = self._ask_owners(positions[owner >= 0])
 
-    def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, NDArray[np.float64]] | None]:
+    def _choices(self, wanted: Ints) -> tuple[dict[int, Ints], dict[int, Floats] | None]:
         """Return the available clients and their weights by placeholder; refill pools that are exhausted everywhere."""
-        roster, clients, weights = self.roster, dict[int, Ints](), dict[int, NDArray[np.float64]]()
+        roster, clients, weights = self.roster, dict[int, Ints](), dict[int, Floats]()
         for place in np.unique(wanted).tolist():
             rows = roster.rows_of(place)
             if not roster.available[rows].any():

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.records import record
 from fedstrata.base.rng import SERVER, torch_seeded
@@ -33,7 +33,6 @@ from fedstrata.stratify.messages import (
     Steps,
 )
 
-Ints = NDArray[np.int64]
 Q = TypeVar("Q", bound=Gradient)
 _NONE: Ints = np.empty(0, dtype=np.int64)
 STATE, PLACEHOLDERS = "stratify", "placeholders"

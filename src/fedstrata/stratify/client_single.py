@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.records import record
 from fedstrata.base.rng import torch_seeded
 from fedstrata.clients.client import Client, ClientContext
@@ -22,8 +22,6 @@ from fedstrata.models.model import Model
 from fedstrata.objectives.base import Batch, Context
 from fedstrata.stratify.client_batch import STATE, Pool, opened
 from fedstrata.stratify.messages import Steps, StepsReply
-
-Ints = NDArray[np.int64]
 
 TRIAL = 3
 """The steps in which a traced stepper must agree with autograd before it is used."""

@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Ints
 from fedstrata.federation.federation import Federation
 from fedstrata.stratify.messages import ALL
 from fedstrata.stratify.schedule import Holders
-
-Ints = NDArray[np.int64]
 
 
 class Roster:

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.records import record
 from fedstrata.stratify.messages import LabelReply
 
-Ints = NDArray[np.int64]
 Rule = Literal["capped", "uniform", "uncapped"]
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
+from fedstrata.base.arrays import Bools, Floats, Ints
 
 _CELLS = 1 << 21
 """Positions × clients that are processed at once."""
@@ -155,10 +152,7 @@ def _walk(covers: Bools, generator: np.random.Generator) -> Ints:
 
 
 def select_batch(
-    wanted: Ints,
-    available: Mapping[int, Ints],
-    weights: Mapping[int, NDArray[np.float64]] | None,
-    generator: np.random.Generator,
+    wanted: Ints, available: Mapping[int, Ints], weights: Mapping[int, Floats] | None, generator: np.random.Generator
 ) -> Ints:
     """Choose clients for the positions of one batch (Stratify, Algorithm 2).
 
@@ -181,7 +175,7 @@ def select_batches(
     wanted: Ints,
     batch_of: Ints,
     available: Mapping[int, Ints],
-    weights: Mapping[int, NDArray[np.float64]] | None,
+    weights: Mapping[int, Floats] | None,
     generator: np.random.Generator,
 ) -> Ints:
     """Choose clients for many batches at once; see ``select_batch``.
@@ -215,13 +209,7 @@ def select_batches(
     return chosen
 
 
-def _orders(
-    groups: NDArray[np.bool_],
-    clients: int,
-    shares: NDArray[np.float64] | None,
-    most: int,
-    generator: np.random.Generator,
-) -> Ints:
+def _orders(groups: Bools, clients: int, shares: Floats | None, most: int, generator: np.random.Generator) -> Ints:
     """Draw up to ``most`` clients without replacement for each of some groups, shape (G, most).
 
     Weighted draws follow the smallest of keys Exp(1) / share (Efraimidis and Spirakis 2006).

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.records import Tree
 from fedstrata.federation.allowed import Agreed
@@ -20,8 +20,6 @@ from fedstrata.models.batchnorm import has_batchnorm
 from fedstrata.stratify.messages import ALL, Steps, StepsReply
 from fedstrata.stratify.roster import Roster
 from fedstrata.stratify.selection import assign_runs, tasks_of
-
-Ints = NDArray[np.int64]
 
 MOST_CELLS = 2**31
 """Positions × clients of a chunk that is planned at once, five bytes each."""
@@ -112,7 +110,7 @@ class Route:
     def __init__(self, roster: Roster, wanted: Ints, *, chunk_size: int, retain: float) -> None:
         self.roster, self.chunk_size, self.retain = roster, chunk_size, retain
         self._left = wanted
-        self._weights: NDArray[np.float64] | None = None
+        self._weights: Floats | None = None
         if roster.weighted:
             self._weights = np.zeros((len(roster.holders.placeholders), roster.federation.config.clients))
             self._weights[roster.places, roster.holders.clients] = roster.holders.counts

@@ -5,15 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.data.subsets import by_class
 
-Ints = NDArray[np.int64]
-Reals = NDArray[np.float64]
 
-
-def log_dirichlet(alpha: Reals, rng: np.random.Generator) -> Reals:
+def log_dirichlet(alpha: Floats, rng: np.random.Generator) -> Floats:
     """Draw logarithms of Dirichlet shares along the last axis, finite also for very small α.
 
     With α = 0.001 nearly all gamma variates underflow to 0, and 0/0 is NaN. Therefore log Γ(α) is drawn as log Γ(α+1) +
@@ -26,7 +23,7 @@ def log_dirichlet(alpha: Reals, rng: np.random.Generator) -> Reals:
     Returns:
         Logarithms in the shape of ``alpha``; the shares sum to 1 along the last axis.
     """
-    draws: Reals = np.log(rng.standard_gamma(alpha + 1)) + np.log(1 - rng.random(alpha.shape)) / alpha
+    draws: Floats = np.log(rng.standard_gamma(alpha + 1)) + np.log(1 - rng.random(alpha.shape)) / alpha
     draws -= draws.max(axis=-1, keepdims=True)
     draws -= np.log(np.exp(draws).sum(axis=-1, keepdims=True))
     return draws
@@ -56,7 +53,7 @@ def cut_by_dirichlet(codes: Ints, clients: int, alpha: float, rng: np.random.Gen
     return owner
 
 
-def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Reals, rng: np.random.Generator) -> Ints:
+def deal_by_mix(codes: Ints, sizes: Ints, log_mix: Floats, rng: np.random.Generator) -> Ints:
     """Give every client its number of samples, with classes drawn from the client's own mix.
 
     All clients draw at once. If a class is drawn more often than it has samples, randomly chosen draws get them. The

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.config import FromRegistry, Registry, Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
-
-Ints = NDArray[np.int64]
 
 UNUSED = -1
 """The owner in arrays of owners that means: no client holds the sample."""

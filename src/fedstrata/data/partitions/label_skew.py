@@ -8,10 +8,11 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.config import Setting
 from fedstrata.base.errors import SpecError
 from fedstrata.data.partitions.assign import cut_by_dirichlet, deal_to_holders, hold_classes, top_up
-from fedstrata.data.partitions.base import Clients, Ints, Partition
+from fedstrata.data.partitions.base import Clients, Partition
 from fedstrata.data.partitions.schemes import Alpha, Generator
 
 

@@ -9,10 +9,11 @@ from typing import Literal
 import numpy as np
 from pydantic import NonNegativeInt
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import SpecError
 from fedstrata.base.rng import rng
 from fedstrata.data.dataset import Dataset
-from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Clients, Ints, Partition
+from fedstrata.data.partitions.base import UNUSED, AnyPartition, Assignment, Clients, Partition
 
 
 class Natural(Partition):

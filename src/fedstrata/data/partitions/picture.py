@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.table import Table
 
-Ints = NDArray[np.int64]
 
 BUBBLES = 100
 """The most clients (and twice the most labels) of a picture with a bubble per cell."""

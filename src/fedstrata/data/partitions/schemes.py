@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import DataError, SpecError
 from fedstrata.data.partitions.assign import cut_by_dirichlet, deal_by_mix, log_dirichlet, taken_from_largest, top_up
-from fedstrata.data.partitions.base import Assignment, Ints, Partition
+from fedstrata.data.partitions.base import Assignment, Partition
 from fedstrata.data.sources import read_arrays
 from fedstrata.data.subsets import largest_remainder
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fedstrata.base.arrays import Ints
 from fedstrata.data.dataset import Dataset
 from fedstrata.data.partitions.base import Assignment
 
@@ -28,13 +28,13 @@ class ServerData:
         """Pickle as None: server data are not sent to other processes."""
         return type(None), ()
 
-    def indices(self) -> NDArray[np.int64]:
+    def indices(self) -> Ints:
         """Return the numbers of the samples, ascending; none with natural clients, because clients own the others."""
         if self.assignment.codes is not None:
             return np.empty(0, dtype=np.int64)
         return np.setdiff1d(np.arange(self.data.train_size), self.assignment.indices)
 
-    def counts(self) -> NDArray[np.int64]:
+    def counts(self) -> Ints:
         """Count the samples of each class, (C,)."""
         return np.bincount(self.data.y_train.numpy()[self.indices()], minlength=self.data.classes)
 

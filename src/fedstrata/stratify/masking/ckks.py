@@ -14,12 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import ExtraMissingError, FedstrataError, ReplyRefusedError
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Cipher = Any
 """An encrypted vector: TenSEAL's ``CKKSVector``."""
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from typing_extensions import override
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.records import record
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
@@ -26,8 +26,6 @@ from fedstrata.stratify.masking.messages import (
 from fedstrata.stratify.masking.public_keys import Public, ask_one
 from fedstrata.stratify.masking.slot_layout import SlotLayout, shuffled
 from fedstrata.stratify.masking.unique_list import UniqueList
-
-Ints = NDArray[np.int64]
 
 
 @record("PackedRegister")

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import FedstrataError
 from fedstrata.base.rng import rng
 from fedstrata.clients.client import Client
@@ -39,8 +39,6 @@ from fedstrata.stratify.masking.messages import (
 from fedstrata.stratify.masking.prf import TAG_SIZE, tag
 from fedstrata.stratify.masking.slot_layout import TOLERANCE, SlotLayout
 from fedstrata.stratify.messages import LabelReply, LabelReport
-
-Ints = NDArray[np.int64]
 
 _WHOLE = 0.1
 """The largest distance of a total from an integer: CKKS's error is under 0.001 for 1,000 clients."""

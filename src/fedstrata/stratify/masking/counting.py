@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId
 from fedstrata.stratify.masking.ckks import COUNTING, Cipher
 from fedstrata.stratify.masking.messages import CountReport, OpenTotals, ShareReport
 from fedstrata.stratify.masking.public_keys import Public, ask_until
 
-Ints = NDArray[np.int64]
 Held = dict[ClientId, Ints]
 
 TOGETHER = 64

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.base.errors import QuorumError, SpecError
 from fedstrata.base.records import Tree, record
 from fedstrata.federation.federation import Federation
@@ -33,7 +33,6 @@ from fedstrata.stratify.masking.unique_list import UniqueList
 from fedstrata.stratify.messages import LabelReply, LabelReport
 from fedstrata.stratify.schedule import Holders
 
-Ints = NDArray[np.int64]
 Masking = Literal["none", "prf", "ckks"]
 Watch = Callable[[str], None]
 Held = dict[ClientId, Ints]

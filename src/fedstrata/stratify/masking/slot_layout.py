@@ -24,13 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Floats, Ints
 from fedstrata.base.errors import FedstrataError
 from fedstrata.stratify.masking.ckks import COMPARING
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 MOST_CLASSES = 60_000
 """The most classes for which p / S is at most 2⁻¹²."""

@@ -12,15 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from fedstrata.base.arrays import Ints
 from fedstrata.federation.federation import Federation
 from fedstrata.federation.messages import ClientId, Request, Requests
 from fedstrata.federation.reply_checks import Check
 from fedstrata.stratify.masking.messages import SealedLabels
 from fedstrata.stratify.masking.public_keys import Public, ask_one
-
-Ints = NDArray[np.int64]
 
 TOGETHER = 8
 """The number of clients whose ciphertexts are held at a time."""
